@@ -27,7 +27,7 @@ from benchmarks.s3_server import s3_behind
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.written import Ranges
+from lightning_spot.image.ranges import Ranges
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import look_again, survey
 from lightning_spot.tiers.fences import Claim

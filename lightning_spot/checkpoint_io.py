@@ -14,7 +14,6 @@ import torch
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.host_link import leave
-from lightning_spot.capture.layouts import Outliner
 from lightning_spot.capture.writer import SnapshotWriter, store_streamed
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
@@ -30,6 +29,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.exact.loadability import load_named
 from lightning_spot.exact.namespaces import SpotIO
+from lightning_spot.image.layout import Outliner
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.host import Host, InProcessHost
 from lightning_spot.memory.runs import RunInfo

@@ -25,7 +25,7 @@ def processors() -> int:
 
     Threads beyond a container's share have all of its processes stopped until the next tenth of a second.
     """
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0))
     try:
         quota, period = _QUOTA.read_text().split()
         return min(count, max(1, -(-int(quota) // int(period))))

@@ -1,8 +1,8 @@
 """One attempt of a run, as one rank has it: its number, its ring, its writer, and how it ends.
 
 Every rank has one. That of rank 0 claims storage, and sees to the end: everything that was written is uploaded before a
-deadline, or named. A snapshot server that is lost meanwhile is waited for; what was lost with it is written again from
-the state at hand, if this rank has all of it. "Durable" is logged only of what storage has listed.
+deadline, or named. A snapshot server that is lost meanwhile is waited for; what was lost with it is written to storage
+from the state at hand, if this rank has all of it.
 """
 
 from __future__ import annotations
@@ -12,411 +12,40 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from lightning_spot._version import __version__
+from lightning_spot.capture.ending import Ending, LastState, PastMemory, Safety, uploaded_by
 from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.layouts import CheckpointLayouter, RankLayouter
-from lightning_spot.capture.past_memory import PastMemory
-from lightning_spot.capture.saying import SAY_S
-from lightning_spot.capture.tensors import Glances, Owners, expected_nbytes, tensors_in
+from lightning_spot.capture.tensors import Owners, expected_nbytes, tensors_in
 from lightning_spot.capture.unexpected import Pause, UnexpectedFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_bytes
 from lightning_spot.errors import (
     FailureReason,
     FencedError,
     NotSerializableError,
-    ServerUnreachableError,
     SpotError,
     TierReason,
 )
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.interval.costs import Failure, TierPace
-from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
-from lightning_spot.memory.host import Host, InProcessHost
+from lightning_spot.memory.host import Host
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import Survey, ask_all
+from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
-from lightning_spot.staging.copier import Copier, Watches, watch
+from lightning_spot.staging.copier import Copier
 from lightning_spot.staging.schedule import Schedule
-from lightning_spot.tiers.store import Holdings
 
 logger = logging.getLogger(__name__)
-
-_POLL_S = 0.05
-_LOOK_S = 10.0
-_OTHERS_S, _AGAIN_S = 30.0, 0.5
-_BEFORE = "The run resumes from the snapshot before it"
-_IN_MEMORY = "committed in memory, and not known to be durable"
-_GOES_ON = "The server that has it retries"
-_ENDS_HERE = "It is only in the memory of this process, and lost when that ends"
-
-
-class Safety:
-    """What is safe outside this machine, and how soon more can be.
-
-    Args:
-        writer: of the snapshots.
-        past_memory: where those went that fit no memory here.
-        min_upload_interval_s: least seconds between two snapshots brought to storage.
-
-    Attributes:
-        writers_here: ranks of this host that write about as much of a snapshot as this one.
-    """
-
-    def __init__(self, writer: SnapshotWriter, past_memory: PastMemory, min_upload_interval_s: float = 0.0) -> None:
-        self._writer, self._past_memory = writer, past_memory
-        self._min_upload_interval_s = min_upload_interval_s
-        self.writers_here = 1
-
-    def plan(self, deadline: Deadline | None) -> DeadlinePlan:
-        """Plan an urgent snapshot of the size of the last one (any size fits if there was none).
-
-        Args:
-            deadline: that it has to meet, ``None`` for none.
-        """
-        left_s = deadline.left_s if deadline is not None and deadline.is_named else None
-        newest = self._writer.committed
-        nbytes = self.writers_here * newest.nbytes if newest is not None else 0
-        tiers = self._writer.link.ask(lambda host: host.tiers(), None)
-        if tiers is None:
-            return plan_urgent(nbytes, left_s, {})
-        safe_step = self._safe_step(self._writer.link.ask(lambda host: host.safe_step(), None))
-        speeds = {
-            url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s and not tier.carried
-        }
-        # What is committed and not safe yet goes first.
-        waits = newest is not None and safe_step < newest.step
-        return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
-
-    def usual_s(self) -> float | None:
-        """Measured seconds until a snapshot is safe; ``None`` before any was."""
-        return self.plan(None).expected_s if self._writer.committed is not None else None
-
-    def paces(self) -> tuple[TierPace, ...]:
-        """How fast each working tier takes snapshots, as measured."""
-        return paces_of(self._writer.link.ask(lambda host: host.tiers(), {}), self._min_upload_interval_s)
-
-    def bring(
-        self,
-        deadline: Deadline,
-        plan: DeadlinePlan,
-        cut_short: Callable[[], bool],
-        again: Callable[[], None] | None = None,
-    ) -> str:
-        """Wait until the newest snapshot is committed, and safe at one tier below.
-
-        Args:
-            deadline: how long to wait at most.
-            plan: what was expected.
-            cut_short: asked while waiting: whether to give up at once.
-            again: takes the newest snapshot once more, if it was dropped; ``None`` if that is not possible.
-
-        Returns:
-            one line for people.
-        """
-        started_s = time.monotonic()
-        writer = self._writer
-        of = f" of {deadline.end_s - started_s:.0f} s" if deadline.is_named else ""
-        writer.settle(deadline.left_s)
-        newest = writer.committed
-        if newest is None:
-            return "no snapshot of this attempt is committed; the run resumes from what an earlier one left"
-        what = f"step {newest.step} ({format_bytes(newest.stored_bytes)})"
-        if not plan.take:
-            what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
-        if lost := self._past_memory.why_lost(deadline.left_s / 2):
-            older = writer.link.ask(lambda host: host.safe_step(), None)
-            instead = f"step {older} is safe" if older is not None else "no other one of this attempt is known to be"
-            return f"{what} is not known to be safe: {self._past_memory.newest_at}, which had it, {lost}; {instead}"
-        nothing_owed = False
-        while not cut_short():
-            try:
-                if self._safe_step(writer.host.safe_step() if writer.host is not None else None) >= newest.step:
-                    return f"{what} is safe in {time.monotonic() - started_s:.1f} s{of}"
-                if nothing_owed and (why := self._why_dropped(newest)):
-                    if again is None:
-                        return f"{what} was dropped ({why}); the run resumes from the snapshot before it"
-                    again()
-                    again = None
-                    writer.settle(deadline.left_s)
-                if nothing_owed and (why := self._why_refused()):
-                    return f"{what} was refused ({why})"
-                # Failing tiers are tried now.
-                nothing_owed = writer.host is not None and not writer.host.flush(_POLL_S)
-            except SpotError as error:
-                return f"{what} is committed in memory; the snapshot server does not answer ({error})"
-            if deadline.left_s == 0:
-                break
-            time.sleep(_POLL_S)
-        return f"{what} is committed in memory, and safe nowhere else after {time.monotonic() - started_s:.1f} s{of}"
-
-    def _why_dropped(self, newest: Manifest) -> str:
-        """Why the newest snapshot was dropped instead of being brought anywhere; ``""`` if it was not."""
-        nothing: dict[str, TierHealth] = {}
-        tiers = self._writer.link.ask(lambda host: host.tiers(), nothing)
-        return next(
-            (tier.dropped for tier in tiers.values() if tier.dropped_name in (newest.name, newest.snapshot)), ""
-        )
-
-    def _why_refused(self) -> str:
-        """Why a tier takes nothing of this attempt any more, for good; ``""`` if none does so."""
-        nothing: dict[str, TierHealth] = {}
-        tiers = self._writer.link.ask(lambda host: host.tiers(), nothing)
-        return next((tier.refused for tier in tiers.values() if tier.refused), "")
-
-    def _safe_step(self, from_memory: int | None) -> int:
-        """Newest step that is safe outside this machine, -1 if none is.
-
-        Args:
-            from_memory: as the ring knows it, ``None`` if it knows none.
-        """
-        past = self._writer.past_memory
-        return max(-1 if from_memory is None else from_memory, past.step if past is not None else -1)
-
-
-def paces_of(tiers: Mapping[str, TierHealth], min_upload_interval_s: float = 0.0) -> tuple[TierPace, ...]:
-    """How fast each working tier takes snapshots; a snapshot server counts as fast until it has taken one.
-
-    Args:
-        tiers: how each is doing, by its URL.
-        min_upload_interval_s: least seconds between two snapshots brought to storage.
-    """
-    working = [tier for tier in tiers.values() if not tier.error and not tier.carried]
-    paces = [
-        TierPace(drain_s=tier.drain_s, survives=Failure.MACHINE)
-        if tier.kind == "node"
-        else TierPace(drain_s=max(tier.drain_s, min_upload_interval_s), survives=Failure.SERVER)
-        for tier in working
-        if tier.flushed
-    ]
-    if any(tier.kind == "node" for tier in working) and all(pace.survives == Failure.SERVER for pace in paces):
-        paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
-    return tuple(paces)
-
-
-@dataclass(frozen=True, slots=True)
-class LastState:
-    """The state of the finished run, kept until it is durable. Holds references to its tensors, no copies.
-
-    Attributes:
-        checkpoint: the state; ``None`` where this rank has a part of it only.
-        manifest: of its snapshot, not sealed.
-        watches: of its tensors, to know whether they have changed since.
-        glances: at them, likewise.
-    """
-
-    checkpoint: Any
-    manifest: Manifest
-    watches: Watches
-    glances: Glances
-
-    @classmethod
-    def of(cls, content: Any, manifest: Manifest) -> LastState:
-        """Keep a state."""
-        whole = content if isinstance(content, dict) else None
-        return cls(whole, manifest, watch(tensors_in(whole)), Glances(tensors_in(whole)))
-
-    @property
-    def can_be_written(self) -> bool:
-        """Whether it is there, and no tensor of it has changed."""
-        if self.checkpoint is None or self.watches.changed():
-            return False
-        return not self.glances.are_others
-
-
-def uploaded_by(writer: SnapshotWriter) -> int:
-    """Bytes that the server of a writer has brought to snapshot servers and storage so far."""
-    unknown: dict[str, TierHealth] = {}
-    return sum(tier.flushed_bytes for tier in writer.link.ask(lambda host: host.tiers(), unknown).values())
-
-
-class Ending:
-    """Brings what is committed to safety at the end of an attempt.
-
-    Args:
-        writer: of the snapshots.
-        past_memory: where those went that fit no memory here.
-        url: durable directory of the run.
-        info: of the attempt.
-        last: the state of the finished run, ``None`` if it is not finished.
-        untrained: whether the run was finished before: nothing was left to train, so nobody needs the server any more.
-
-    Attributes:
-        where: what was committed last is, for people; known after :meth:`bring`.
-        uploaded_bytes: that the server of this host has brought to snapshot servers and storage, ever.
-    """
-
-    def __init__(
-        self,
-        writer: SnapshotWriter,
-        past_memory: PastMemory,
-        url: str,
-        info: RunInfo,
-        last: LastState | None,
-        *,
-        untrained: bool = False,
-    ) -> None:
-        self._writer = writer
-        self._past_memory = past_memory
-        self._url = url
-        self._info = info
-        self._last = last
-        self._untrained, self._has_left = untrained, False
-        self.where = _IN_MEMORY
-        self.uploaded_bytes = 0
-        self._durable = f"durable in {url}"
-
-    def bring(self, wait_s: float) -> bool | None:
-        """Commit and flush what is under way, within ``wait_s``, and leave the ring.
-
-        Returns:
-            whether the snapshot of the finished run was seen in storage; ``None`` if the run is not finished.
-        """
-        deadline_s = time.monotonic() + wait_s
-        self._writer.settle(wait_s)
-        if self._last is not None and not self._is_committed(self._last):
-            self._commit_again(self._last, deadline_s)
-        left = self._flush(deadline_s)
-        elsewhere = self._past_memory.flush(within(deadline_s))
-        self.uploaded_bytes = uploaded_by(self._writer)
-        durable: bool | None = None
-        if self._last is not None:
-            durable = self._comes(self._last.manifest, deadline_s)
-            if not durable and not any(self._url in line for line in (*left, *elsewhere)):
-                durable = self._write_here(self._last)
-        if durable or not (left or elsewhere):
-            self.where = self._durable if durable else self._where_newest_is(deadline_s)
-        here = _ENDS_HERE if isinstance(self._writer.host, InProcessHost) else _GOES_ON
-        for lines, way_on in ((left, here), ([] if durable else elsewhere, _GOES_ON)):
-            for line in lines:
-                say(
-                    logging.WARNING, "not-persisted", "not persisted yet: {about}. {effect}.", about=line, effect=way_on
-                )
-        self.let_go(complete=bool(durable) or (self._untrained and not left))
-        return durable
-
-    def let_go(self, *, complete: bool = False) -> None:
-        """Leave the ring. A second call does nothing.
-
-        Args:
-            complete: whether nobody needs it any more.
-        """
-        # What another thread is asking now breaks off: that is no loss, and no reason to start a new server.
-        self._writer.link.close()
-        if not self._has_left and (host := self._writer.host) is not None:
-            leave(host, complete=complete)
-            self._has_left = True
-
-    def _where_newest_is(self, deadline_s: float) -> str:
-        """Where what was committed last is, now that nothing is owed any more. If it is lost, a warning says why.
-
-        Storage is asked where that is in doubt: a ring or a server may have lost it, or the ring does not know
-        that it is safe (it was dropped, or went past the ring), or a tier has refused something.
-        """
-        newest, link = self._writer.committed, self._writer.link
-        if newest is None:
-            return self._durable
-        unknown: dict[str, TierHealth] = {}
-        tiers = link.ask(lambda host: host.tiers(), unknown).values()
-        safe_step = link.ask(lambda host: host.safe_step(), None)
-        is_known = safe_step is not None and safe_step >= newest.step and not any(tier.refused for tier in tiers)
-        in_doubt = bool(link.losses) or bool(self._past_memory.newest_at) or not is_known
-        is_there = self._see(newest.snapshot, deadline_s) if in_doubt else True
-        if is_there is None:
-            return _IN_MEMORY
-        if is_there:
-            return self._durable
-        why = f"the newest snapshot, {newest.snapshot}, was lost with the snapshot server that had it. {_BEFORE}"
-        if (fence := self._writer.fence) is not None:
-            why = f"the newest snapshot, {newest.snapshot}, is not in storage: {fence}"
-        for tier in tiers:
-            if tier.dropped_name in (newest.name, newest.snapshot):
-                why = f"the newest snapshot was damaged in memory and dropped ({tier.dropped}). {_BEFORE}"
-            elif tier.refused:
-                why = f"the newest snapshot, {newest.snapshot}, was refused ({tier.refused})"
-        say(logging.WARNING, "newest-lost", "{why}", about=newest.snapshot, why=why)
-        return "lost"
-
-    def _is_committed(self, last: LastState) -> bool:
-        committed = self._writer.committed
-        return committed is not None and committed.name == last.manifest.name
-
-    def _commit_again(self, last: LastState, deadline_s: float) -> None:
-        """Take the snapshot of the end once more: there was no ring, or it was lost before it had committed."""
-        if self._writer.link.wait(within(deadline_s)) is None or not last.can_be_written:
-            return
-        try:
-            self._writer.begin(last.checkpoint, last.manifest, wait_s=within(deadline_s))
-            self._writer.settle(within(deadline_s))
-        except SpotError as error:
-            text = "the last snapshot does not use the memory of this host, so it takes longer: {error}"
-            say(logging.WARNING, "past-memory", text, about="end", error=error)
-
-    def _flush(self, deadline_s: float) -> list[str]:
-        """Flush; a ring that is lost meanwhile is waited for, since it takes over what the lost one left."""
-        while True:
-            host = self._writer.link.wait(within(deadline_s))
-            if host is None:
-                return []
-            try:
-                left = host.flush(min(SAY_S, within(deadline_s)))
-                if left and within(deadline_s) > 0:
-                    self._say_waits(left, within(deadline_s))
-                    left = host.flush(within(deadline_s))
-                return left
-            except ServerUnreachableError as error:
-                self._writer.link.lose(host, error)
-                if self._writer.host is host:  # there is no way to another
-                    raise
-
-    def _say_waits(self, left: list[str], wait_s: float) -> None:
-        for line in left:
-            text = "fit waits for up to {wait_s:.0f} s more (upload_timeout_s) until all is persisted: {about}"
-            say(logging.WARNING, "upload-awaited", text, about=line, wait_s=wait_s)
-
-    def _see(self, name: str, deadline_s: float) -> bool | None:
-        """Whether storage lists a snapshot now; ``None`` if it does not answer."""
-        answers, problems = ask_all({self._url: open_store(self._url).survey}, max(_LOOK_S, within(deadline_s)))
-        for reason in problems.values():
-            text = "{about} cannot be read ({error}), so it is unknown whether the last snapshot is there. Check it."
-            say(logging.WARNING, "last-unknown", text, about=self._url, error=reason)
-        holdings: Holdings | None = answers.get(self._url)
-        if holdings is None:
-            return None
-        return any(manifest.name == name and manifest.run_id == self._info.id for manifest in holdings.manifests)
-
-    def _comes(self, manifest: Manifest, deadline_s: float) -> bool:
-        """Whether storage lists a snapshot. Of several ranks', another host may have to commit it yet."""
-        until_s = min(deadline_s, time.monotonic() + _OTHERS_S) if manifest.shard is not None else 0.0
-        while not (there := self._see(manifest.snapshot, deadline_s)) and time.monotonic() < until_s:
-            time.sleep(_AGAIN_S)
-        return bool(there)
-
-    def _write_here(self, last: LastState) -> bool:
-        """Store the state of the end from this process: no ring has it."""
-        if not last.can_be_written:
-            return False
-        try:
-            self._past_memory.write_durably(last.checkpoint, last.manifest)
-        except SpotError as error:
-            text = "the last snapshot could not be written to {about}: {error}. The run resumes from the one before it."
-            say(logging.WARNING, "last-not-written", text, about=self._url, error=error)
-            return False
-        return True
 
 
 _UNEXPECTED = (TierReason.SERVER_FAILED, FailureReason.UNEXPECTED)
@@ -498,7 +127,7 @@ class Attempt:
             approximates=settings.compression == "topk",
         )
         self._uploaded_before = uploaded_by(self.writer) if not rank else 0
-        self._past_memory = PastMemory(self.writer, location.url, info)
+        self._past_memory = PastMemory(self.writer, location.url)
         self.safety = Safety(self.writer, self._past_memory, settings.min_upload_interval_s or 0.0)
 
     @classmethod
@@ -795,7 +424,7 @@ class Attempt:
         where = " or ".join([*self.info.nodes, self.location.url])
         say(logging.WARNING, "past-memory", text, error=error, where=where)
         try:
-            self._past_memory.write(checkpoint, manifest)
+            self._past_memory.write(checkpoint, manifest, self.info)
         except FencedError as fence:
             self.writer.fence = fence
             self._complain("fenced", fence)

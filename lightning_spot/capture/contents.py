@@ -30,15 +30,14 @@ import torch
 
 from lightning_spot.capture.tensors import Mark, Owners, StorageOwner
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.image.floats import Floats
 from lightning_spot.image.layout import Entry, Layout
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.pickling import Named
-from lightning_spot.image.pieces import Piece
-from lightning_spot.image.written import Ranges, in_order
+from lightning_spot.image.pieces import Piece, address_in
+from lightning_spot.image.ranges import Floats, Ranges, in_order
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.say import say
-from lightning_spot.staging.batch import SlotView, address_in
+from lightning_spot.staging.batch import SlotView
 from lightning_spot.staging.copier import Copier, CopyJob, watch
 from lightning_spot.staging.schedule import Schedule
 
@@ -185,7 +184,7 @@ class Unchanged:
         """
         frame, there = (known.frame, known.marks) if known is not None else ((), {})
         copied: list[Piece] = []
-        is_new = map(operator.is_not, layout.frame, itertools.chain(frame, itertools.repeat(None)))
+        is_new = map(operator.ne, layout.frame, itertools.chain(frame, itertools.repeat(None)))
         plan = CopyPlan(list(itertools.compress(layout.frame, is_new)), copied, {})
         found, known_owners = plan.marks, self._owners
         present: dict[Named, StorageOwner] = {}

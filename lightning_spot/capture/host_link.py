@@ -6,15 +6,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakSet
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
+from lightning_spot.errors import FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.image.packing import Compression
 from lightning_spot.memory.host import Host
+from lightning_spot.memory.tier import TierHealth
 from lightning_spot.retry import growing
 from lightning_spot.run.location import Location
 from lightning_spot.say import recovered, say
@@ -25,6 +26,9 @@ _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 30.0
 _MOST_UNTOLD = 8  # newer ones count: nobody waits for what they are later than
 T = TypeVar("T")
+
+SAY_S = 10.0
+"""A longer wait is logged, with its reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,3 +250,35 @@ def leave(host: Host, *, complete: bool = False) -> None:
 def within(deadline_s: float) -> float:
     """Seconds until a deadline on the monotonic clock, at least 0."""
     return max(0.0, deadline_s - time.monotonic())
+
+
+def tiers_of(link: HostLink) -> Mapping[str, TierHealth]:
+    """How each tier below is doing, by its URL; none if the ring does not say."""
+    nothing: Mapping[str, TierHealth] = {}
+    return link.ask(lambda host: host.tiers(), nothing)
+
+
+def say_waiting(link: HostLink, full: SnapshotFailedError, left_s: float) -> None:
+    """Log that training waits for a slot, and what fails meanwhile."""
+    text = "training waits for a slot, for up to {left_s:.0f} s more: {error}. Increase slots= or the interval."
+    say(logging.WARNING, "slot-awaited", text, left_s=left_s, error=full)
+    say_failing(link)
+
+
+def say_failing(link: HostLink) -> None:
+    """Log what a server logs in its own file only: a tier fails, refuses this attempt, or lost a snapshot."""
+    for url, tier in tiers_of(link).items():
+        if tier.error:
+            text = "{about} fails ({why}). The local server retries; snapshots stay in memory meanwhile. Check it."
+            say(logging.WARNING, "upload-failing", text, about=url, why=tier.error)
+        else:
+            recovered("upload-failing", "{about} works again", about=url)
+        if tier.refused:
+            text = "{about} takes no more snapshots of this attempt: {why}. End this trainer."
+            say(logging.WARNING, "attempt-refused", text, about=url, why=tier.refused)
+        if tier.silent:
+            text = "{why}. The local server has closed that connection and retries. Check the network."
+            say(logging.WARNING, "storage-silent", text, about=url, why=tier.silent)
+        if tier.dropped:
+            text = "{why}. {about} is dropped; the snapshot before it counts. Check the memory of this host."
+            say(logging.ERROR, "snapshot-dropped", text, about=tier.dropped_name, why=tier.dropped)

@@ -3,27 +3,35 @@
 A shard of several is the rank's part of the files that all have in common, and behind it what only this rank knows.
 Each of these begins with a new part of the image, and zeros fill the last one up: so the checksums of the whole are
 those of the shards.
+
+With DDP all ranks hold the same parameters and states of optimizers. These storages begin the one file, in the order in
+which the optimizers hold them, so that each rank computes their places by itself. The file is cut there, at multiples
+of the size of a part, into about equal ranges; the last one, with all that follows, is rank 0's.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
-from collections.abc import Sequence
+import random
+import zlib
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_spot.capture.ddp_plan import name_of, plan_ranges, sample
 from lightning_spot.capture.tensors import Owners, owned_nbytes, owners_of, storage_address, tensors_in
-from lightning_spot.errors import FailureReason, NotSerializableError, SnapshotFailedError
+from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, MODEL_FILE, FileSpan
-from lightning_spot.image.layout import Entry, FileRange, Layout, Layouter, lay_out_plain, outline_of
+from lightning_spot.image.layout import Entry, Layout, Outliner, outline_of
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.parts import checksum
 from lightning_spot.image.shards import part_bytes_for
 from lightning_spot.say import say
-from lightning_spot.sharded.file_plan import ShardedLayouter, aligned, state_file
-from lightning_spot.sharded.plan import State
+from lightning_spot.sharded.file_plan import ShardedLayouter, state_file
+from lightning_spot.sharded.plan import State, aligned
 
 
 class Laid(NamedTuple):
@@ -72,105 +80,38 @@ class RankLayouter(Protocol):
         """What was laid out in part is no base for the next one."""
 
 
-class Outliner:
-    """Makes layouts of checkpoints.
+def _put_together(
+    manifest: Manifest, main: Layout, files: Sequence[FileSpan], own: Layout | None, *, splits: bool
+) -> tuple[Layout, Manifest]:
+    """Put what only this rank knows behind its part of the files that ranks have in common.
 
     Args:
-        what: it is, for people.
-
-    Attributes:
-        problem: why the last one was serialised with plain ``torch.save``; ``""`` if it was not.
+        manifest: of the shard, with the size of its parts.
+        main: that part.
+        files: of it.
+        own: what only this rank knows; ``None`` if that is in the part.
+        splits: whether each begins with a part of the image; else with a page.
     """
-
-    def __init__(self, what: str = "the training state") -> None:
-        self._what = what
-        self._layouter = Layouter()
-        self.problem = ""
-
-    def lay_out(self, checkpoint: Any, first: Sequence[torch.UntypedStorage] = ()) -> Layout:
-        """Lay ``checkpoint`` out.
-
-        Args:
-            checkpoint: what to save.
-            first: storages that come first, see :meth:`Layouter.lay_out`.
-
-        Raises:
-            NotSerializableError: if it holds what cannot be pickled.
-            MemoryError: if there is not the memory for it now; the next one may be laid out.
-        """
-        self.problem = ""
-        try:
-            return self._layouter.lay_out(checkpoint, first)
-        except MemoryError:
-            raise
-        except Exception as error:  # pickling runs the user's code, which may raise anything
-            self.problem = f"{type(error).__name__}: {error}"
-        try:
-            layout = lay_out_plain(checkpoint)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise NotSerializableError(
-                f"{self._what} cannot be serialised ({type(error).__name__}: {error}); look at what"
-                " on_save_checkpoint, state_dict and hyperparameters put into the checkpoint"
-            ) from error
-        text = "checkpoints are serialized with plain torch.save, which is slower: {about}. Report it."
-        say(logging.WARNING, "saved-slowly", text, about=self.problem)
-        return layout
-
-    def lay_out_first(self, first: Sequence[torch.UntypedStorage]) -> Layout:
-        """Lay out how a checkpoint begins that has these storages first."""
-        return self._layouter.lay_out_first(first)
+    part_bytes = manifest.part_bytes
+    start = aligned(main.nbytes, part_bytes if splits else FILE_ALIGNMENT_BYTES)
+    frame, pieces, end = [*main.frame], main.pieces, main.nbytes
+    if own is not None:
+        frame += [*_zeros(end, start), *((start + at, data) for at, data in own.frame)]
+        pieces = (*pieces, *(piece._replace(offset=start + piece.offset) for piece in own.pieces))
+        end = start + own.nbytes
+        files = (*files, FileSpan(state_file(manifest.shard.writer if manifest.shard else 0), start, own.nbytes))
+    nbytes = aligned(end, part_bytes if manifest.shard is not None else FILE_ALIGNMENT_BYTES)
+    frame += _zeros(end, nbytes)
+    return Layout(nbytes, tuple(frame), pieces), replace(manifest, nbytes=nbytes, files=tuple(files))
 
 
-class _Shards:
-    """Puts the shards of one writer together, of one snapshot after the other."""
-
-    def __init__(self) -> None:
-        self._padding: dict[int, Entry] = {}  # by place in the slot
-        self._last: dict[int, Entry] = {}
-
-    def put_together(
-        self, manifest: Manifest, main: Layout, files: Sequence[FileSpan], own: Layout | None, *, splits: bool
-    ) -> tuple[Layout, Manifest]:
-        """Put what only this rank knows behind its part of the files that ranks have in common.
-
-        Args:
-            manifest: of the shard, with the size of its parts.
-            main: that part.
-            files: of it.
-            own: what only this rank knows; ``None`` if that is in the part.
-            splits: whether each begins with a part of the image; else with a page.
-        """
-        part_bytes = manifest.part_bytes
-        self._last, self._padding = self._padding, {}
-        start = aligned(main.nbytes, part_bytes if splits else FILE_ALIGNMENT_BYTES)
-        frame, pieces, end = [*main.frame], main.pieces, main.nbytes
-        if own is not None:
-            frame += [*self._zeros(end, start), *((start + at, data) for at, data in own.frame)]
-            pieces = (*pieces, *(piece._replace(offset=start + piece.offset) for piece in own.pieces))
-            end = start + own.nbytes
-            assert manifest.shard is not None or not splits
-            files = (*files, FileSpan(state_file(_writer(manifest)), start, own.nbytes))
-        nbytes = aligned(end, part_bytes if manifest.shard is not None else FILE_ALIGNMENT_BYTES)
-        frame += self._zeros(end, nbytes)
-        return Layout(nbytes, tuple(frame), pieces), replace(manifest, nbytes=nbytes, files=tuple(files))
-
-    def _zeros(self, start: int, stop: int) -> list[Entry]:
-        """Zeros for a range of a slot, most of them the same object as before: these are there already."""
-        middle = min(stop, aligned(start, FILE_ALIGNMENT_BYTES))
-        found: list[Entry] = [(start, bytes(middle - start))] if start < middle else []
-        if middle < stop:
-            known = self._last.get(middle)
-            if known is None or len(known[1]) != stop - middle:
-                known = (middle, bytes(stop - middle))
-            self._padding[middle] = known
-            found.append(known)
-        return found
+def _zeros(start: int, stop: int) -> list[Entry]:
+    """Zeros for a range of a slot. Most of them stay where they are from one snapshot to the next."""
+    middle = min(stop, aligned(start, FILE_ALIGNMENT_BYTES))
+    return [(begin, _zero_bytes(end - begin)) for begin, end in ((start, middle), (middle, stop)) if begin < end]
 
 
-def _writer(manifest: Manifest) -> int:
-    return manifest.shard.writer if manifest.shard is not None else 0
+_zero_bytes = functools.lru_cache(maxsize=4)(bytes)
 
 
 # -- ranks that all hold the same (DDP), and one alone ----------------------------------------------------------------
@@ -191,6 +132,66 @@ class RankCheckpoint:
     ranges: tuple[int, ...] = (0,)
 
 
+RANGE_BYTES = 64 * 1024 * 1024
+"""For less, no further rank writes: the bytes of a range are to be worth a slot."""
+
+_SAMPLES, _SAMPLE_BYTES = 32, 64
+
+
+def ranges_for(nbytes: int, ranks: Sequence[int], least_bytes: int = RANGE_BYTES) -> tuple[int, ...]:
+    """The ranks that write a range of a file, rank 0 last.
+
+    Args:
+        nbytes: of the storages that all ranks hold alike, about.
+        ranks: that could, rank 0 among them.
+        least_bytes: for each of them.
+    """
+    others = [rank for rank in ranks if rank]
+    return (*others[: max(0, -(-nbytes // least_bytes) - 1)], 0)
+
+
+def plan_ranges(
+    tensors: Sequence[torch.Tensor], ranges: Sequence[int], part_bytes: int, seal: Sequence[str]
+) -> tuple[dict[int, tuple[int, int | None]], str]:
+    """Cut a file into ranges.
+
+    Args:
+        tensors: that begin the file, and that all ranks hold alike, each the whole of its storage.
+        ranges: the ranks that write a range each, rank 0 last. Where a part is too large for so many, the last of the
+            others write none.
+        part_bytes: size of a part.
+        seal: what else has to be the same on all ranks.
+
+    Returns:
+        by the rank that writes it, the first byte of each range, and where it stops: ``None`` at the end of the file;
+        and the digest of all that the ranks must agree on.
+    """
+    sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+    nbytes = sum(sizes)
+    count = max(1, min(len(ranges), nbytes // part_bytes))
+    cuts = [number * nbytes // count // part_bytes * part_bytes for number in range(count)]
+    facts = [part_bytes, *cuts, *([*sizes, *(tensor.dtype for tensor in tensors)] if count > 1 else ())]
+    digest = checksum(" ".join(map(str, [*facts, *seal])).encode())
+    bounds = zip(cuts, [*cuts[1:], None], strict=True)
+    return dict(zip((*ranges[: count - 1], 0), bounds, strict=True)), digest
+
+
+def sample(tensors: Sequence[torch.Tensor], seed: str) -> str:
+    """Checksums of a few bytes of what this rank holds, at places that ``seed`` tells: equal states give equal ones.
+
+    Tensors on a GPU are not looked at: that would wait for it.
+    """
+    dice = random.Random(seed)
+    on_cpu = [tensor for tensor in tensors if tensor.is_cpu]
+    sums = []
+    for tensor in dice.sample(on_cpu, min(len(on_cpu), _SAMPLES)):
+        storage = tensor.untyped_storage()
+        start = dice.randrange(max(1, storage.nbytes() - _SAMPLE_BYTES))
+        data = ctypes.string_at(storage.data_ptr() + start, min(_SAMPLE_BYTES, storage.nbytes()))
+        sums.append(f"{zlib.crc32(data):08x}")
+    return ".".join(sums)
+
+
 class CheckpointLayouter:
     """Lays out checkpoints of which rank 0 has all, or a rank's shard of them. Implements :class:`RankLayouter`.
 
@@ -208,7 +209,6 @@ class CheckpointLayouter:
     def forget(self) -> None:
         """See :meth:`RankLayouter.forget`."""
         self._outliner, self._own = Outliner(), Outliner("the state of this rank")
-        self._range, self._shards = FileRange(), _Shards()
 
     def counted(self, owned: Owners, kept: Owners) -> Owners:
         """See :meth:`RankLayouter.counted`."""
@@ -223,30 +223,34 @@ class CheckpointLayouter:
         assert isinstance(content, RankCheckpoint)
         part_bytes = part_bytes_for(owned_nbytes(kept) // shard.writers)
         alike = _alike(content, owned) if len(content.ranges) > 1 else []
-        first = [tensor.untyped_storage() for tensor in alike]
-        sizes, dtypes = [storage.nbytes() for storage in first], [name_of(tensor.dtype) for tensor in alike]
-        values = sample(alike, manifest.snapshot)
-        agreed = plan_ranges(sizes, dtypes, content.ranges, part_bytes, (self._token, values))
-        if len(agreed.ranges) == 1:
-            first = []
-        main, whole, start = Layout(0, (), ()), None, 0
-        if shard.writer == 0:
-            main = whole = self._outliner.lay_out(content.values, first)
-            self.why_alone = self._outliner.problem
-            if self.why_alone and first:
-                raise SnapshotFailedError(
-                    f"rank 0 alone can write it: it is serialised with plain torch.save ({self.why_alone})",
-                    reason=FailureReason.SHARD_MISSING,
-                )
-        elif shard.writer in agreed.ranges:
-            main = self._outliner.lay_out_first(first)
-        if (bounds := agreed.range_of(shard.writer, main.nbytes)) is not None:
-            main, start = self._range.of(main, *bounds), bounds[0]
-        files = [FileSpan(MODEL_FILE, 0, main.nbytes)] if bounds is not None else []
+        seal = (self._token, sample(alike, manifest.snapshot))
+        bounds, digest = plan_ranges(alike, content.ranges, part_bytes, seal)
+        main, whole = self._main(content.values, shard.writer, alike if len(bounds) > 1 else [], bounds)
+        start, files = 0, list[FileSpan]()
+        if shard.writer in bounds:
+            start, stop = bounds[shard.writer]
+            main = main.cut(start, main.nbytes if stop is None else stop)
+            files = [FileSpan(MODEL_FILE, 0, main.nbytes)]
         own = self._own.lay_out(content.own) if shard.writer else None
-        manifest = replace(manifest, part_bytes=part_bytes, shard=replace(shard, digest=agreed.digest, start=start))
-        layout, manifest = self._shards.put_together(manifest, main, files, own, splits=True)
+        manifest = replace(manifest, part_bytes=part_bytes, shard=replace(shard, digest=digest, start=start))
+        layout, manifest = _put_together(manifest, main, files, own, splits=True)
         return Laid(layout, manifest, outline_of(whole) if whole is not None else None)
+
+    def _main(
+        self, values: dict[str, Any], writer: int, first: Sequence[torch.Tensor], bounds: Container[int]
+    ) -> tuple[Layout, Layout | None]:
+        """The file that is cut into ranges, as far as a writer has to know it; and if it is rank 0, all of it."""
+        storages = [tensor.untyped_storage() for tensor in first]
+        if writer:
+            return self._outliner.lay_out_first(storages) if writer in bounds else Layout(0, (), ()), None
+        whole = self._outliner.lay_out(values, storages)
+        self.why_alone = self._outliner.problem
+        if self.why_alone and first:
+            raise SnapshotFailedError(
+                f"rank 0 alone can write it: it is serialised with plain torch.save ({self.why_alone})",
+                reason=FailureReason.SHARD_MISSING,
+            )
+        return whole, whole
 
 
 def _alike(content: RankCheckpoint, owned: Owners) -> list[torch.Tensor]:
@@ -291,7 +295,7 @@ class ShardedCheckpointLayouter:
     def forget(self) -> None:
         """See :meth:`RankLayouter.forget`."""
         self._layouter = ShardedLayouter(self._rank, self._world_size, self._token)
-        self._own, self._shards = Outliner("the state of this rank"), _Shards()
+        self._own = Outliner("the state of this rank")
 
     def counted(self, owned: Owners, kept: Owners) -> Owners:
         """What is in ``kept``, and nothing of the optimizers: theirs may write past the counts.
@@ -310,5 +314,5 @@ class ShardedCheckpointLayouter:
         if manifest.shard is not None:
             part_bytes = part_bytes_for(image.tensor_nbytes // self._world_size)
             manifest = replace(manifest, part_bytes=part_bytes, shard=replace(manifest.shard, digest=image.digest))
-        layout, manifest = self._shards.put_together(manifest, image.layout, image.files, own, splits=False)
+        layout, manifest = _put_together(manifest, image.layout, image.files, own, splits=False)
         return Laid(layout, manifest, image.rest)

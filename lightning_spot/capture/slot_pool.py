@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_spot.capture.contents import SlotViews
-from lightning_spot.capture.host_link import HostLink, within
-from lightning_spot.capture.saying import SAY_S
+from lightning_spot.capture.host_link import SAY_S, HostLink, say_waiting
 from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.memory.host import Host, Lease
@@ -35,130 +34,6 @@ _MOST_ASKED = 8
 _LEAST_SLOTS = 2
 """One stays whole while the other is filled: room to grow never takes the memory of the second."""
 _LONG_S = 0.05  # who waits longer for a slot waits for one that is in use
-
-
-class Leases:
-    """Leases slots of a ring. Methods may be called from any thread.
-
-    Args:
-        link: to the ring.
-        leased: called with each lease.
-        waits: called now and then while somebody waits for long, with why there is no slot and the seconds left.
-        writer: number of the rank that fills them.
-    """
-
-    def __init__(
-        self,
-        link: HostLink,
-        leased: Callable[[Lease], None],
-        waits: Callable[[SnapshotFailedError, float], None],
-        writer: int = 0,
-    ) -> None:
-        self._link, self._writer = link, writer
-        self._leased, self._waits = leased, waits
-        self._lock = threading.Lock()  # held while a slot is leased ahead: who needs one now waits for that
-        self._ahead: tuple[Host, Lease] | None = None
-        self._taken_s, self._pace_s = float("-inf"), float("inf")
-        self._is_awaited = False  # the next slot is for who waits for it, not to be leased ahead
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether a slot is leased that nobody has asked for yet."""
-        return self._ahead is not None
-
-    @property
-    def idle_s(self) -> float | None:
-        """After how long a slot that nobody has asked for is given back; ``None`` if there is none."""
-        return AHEAD_S if self.is_ahead else None
-
-    def take(self, host: Host, nbytes: int, wait_s: float, making: Making = Making.NOW) -> Lease:
-        """A slot of a ring to fill: the one that was leased ahead, or the next that can be had.
-
-        It is asked for every few seconds: a ring that hangs is told from one that is full, or busy with making it.
-
-        Args:
-            host: the ring.
-            nbytes: size of what goes into it.
-            wait_s: how long to wait for a clean slot.
-            making: whether its memory is made for it.
-        """
-        with self._lock:
-            ahead, self._ahead, self._is_awaited = self._ahead, None, True
-            now_s = time.monotonic()
-            self._taken_s, self._pace_s = now_s, now_s - self._taken_s
-        try:
-            if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
-                if nbytes <= len(ahead[1].map):
-                    return replace(ahead[1], nbytes=nbytes)
-                give_back(*ahead, untouched=True)
-            return self._take_in_time(host, nbytes, wait_s, lambda: making)
-        finally:
-            self._is_awaited = False
-
-    def wait(self, host: Host, nbytes: int, wait_s: float, making: Callable[[], Making]) -> Lease:
-        """The next slot that can be had, for who has asked for one in vain. See :meth:`take`.
-
-        Args:
-            host: the ring.
-            nbytes: size of what goes into it.
-            wait_s: how long to wait for a clean slot.
-            making: asked every few seconds: whether its memory is made for it by now.
-        """
-        self._is_awaited = True
-        try:
-            return self._take_in_time(host, nbytes, wait_s, making)
-        finally:
-            self._is_awaited = False
-
-    def _take_in_time(self, host: Host, nbytes: int, wait_s: float, making: Callable[[], Making]) -> Lease:
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            left_s = deadline_s - time.monotonic()
-            slice_s = max(0.0, min(left_s, _SLICE_S))
-            try:
-                # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
-                limit_s = min(left_s - slice_s, _made_within_s(nbytes))
-                return self._ask(host, nbytes, slice_s, making(), limit_s)
-            except SnapshotFailedError as full:
-                if full.reason is not FailureReason.RING_FULL or left_s <= _SLICE_S or time.monotonic() >= deadline_s:
-                    raise
-                if wait_s - left_s >= SAY_S:
-                    self._waits(full, left_s)
-            except ServerUnreachableError as error:
-                self._link.lose(host, error)
-                raise
-
-    def lease_ahead(self, host: Host, nbytes: int, making: Making = Making.NOW, *, comes: bool = False) -> None:
-        """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it.
-
-        Args:
-            host: the ring.
-            nbytes: size of the last snapshot.
-            making: whether its memory is made for it.
-            comes: whether it is known to come soon; else it is if snapshots have followed each other so far.
-        """
-        with self._lock:
-            is_wanted = self._ahead is None and not self._is_awaited and (comes or self._pace_s < AHEAD_S)
-            if is_wanted and host is self._link.host:
-                try:
-                    self._ahead = (host, self._ask(host, nbytes, 0.0, making))
-                except ServerUnreachableError as error:
-                    self._link.lose(host, error)
-                except SpotError as error:
-                    logger.debug("no slot ahead: %s", error)
-
-    def give_back(self) -> None:
-        """Let the slot go that was leased ahead."""
-        with self._lock:
-            ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            give_back(*ahead, untouched=True)
-
-    def _ask(self, host: Host, nbytes: int, wait_s: float, making: Making, limit_s: float = 0.0) -> Lease:
-        limit_s = max(limit_s, host.server_call_timeout_s)
-        lease = host.lease(nbytes, wait_s, limit_s=limit_s, making=making, writer=self._writer)
-        self._leased(lease)
-        return lease
 
 
 def _made_within_s(nbytes: int) -> float:
@@ -391,15 +266,30 @@ def _with_room(nbytes: int, memory_bytes: int) -> int:
 
 
 class SlotPool:
-    """The slots of a ring for one snapshot after the other.
+    """Leases the slots of a ring for one snapshot after the other. Methods may be called from any thread.
 
     Args:
+        link: to the ring.
         maker: makes them.
-        leases: leases them.
+        writer: number of the rank that fills them.
     """
 
-    def __init__(self, maker: SlotMaker, leases: Leases) -> None:
-        self._maker, self._leases = maker, leases
+    def __init__(self, link: HostLink, maker: SlotMaker, writer: int = 0) -> None:
+        self._link, self._maker, self._writer = link, maker, writer
+        self._lock = threading.Lock()  # held while a slot is leased ahead: who needs one now waits for that
+        self._ahead: tuple[Host, Lease] | None = None
+        self._taken_s, self._pace_s = float("-inf"), float("inf")
+        self._is_awaited = False  # the next slot is for who waits for it, not to be leased ahead
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a slot is leased that nobody has asked for yet."""
+        return self._ahead is not None
+
+    @property
+    def idle_s(self) -> float | None:
+        """After how long a slot that nobody has asked for is given back; ``None`` if there is none."""
+        return AHEAD_S if self.is_ahead else None
 
     def wait_warm(self, host: Host, wait_s: float) -> None:
         """Wait while the first slot is made in the background, no longer than for a clean one.
@@ -414,7 +304,7 @@ class SlotPool:
             )
 
     def take(self, host: Host, nbytes: int, wait_s: float) -> Lease:
-        """Take a slot; where there is none, a further one may be made.
+        """Take a slot: the one that was leased ahead, or the next that can be had; a further one may be made.
 
         Who waits for a slot takes that one, or one that is clean before it is made.
 
@@ -426,29 +316,39 @@ class SlotPool:
         Raises:
             SpotError: if there is none.
         """
-        deadline_s = time.monotonic() + wait_s
-        if self._maker.has_outgrown(nbytes):
-            self._leases.give_back()  # it is too small, and its memory is to be made again
-        if not self._maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and self._maker.wait(wait_s)):
+        maker, began_s = self._maker, time.monotonic()
+        deadline_s = began_s + wait_s
+        if maker.has_outgrown(nbytes):
+            self.give_back()  # it is too small, and its memory is to be made again
+        if not maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and maker.wait(wait_s)):
             raise SnapshotFailedError(
                 "the slots are too small for it; a larger one is being made", reason=FailureReason.RING_FULL
             )
-        wait_s = within(deadline_s)
-        making, began_s = self._maker.making(nbytes), time.monotonic()
-        if not wait_s or making is Making.NEVER:
+        with self._lock:
+            ahead, self._ahead, self._is_awaited = self._ahead, None, True
+            now_s = time.monotonic()
+            self._taken_s, self._pace_s = now_s, now_s - self._taken_s
+        try:
+            if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
+                if nbytes <= len(ahead[1].map):
+                    return replace(ahead[1], nbytes=nbytes)
+                give_back(*ahead, untouched=True)
+            making = maker.making(nbytes)
+            waits = wait_s > 0 and making is not Making.NEVER
             try:
-                return self._leases.take(host, nbytes, 0.0, making)
+                lease = self._in_time(host, nbytes, deadline_s - time.monotonic() if waits else 0.0, lambda: making)
             except SnapshotFailedError as error:
-                if error.reason is not FailureReason.RING_FULL:
+                if waits or error.reason is not FailureReason.RING_FULL:
                     raise
-                self._maker.found_none(host, nbytes)
+                maker.found_none(host, nbytes)
                 if not wait_s:
                     raise
-                return self._leases.wait(host, nbytes, within(deadline_s), lambda: self._maker.now)
-        lease = self._leases.take(host, nbytes, wait_s)
-        if time.monotonic() - began_s > _LONG_S:
-            self._maker.found_none(host, nbytes)
-        return lease
+                return self._in_time(host, nbytes, deadline_s - time.monotonic(), lambda: maker.now)
+            if waits and time.monotonic() - now_s > _LONG_S:
+                maker.found_none(host, nbytes)
+            return lease
+        finally:
+            self._is_awaited = False
 
     def look_ahead(self, host: Host, nbytes: int, *, is_short: bool) -> None:
         """A snapshot is committed: have the slot of the next one made, or lease it.
@@ -462,5 +362,53 @@ class SlotPool:
             self.lease_ahead(host, nbytes)
 
     def lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:
-        """See :meth:`Leases.lease_ahead`."""
-        self._leases.lease_ahead(host, nbytes, self._maker.making(nbytes), comes=comes)
+        """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it.
+
+        Args:
+            host: the ring.
+            nbytes: size of the last snapshot.
+            comes: whether it is known to come soon; else it is if snapshots have followed each other so far.
+        """
+        with self._lock:
+            is_wanted = self._ahead is None and not self._is_awaited and (comes or self._pace_s < AHEAD_S)
+            if is_wanted and host is self._link.host:
+                try:
+                    self._ahead = (host, self._ask(host, nbytes, 0.0, self._maker.making(nbytes)))
+                except ServerUnreachableError as error:
+                    self._link.lose(host, error)
+                except SpotError as error:
+                    logger.debug("no slot ahead: %s", error)
+
+    def give_back(self) -> None:
+        """Let the slot go that was leased ahead."""
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            give_back(*ahead, untouched=True)
+
+    def _in_time(self, host: Host, nbytes: int, wait_s: float, making: Callable[[], Making]) -> Lease:
+        """The next slot that can be had.
+
+        It is asked for every few seconds: a ring that hangs is told from one that is full, or busy with making it.
+        """
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            slice_s = max(0.0, min(left_s, _SLICE_S))
+            try:
+                # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
+                return self._ask(host, nbytes, slice_s, making(), min(left_s - slice_s, _made_within_s(nbytes)))
+            except SnapshotFailedError as full:
+                if full.reason is not FailureReason.RING_FULL or left_s <= _SLICE_S or time.monotonic() >= deadline_s:
+                    raise
+                if wait_s - left_s >= SAY_S:
+                    say_waiting(self._link, full, left_s)
+            except ServerUnreachableError as error:
+                self._link.lose(host, error)
+                raise
+
+    def _ask(self, host: Host, nbytes: int, wait_s: float, making: Making, limit_s: float = 0.0) -> Lease:
+        limit_s = max(limit_s, host.server_call_timeout_s)
+        lease = host.lease(nbytes, wait_s, limit_s=limit_s, making=making, writer=self._writer)
+        say_backing(lease)
+        return lease

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.retry import growing
 from lightning_spot.say import say
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class Pause:
     """For how long one does without what has failed: a minute, then two, and so on up to an hour."""
 
     def __init__(self) -> None:
-        self._next_s, self._until_s = _FIRST_PAUSE_S, 0.0
+        self._until_s = 0.0
+        self.forget()
 
     @property
     def is_over(self) -> bool:
@@ -47,12 +49,11 @@ class Pause:
 
     def begin(self) -> None:
         """It has failed."""
-        self._until_s = time.monotonic() + self._next_s
-        self._next_s = min(2 * self._next_s, _LAST_PAUSE_S)
+        self._until_s = time.monotonic() + next(self._pauses_s)
 
     def forget(self) -> None:
         """It works: the next pause is as long as the first one."""
-        self._next_s = _FIRST_PAUSE_S
+        self._pauses_s = growing(_FIRST_PAUSE_S, _LAST_PAUSE_S)
 
 
 class UnexpectedFailures:

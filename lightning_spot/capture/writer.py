@@ -9,7 +9,6 @@ part, while training waits.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import queue
 import time
@@ -22,17 +21,16 @@ from typing import Any
 import torch
 
 from lightning_spot.capture.contents import Copying, Pending
-from lightning_spot.capture.host_link import HostLink, within
+from lightning_spot.capture.host_link import HostLink, say_failing, within
 from lightning_spot.capture.layouts import CheckpointLayouter, Laid, RankLayouter
-from lightning_spot.capture.saying import say_failing, say_waiting
-from lightning_spot.capture.slot_pool import Leases, SlotMaker, SlotPool, give_back, say_backing
+from lightning_spot.capture.slot_pool import SlotMaker, SlotPool, give_back
 from lightning_spot.capture.tensors import NOBODY, Owners
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
-from lightning_spot.image.floats import WIDTHS, Floats
-from lightning_spot.image.layout import Layout, outline_of
+from lightning_spot.image.layout import Layout, filled, outline_of
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.pieces import Piece
+from lightning_spot.image.parts import part_ranges
+from lightning_spot.image.ranges import WIDTHS, Floats
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.say import UNEXPECTED, recovered, say
@@ -46,9 +44,8 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 10.0
 """At the end, threads beside training are waited for so long, twice: then what they wait for is broken off."""
 
-_AGAIN_S = 1.0
+_AGAIN_S = 0.1
 _Failed = Callable[[BaseException], None]
-_CHUNK_BYTES = 4 * 1024 * 1024
 _COUNTS_S, _TIMES = 60.0, 3.0  # the shards of all ranks are waited for so long, and so many times as long as last time
 _SLICE_S = 2.0
 
@@ -77,47 +74,9 @@ def stream_parts(layout: Layout, part_bytes: int) -> Iterator[memoryview]:
     Args:
         layout: of the checkpoint; its storages may be on any device.
         part_bytes: size of a part.
-
-    Yields:
-        the next part; it is valid until the one after it is asked for.
     """
-    part = bytearray(min(part_bytes, layout.nbytes))
-    filled, sent = 0, 0
-    for data in _in_order(layout):
-        place = 0
-        while place < len(data):
-            count = min(len(part) - filled, len(data) - place)
-            part[filled : filled + count] = data[place : place + count]
-            filled, place = filled + count, place + count
-            if filled == len(part):
-                yield memoryview(part)
-                sent, filled = sent + filled, 0
-                if layout.nbytes - sent < len(part):
-                    part = bytearray(layout.nbytes - sent)
-
-
-def _in_order(layout: Layout) -> Iterator[memoryview]:
-    """The bytes of the file from its first to its last, in pieces of any size."""
-    items: list[tuple[int, bytes | bytearray | Piece]] = [
-        *layout.frame,
-        *((piece.offset, piece) for piece in layout.pieces),
-    ]
-    for _, item in sorted(items, key=lambda found: found[0]):
-        if isinstance(item, Piece):
-            yield from _bytes_of(item)
-        else:
-            yield memoryview(item)
-
-
-def _bytes_of(piece: Piece) -> Iterator[memoryview]:
-    """The bytes of a storage, chunk by chunk in one buffer; from a GPU they are copied first."""
-    source = torch.empty(0, dtype=torch.uint8, device=piece.storage.device).set_(piece.storage)
-    buffer = bytearray(min(_CHUNK_BYTES, piece.nbytes))
-    target = torch.frombuffer(buffer, dtype=torch.uint8)
-    for start in range(0, piece.nbytes, _CHUNK_BYTES):
-        count = min(_CHUNK_BYTES, piece.nbytes - start)
-        target[:count].copy_(source[start : start + count])
-        yield memoryview(buffer)[:count]
+    for start, stop in part_ranges(layout.nbytes, part_bytes):
+        yield memoryview(filled(layout.cut(start, stop)))
 
 
 _NAMES = {getattr(torch, name): name for name in WIDTHS}
@@ -139,6 +98,10 @@ def floats_of(layout: Layout, owned: Owners) -> tuple[Floats, ...]:
     return tuple(found)
 
 
+def _nobody(_error: BaseException) -> None:
+    """Nobody waits for what has failed."""
+
+
 class Background:
     """Does tasks in turn on a thread of its own, until :meth:`close`.
 
@@ -155,12 +118,11 @@ class Background:
         idle_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._idle, self._idle_s = idle, idle_s
-        self._is_over = False
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], _Failed] | None] = queue.SimpleQueue()
         self._thread = LoneThread(target=self._run, name=name)
         self._thread.start()
 
-    def put(self, task: Callable[[], None], failed: _Failed = lambda _error: None) -> None:
+    def put(self, task: Callable[[], None], failed: _Failed = _nobody) -> None:
         """Have something done after all that was put before.
 
         Args:
@@ -176,36 +138,24 @@ class Background:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._is_over:
+        is_over = False
+        while not is_over:
             try:
-                self._turn()
+                try:
+                    task = self._tasks.get(timeout=self._idle_s())
+                except queue.Empty:
+                    task = (self._idle, _nobody)
+                is_over = task is None
+                do, failed = task if task is not None else (self._idle, _nobody)
+                try:
+                    do()
+                except BaseException as error:
+                    failed(error)
+                    raise
             except Exception:  # nobody is to wait for a thread that has ended
                 say(logging.ERROR, "unexpected", UNEXPECTED, about="a task during training", exc_info=True)
-
-    def _turn(self) -> None:
-        """Do what comes next, or what is to be done while nothing comes."""
-        try:
-            task = self._tasks.get(timeout=self._wait_s())
-        except queue.Empty:
-            self._idle()
-            return
-        if task is None:
-            self._is_over = True
-            self._idle()
-            return
-        do, failed = task
-        try:
-            do()
-        except BaseException as error:
-            failed(error)
-            raise
-
-    def _wait_s(self) -> float | None:
-        try:
-            return self._idle_s()
-        except Exception:  # it is asked again, and not at once
-            say(logging.ERROR, "unexpected", UNEXPECTED, about="a pause during training", exc_info=True)
-            return _AGAIN_S
+                if not is_over:
+                    time.sleep(_AGAIN_S)  # it may be of no task, and the same again
 
 
 class SnapshotWriter:
@@ -256,17 +206,14 @@ class SnapshotWriter:
         self.why_aborted = ""
         self._failing = ""
         self._rank, self._counted_s = rank, 0.0
-        waits = functools.partial(say_waiting, self.link)  # a method would keep this alive
-        self._leases = leases = Leases(self.link, say_backing, waits, rank)
-        copier = copier if copier is not None else Copier()
-        try:
-            self._tasks = Background("spot-writer", leases.give_back, lambda: leases.idle_s)
-        except BaseException:  # nobody else closes what was given
-            copier.close()
-            raise
-        self._copying = copying = Copying(copier, schedule)
+        self._copying = copying = Copying(copier if copier is not None else Copier(), schedule)
         self._maker = SlotMaker(copying.views, copying.copier, self.link.lose, rank)
-        self._slots = SlotPool(self._maker, leases)
+        self._slots = slots = SlotPool(self.link, self._maker, rank)
+        try:
+            self._tasks = Background("spot-writer", slots.give_back, lambda: slots.idle_s)
+        except BaseException:  # nobody else closes what was given
+            copying.copier.close()
+            raise
         self._approximates = approximates
         self._pending: list[Pending] = []
 
@@ -444,7 +391,7 @@ class SnapshotWriter:
     def settle(self, wait_s: float) -> None:
         """Wait until every snapshot begun so far is committed or given up."""
         self.copied()
-        self._tasks.put(self._leases.give_back)
+        self._tasks.put(self._slots.give_back)
         deadline = time.monotonic() + wait_s
         for pending in list(self._pending):
             try:

@@ -34,10 +34,9 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
-from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_order
+from lightning_spot.image.ranges import Floats, Ranges
 from lightning_spot.image.shards import Status, failed
-from lightning_spot.image.written import Ranges
 from lightning_spot.memory.host import Lease, newest_safe_step
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making

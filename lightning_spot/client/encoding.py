@@ -26,12 +26,11 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_spot.config import format_bytes
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.floats import WIDTHS, Floats
+from lightning_spot.image.coming import Coming, Sealing, sealing_threads
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import part_ranges
-from lightning_spot.image.sealing import Sealing, sealing_threads
+from lightning_spot.image.ranges import WIDTHS, Floats
 from lightning_spot.image.shards import Image
 from lightning_spot.memory.ring import Glance
 from lightning_spot.protocol.wire import BaseInfo, PartKind
@@ -390,8 +389,7 @@ class Approximation:
 
     def _advance(self, image: memoryview, memory: memoryview, bounds: Range) -> tuple[int, Change]:
         """Approximate a part; numbers of it that may be are picked, everything else is taken as it is."""
-        from lightning_spot.image.delta import changed_ranges  # numpy is not needed before
-        from lightning_spot.image.picked import pick
+        from lightning_spot.image.delta import changed_ranges, pick  # numpy is not needed before
 
         start, stop = bounds
         new, has = image[start:stop], memory[start:stop]

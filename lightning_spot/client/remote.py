@@ -23,12 +23,11 @@ from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.floats import Floats
+from lightning_spot.image.coming import Coming, seal_parts
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.packing import Compression
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.sealing import seal_parts
+from lightning_spot.image.ranges import Floats
 from lightning_spot.image.shards import Image
 from lightning_spot.memory.ring import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run

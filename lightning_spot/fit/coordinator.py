@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.ddp_plan import ranges_for
 from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.layouts import (
     CheckpointLayouter,
@@ -27,6 +26,7 @@ from lightning_spot.capture.layouts import (
     RankLayouter,
     ShardedCheckpoint,
     ShardedCheckpointLayouter,
+    ranges_for,
 )
 from lightning_spot.capture.tensors import Owners, by_storage, optimizer_owned, overwritten, owned_nbytes
 from lightning_spot.capture.unexpected import Pause, failure_of

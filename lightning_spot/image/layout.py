@@ -11,27 +11,23 @@ torch writes after ``torch.serialization.set_crc32_options(False)``: a snapshot'
 
 from __future__ import annotations
 
-import ctypes
 import io
-import itertools
 import logging
-import operator
 import struct
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
 import torch
 
+from lightning_spot.errors import NotSerializableError
 from lightning_spot.image.pickling import Named, TensorPickler
-from lightning_spot.image.pieces import Piece
+from lightning_spot.image.pieces import Piece, within
+from lightning_spot.say import say
 
-logger = logging.getLogger(__name__)
-
-_TOGETHER_BYTES = 16 * 1024 * 1024  # of a device's memory, for as long as its tensors are fetched together
 _FOLDER = "model"
 _RECORDS = (
     # What torch wants to know of the file. It is not told '.format_version': from 1 on torch computes the places of
@@ -51,14 +47,25 @@ class Layout:
 
     Attributes:
         nbytes: size of the file.
-        frame: ``(offset, bytes)`` of everything that is not tensor data; entries that did not change since the last
-            layout by the same :class:`Layouter` are the same objects.
+        frame: ``(offset, bytes)`` of everything that is not tensor data, in file order.
         pieces: every non-empty storage once, in file order.
     """
 
     nbytes: int
     frame: tuple[Entry, ...]
     pieces: Sequence[Piece]
+
+    def cut(self, start: int, stop: int) -> Layout:
+        """What of the file lies in a range of it, as a file of its own.
+
+        Args:
+            start: first byte of the range.
+            stop: behind its last byte.
+        """
+        first = bisect_right(self.frame, start, key=lambda entry: entry[0] + len(entry[1]))
+        behind = bisect_left(self.frame, stop, lo=first, key=lambda entry: entry[0])
+        frame = [(max(at - start, 0), data[max(start - at, 0) : stop - at]) for at, data in self.frame[first:behind]]
+        return Layout(stop - start, tuple(frame), tuple(within(self.pieces, start, stop)))
 
 
 class Layouter:
@@ -69,7 +76,7 @@ class Layouter:
 
     def __init__(self) -> None:
         self._pickler = TensorPickler()
-        self._places = _Places()
+        self._places: dict[Named, _Place] = {}  # in the order of the file
 
     def lay_out(self, checkpoint: Any, first: Sequence[torch.UntypedStorage] = ()) -> Layout:
         """Lay ``checkpoint`` out.
@@ -80,135 +87,41 @@ class Layouter:
                 empty. Their places depend on nothing but their sizes.
         """
         pickled = self._pickler.dump(checkpoint, first)
-        storages, places = self._take(len(first)), self._places
-        last = places.all[-1] if places.all else None
-        end, last_nbytes = (last.end, last.nbytes) if last is not None else (0, 0)
-        tail = _tail(pickled, places.entries, last_nbytes, end)
-        return Layout(end + len(tail), (*places.before, (end, tail)), places.pieces(storages))
+        head = self._head(len(first))
+        places = self._places.values()
+        last_nbytes = next(reversed(places)).nbytes if places else 0
+        tail = _tail(pickled, [place.entry for place in places], last_nbytes, head.nbytes)
+        return Layout(head.nbytes + len(tail), (*head.frame, (head.nbytes, tail)), head.pieces)
 
     def lay_out_first(self, first: Sequence[torch.UntypedStorage]) -> Layout:
         """Lay out how a file begins that has these storages first, see :meth:`lay_out`."""
         self._pickler.name(first)
-        storages, places = self._take(len(first)), self._places
-        return Layout(places.all[-1].end if places.all else 0, tuple(places.before), places.pieces(storages))
+        return self._head(len(first))
 
-    def _take(self, first: int) -> dict[Named, torch.UntypedStorage]:
-        """The storages that were met, each with its place, so many of them first; they are not kept alive."""
+    def _head(self, first: int) -> Layout:
+        """All storages that were met, each in its place, so many of them first. They are not kept alive."""
         storages = self._pickler.storages
         self._pickler.forget()
-        self._places.place(storages, first)
-        return storages
+        if list(storages) != list(self._places):  # seldom
+            self._place(list(storages), first)
+        places = self._places.values()
+        end = next(reversed(places)).end if places else 0
+        pieces = [
+            Piece(storages[place.named], place.offset, place.nbytes, place.named) for place in places if place.nbytes
+        ]
+        return Layout(end, tuple([place.before for place in places]), tuple(pieces))
 
-
-class FileRange:
-    """Cuts a range out of one layout after the other; what stays is the same object."""
-
-    def __init__(self) -> None:
-        self._bounds = (0, 0)
-        self._frame: dict[int, tuple[Entry, Entry]] = {}  # by place in the file: what is there, and what is cut of it
-        self._whole: tuple[Entry, ...] = ()
-        self._cut: tuple[Entry, ...] = ()
-
-    def of(self, layout: Layout, start: int, stop: int) -> Layout:
-        """What of a file lies in a range of it, as a file of its own.
-
-        Args:
-            layout: of the file.
-            start: first byte of the range.
-            stop: behind its last byte.
-        """
-        if (start, stop) == (0, layout.nbytes):
-            return layout
-        if self._bounds != (start, stop):
-            self._bounds, self._frame, self._whole = (start, stop), {}, ()
-        if len(layout.frame) != len(self._whole) or not all(map(operator.is_, layout.frame, self._whole)):
-            known, self._frame, cut = self._frame, {}, list[Entry]()
-            for entry in layout.frame:
-                at, data = entry
-                if start < at + len(data) and at < stop:
-                    before = known.get(at)
-                    if before is None or before[0] is not entry:
-                        first = max(at, start)
-                        before = (entry, (first - start, data[first - at : stop - at]))
-                    self._frame[at] = before
-                    cut.append(before[1])
-            self._whole, self._cut = layout.frame, tuple(cut)
-        pieces = layout.pieces
-        begin = bisect_right(pieces, start, key=_end_of)
-        end = bisect_left(pieces, stop, lo=begin, key=_start_of)
-        return Layout(stop - start, self._cut, tuple([_cut(piece, start, stop) for piece in pieces[begin:end]]))
-
-
-def _start_of(piece: Piece) -> int:
-    return piece.offset
-
-
-def _end_of(piece: Piece) -> int:
-    return piece.offset + piece.nbytes
-
-
-def _cut(piece: Piece, start: int, stop: int) -> Piece:
-    """What of a piece lies in a range of its file, counted from there."""
-    storage, offset, nbytes, named, at = piece
-    skipped = max(0, start - offset)
-    return Piece(storage, offset + skipped - start, min(offset + nbytes, stop) - offset - skipped, named, at + skipped)
-
-
-class _Places:
-    """The places of all storages, in the order of the file; what is needed of each place for a layout lies in a row.
-
-    Attributes:
-        all: the places.
-        before: what stands in front of each storage, and where.
-        entries: in the directory.
-    """
-
-    def __init__(self) -> None:
-        self.all: list[_Place] = []
-        self.before: list[tuple[int, bytes]] = []
-        self.entries: list[bytes] = []
-        self._placed: dict[Named, None] = {}
-
-    def place(self, present: Mapping[Named, object], first: int) -> None:
+    def _place(self, present: Sequence[Named], first: int) -> None:
         """Give the storages that are there now their places; so many of them come first, in their order."""
-        if list(present) == list(self._placed):  # so it is nearly always; to compare their keys takes ten times as long
-            return
-        heads = dict.fromkeys(itertools.islice(present, first))
-        gone = map(operator.not_, map(present.__contains__, self._placed))
-        kept = next(itertools.compress(itertools.count(), gone), len(self.all))
-        moved = map(operator.is_not, heads, self._placed)
-        kept_heads = next(itertools.compress(itertools.count(), moved), min(first, len(self.all)))
-        kept = kept if kept_heads == first else min(kept, kept_heads)
-        behind = [named for place in self.all[kept:] if (named := place.named) in present and named not in heads]
-        new = [named for named in present if named not in self._placed and named not in heads]
-        following = [*itertools.islice(heads, kept, None), *behind, *new]
-        if kept < len(self.all):
-            self._cut(kept)
-        for named in following:
-            self._add(_Place(named, self.all[-1] if self.all else None))
-
-    def pieces(self, storages: Mapping[Named, torch.UntypedStorage]) -> tuple[Piece, ...]:
-        """All storages but empty ones, by those that have a place."""
-        return tuple(
-            [
-                Piece(storages[place.named], place.offset, place.nbytes, place.named)
-                for place in self.all
-                if place.nbytes
-            ]
-        )
-
-    def _add(self, place: _Place) -> None:
-        self.all.append(place)
-        self.before.append(place.before)
-        self.entries.append(place.entry)
-        self._placed[place.named] = None
-
-    def _cut(self, kept: int) -> None:
-        gone = self.all[kept:]
-        for row in (self.all, self.before, self.entries):
-            del row[kept:]
-        for place in gone:
-            del self._placed[place.named]
+        known, is_there, heads = self._places, set(present), set(present[:first])
+        order = [*present[:first], *(named for named in known if named in is_there and named not in heads)]
+        order += [named for named in present if named not in known and named not in heads]
+        places: dict[Named, _Place] = {}
+        last, stays, before = None, True, iter(known)
+        for named in order:
+            stays = stays and named is next(before, None)
+            places[named] = last = known[named] if stays else _Place(named, last)
+        self._places = places
 
 
 class _Place:
@@ -234,12 +147,71 @@ def lay_out(checkpoint: Any) -> Layout:
     return Layouter().lay_out(checkpoint)
 
 
-def lay_out_plain(checkpoint: Any) -> Layout:
-    """Serialise ``checkpoint`` with plain ``torch.save``: all frame, no pieces. Slower, holds a second copy."""
+def lay_out_plain(checkpoint: Any, what: str = "the training state") -> Layout:
+    """Serialise ``checkpoint`` with plain ``torch.save``: all frame, no pieces. Slower, holds a second copy.
+
+    Args:
+        checkpoint: what to serialise.
+        what: it is, for people.
+
+    Raises:
+        NotSerializableError: if it holds what cannot be pickled.
+    """
     buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
+    try:
+        torch.save(checkpoint, buffer)
+    except MemoryError:
+        raise
+    except Exception as error:  # pickling runs the user's code, which may raise anything
+        raise NotSerializableError(
+            f"{what} cannot be serialised ({type(error).__name__}: {error}); look at what on_save_checkpoint,"
+            " state_dict and hyperparameters put into the checkpoint"
+        ) from error
     data = buffer.getvalue()
     return Layout(len(data), ((0, data),), ())
+
+
+class Outliner:
+    """Makes layouts of checkpoints.
+
+    Args:
+        what: it is, for people.
+
+    Attributes:
+        problem: why the last one was serialised with plain ``torch.save``; ``""`` if it was not.
+    """
+
+    def __init__(self, what: str = "the training state") -> None:
+        self._what = what
+        self._layouter = Layouter()
+        self.problem = ""
+
+    def lay_out(self, checkpoint: Any, first: Sequence[torch.UntypedStorage] = ()) -> Layout:
+        """Lay ``checkpoint`` out.
+
+        Args:
+            checkpoint: what to save.
+            first: storages that come first, see :meth:`Layouter.lay_out`.
+
+        Raises:
+            NotSerializableError: if it holds what cannot be pickled.
+            MemoryError: if there is not the memory for it now; the next one may be laid out.
+        """
+        self.problem = ""
+        try:
+            return self._layouter.lay_out(checkpoint, first)
+        except MemoryError:
+            raise
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            self.problem = f"{type(error).__name__}: {error}"
+        layout = lay_out_plain(checkpoint, self._what)
+        text = "checkpoints are serialized with plain torch.save, which is slower: {about}. Report it."
+        say(logging.WARNING, "saved-slowly", text, about=self.problem)
+        return layout
+
+    def lay_out_first(self, first: Sequence[torch.UntypedStorage]) -> Layout:
+        """Lay out how a checkpoint begins that has these storages first."""
+        return self._layouter.lay_out_first(first)
 
 
 def outline_of(layout: Layout) -> Layout:
@@ -248,68 +220,19 @@ def outline_of(layout: Layout) -> Layout:
 
 
 def filled(layout: Layout) -> bytearray:
-    """The file of a layout, with all its bytes; GPUs that have tensors of it are waited for."""
+    """The file of a layout, with all its bytes; GPUs that have tensors of it are waited for.
+
+    Raises:
+        SpotError: if a storage was resized since.
+    """
     data = bytearray(layout.nbytes)
     for offset, entry in layout.frame:
         data[offset : offset + len(entry)] = entry
-    held = ctypes.c_char.from_buffer(data) if data else None  # as long as it is there, the memory stays where it is
-    begin = ctypes.addressof(held) if held is not None else 0
-    away = []
-    for piece in layout.pieces:
-        if not _is_here(piece.storage):
-            away.append(piece)
-        elif piece.storage.nbytes() < piece.start + piece.nbytes:
-            raise RuntimeError("a tensor's storage was resized while its checkpoint was written")
-        elif not 0 <= piece.offset <= piece.offset + piece.nbytes <= layout.nbytes == len(data):
-            raise RuntimeError("a tensor's place is not in the file that was laid out")
-        else:  # for torch, each is some ten calls
-            ctypes.memmove(begin + piece.offset, piece.storage.data_ptr() + piece.start, piece.nbytes)
-    for piece, elements in zip(away, _fetched_all(away), strict=True):
-        place = memoryview(data)[piece.offset : piece.offset + piece.nbytes]
-        torch.frombuffer(place, dtype=torch.uint8).copy_(elements)
+    if layout.pieces:
+        file = torch.frombuffer(data, dtype=torch.uint8)
+        for piece in layout.pieces:
+            piece.target(file).copy_(piece.source())
     return data
-
-
-def _fetched_all(pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Bytes of devices; small ones of one come together, in as few copies as that takes little of its memory."""
-    found = [
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
-        for storage, _, nbytes, _, start in pieces
-    ]
-    for device in {piece.storage.device for piece in pieces}:
-        there = [number for number, piece in enumerate(pieces) if piece.storage.device == device]
-        for numbers in _batches(there, pieces):
-            for number, part in zip(numbers, _fetched([found[number] for number in numbers]), strict=True):
-                found[number] = part
-    return found
-
-
-def _batches(numbers: Sequence[int], pieces: Sequence[Piece]) -> Iterator[list[int]]:
-    """Those of some pieces that are put together on their device, in order."""
-    batch: list[int] = []
-    nbytes = 0
-    for number in numbers:
-        if batch and nbytes + pieces[number].nbytes > _TOGETHER_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(number)
-        nbytes += pieces[number].nbytes
-    if batch:
-        yield batch
-
-
-def _fetched(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Bytes of one device, in memory of the host."""
-    if len(parts) > 1:
-        try:
-            return list(torch.split(torch.cat(list(parts)).cpu(), list(map(len, parts))))
-        except torch.cuda.OutOfMemoryError:  # training has nearly all of it: then one after another
-            logger.debug("a GPU has no room for %d tensors at one place", len(parts))
-    return [part.cpu() for part in parts]
-
-
-def _is_here(storage: torch.UntypedStorage) -> bool:
-    return storage.device.type == "cpu"
 
 
 def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int) -> bytes:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, Order, snapshot_order
+from lightning_spot.image.ranges import Floats, Ranges
 from lightning_spot.image.shards import Status, failed
-from lightning_spot.image.written import Ranges
 from lightning_spot.memory.node import IN_PROCESS, Node
 from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making

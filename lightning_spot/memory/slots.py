@@ -14,8 +14,8 @@ from typing import Any
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, Order, ShardOf
+from lightning_spot.image.ranges import Floats
 from lightning_spot.image.shards import Status, is_evictable, registers_of, status, why_aborted
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 

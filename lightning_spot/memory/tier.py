@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lightning_spot.errors import FencedError
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.ranges import Floats
 from lightning_spot.memory.ring import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.written import Before, Ranges
+from lightning_spot.image.ranges import Before, Ranges
 from lightning_spot.memory.ring import Base
 from lightning_spot.memory.slots import Slot
 

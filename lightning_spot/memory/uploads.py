@@ -25,12 +25,10 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.floats import Floats
+from lightning_spot.image.coming import Coming, Sealing, sealing_threads
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import part_ranges
-from lightning_spot.image.sealing import Sealing, sealing_threads
-from lightning_spot.image.written import Ranges
+from lightning_spot.image.ranges import Floats, Ranges
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Base, Ring, SlotsAhead
 from lightning_spot.memory.runs import key_of

@@ -13,9 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.coming import Coming
+from lightning_spot.image.coming import Coming, Sealing
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.sealing import Sealing
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.ring import Held, Ring
 from lightning_spot.memory.runs import LEFT_S, RunInfo, key_of

@@ -29,12 +29,11 @@ from lightning_spot.errors import (
     SpotError,
     TierReason,
 )
-from lightning_spot.image.floats import read_floats
 from lightning_spot.image.manifest import MOST_WRITERS, Manifest
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
+from lightning_spot.image.ranges import read_floats, read_ranges
 from lightning_spot.image.shards import Status
-from lightning_spot.image.written import read_ranges
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import key_of, texts
 from lightning_spot.memory.slots import Making

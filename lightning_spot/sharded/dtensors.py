@@ -29,8 +29,8 @@ def box_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[tuple[int, ...],
     sizes, offsets = list(tensor.shape), [0] * tensor.ndim
     placements: tuple[Any, ...] = tensor.placements
     ways = list(zip(placements, tensor.device_mesh.shape, coordinate, strict=True))
-    strided = [way for way in ways if is_strided(way[0])]
-    plain = [way for way in ways if isinstance(way[0], Shard) and not is_strided(way[0])]
+    strided = [way for way in ways if isinstance(way[0], _StridedShard)]
+    plain = [way for way in ways if isinstance(way[0], Shard) and not isinstance(way[0], _StridedShard)]
     for placement, count, number in (*plain, *reversed(strided)):
         whole = sizes[placement.dim]
         each = -(-whole // count)
@@ -38,8 +38,3 @@ def box_of(tensor: DTensor, coordinate: Sequence[int]) -> tuple[tuple[int, ...],
         offsets[placement.dim] += start
         sizes[placement.dim] = min(each, whole - start)
     return tuple(sizes), tuple(offsets)
-
-
-def is_strided(placement: Any) -> bool:
-    """Whether it cuts what other dimensions of the mesh have cut before; one of those in :attr:`DTensor.placements`."""
-    return isinstance(placement, _StridedShard)

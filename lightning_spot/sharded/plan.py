@@ -1,4 +1,4 @@
-"""Which rank writes which box of which tensor of a sharded training state. Every rank finds the same, by itself.
+"""Which rank writes which box of which tensor of a sharded training state, and where. Every rank finds the same.
 
 A ``DTensor`` says of all ranks what they have of it: its placements over a mesh. No rank has to ask another one, and it
 is enough to compare the digests of what they found.
@@ -6,7 +6,7 @@ is enough to compare the digests of what they found.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import operator
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.errors import NotSerializableError
-from lightning_spot.image.tensor_index import Path
+from lightning_spot.image.files import FILE_ALIGNMENT_BYTES
+from lightning_spot.image.layout import Entry, lay_out
+from lightning_spot.image.parts import checksum
+from lightning_spot.image.tensor_index import Archived, Path, ShardedTensor, Shards
+from lightning_spot.image.tensor_index import Shard as Box
 from lightning_spot.sharded.dtensors import box_of, root_of, spec_of
+from lightning_spot.sharded.metadata import name_of
+
+ALIGNMENT = 64
+"""Bytes of which the offset of every archive in its file is a multiple, and so that of every tensor's elements."""
 
 _LEAF, _MAPPING, _LIST = range(3)
 _SCALARS = frozenset((str, int, float, bool, type(None)))
@@ -122,7 +130,7 @@ def _add_paths(form: _Form, path: Path, paths: list[Path], other_keys: list[tupl
 def _check_names(paths: list[Path]) -> None:
     seen: dict[str, Path] = {}
     for path in paths:
-        name = ".".join(map(str, path))
+        name = name_of(path)
         if (other := seen.setdefault(name, path)) is not path:
             raise NotSerializableError(
                 f"two items of the training state have the name {name!r} for torch.distributed.checkpoint: at"
@@ -133,68 +141,95 @@ def _check_names(paths: list[Path]) -> None:
 State = dict[str, Any]
 """Nested state: DTensors, tensors and plain values in dicts and lists."""
 
-_Box = tuple[list[int], tuple[int, ...], tuple[int, ...]]
-"""Ranks that have some of a tensor, the offsets of its first element, and its sizes."""
+_Held = tuple[list[int], tuple[int, ...], tuple[int, ...]]
+"""Ranks that have a box of a tensor, the offsets of its first element, and its sizes."""
+
+
+def tensors_file(rank: int) -> str:
+    """Name of the file with the tensors that a rank writes."""
+    return f"__{rank}_0.distcp"
+
+
+def aligned(place: int, alignment: int) -> int:
+    """The next multiple."""
+    return -(-place // alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor and who writes it.
+class Form:
+    """The archive of a box of a tensor, but for its elements. All boxes of that dtype and size have the same.
 
     Attributes:
-        rank: global rank.
-        offsets: of its first element in the tensor, in each dimension.
+        frame: ``(offset, bytes)`` of what is around the elements.
+        data: offset of the elements.
+        data_nbytes: their length.
+        nbytes: length of the archive.
+    """
+
+    frame: tuple[Entry, ...]
+    data: int
+    data_nbytes: int
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=4096)
+def form_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Form:
+    """The archive of a box of so many elements."""
+    # Memory that nobody touches: the kernel gives no page for it.
+    layout = lay_out(torch.empty(sizes, dtype=dtype))
+    if not layout.pieces:
+        return Form(layout.frame, 0, 0, layout.nbytes)
+    piece = layout.pieces[0]
+    return Form(layout.frame, piece.offset, piece.nbytes, layout.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A box of a tensor that a rank writes.
+
+    Attributes:
+        number: of the tensor in the plan.
+        path: of the tensor.
         sizes: of the box.
+        form: of its archive.
+        offset: of the archive in the rank's file.
+        pad: zeros behind it, up to the next one.
     """
 
-    rank: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorItem:
-    """A tensor of the state.
-
-    Attributes:
-        path: in the state.
-        dtype: such as ``"float32"``.
-        shape: of the whole tensor.
-        chunks: that make up all of it.
-    """
-
+    number: int
     path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    sizes: tuple[int, ...]
+    form: Form
+    offset: int
+    pad: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who writes what. What is no tensor, and tensors that are not sharded, are written by rank 0.
+    """Who writes what, and where. What is no tensor, and tensors that are not sharded, are written by rank 0.
 
     Attributes:
         world_size: number of ranks.
-        tensors: in the order of the state.
+        tensors: in the order of the state, with the places of the boxes that make up each.
         values: paths of everything else.
+        sizes: of the file with each rank's tensors; 0 for a rank that writes none.
+        by_rank: the boxes that each rank writes.
     """
 
     world_size: int
-    tensors: tuple[TensorItem, ...]
+    tensors: tuple[ShardedTensor, ...]
     values: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    by_rank: tuple[tuple[Placed, ...], ...]
 
-    def to_json(self) -> str:
-        """As plain JSON, the same on all ranks whose state is sharded alike."""
-        tensors = [
-            [item.path, item.dtype, item.shape, [[chunk.rank, chunk.offsets, chunk.sizes] for chunk in item.chunks]]
-            for item in self.tensors
-        ]
-        return json.dumps([self.world_size, tensors, self.values], separators=(",", ":"))
+    def digest(self, token: str) -> str:
+        """Of all of it, the same on all ranks whose state is sharded alike; another torch may place it otherwise.
 
-    @property
-    def digest(self) -> str:
-        """Of all of it, 32 hexadecimal digits."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+        Args:
+            token: what has to be the same, too.
+        """
+        shards = Shards(self.world_size, self.tensors, ()).to_json()
+        return checksum(shards + json.dumps([self.values, self.sizes, token]).encode())
 
 
 class Planned(NamedTuple):
@@ -226,7 +261,7 @@ class Planner:
         self._plan: Plan | None = None
         self._is_tensor: list[bool] = []
         self._is_value: list[bool] = []
-        self._boxes: dict[Any, list[_Box]] = {}
+        self._boxes: dict[Any, list[_Held]] = {}
 
     def plan(self, state: State) -> Planned:
         """Plan a state.
@@ -266,38 +301,61 @@ class Planner:
     def _make(self, items: list[Any]) -> Plan:
         self._plan = None
         paths = self._items.paths
-        tensors: list[TensorItem] = []
-        written = [0] * self._world_size
         for path, key in self._items.other_keys:  # a resume would not give back what was there
             raise NotSerializableError(
-                f"{_name(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
+                f"{name_of(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
             )
         which = [isinstance(item, torch.Tensor) for item in items]
-        for path, value in zip(compress(paths, which), compress(items, which), strict=True):
-            chunks = []
+        tensors = [*zip(compress(paths, which), compress(items, which), strict=True)]
+        boxes: list[list[Box]] = [[] for _ in tensors]
+        by_rank = [*map(tuple, self._place(tensors, boxes))]
+        self._seen = [_seen(item) if is_one else None for item, is_one in zip(items, which, strict=True)]
+        self._paths, self._is_tensor, self._is_value = paths, which, list(map(operator.not_, which))
+        self._plan = plan = Plan(
+            self._world_size,
+            tuple(
+                ShardedTensor(path, str(value.dtype).removeprefix("torch."), tuple(value.shape), tuple(of_one))
+                for (path, value), of_one in zip(tensors, boxes, strict=True)
+            ),
+            tuple(compress(paths, self._is_value)),
+            tuple(placed[-1].offset + placed[-1].form.nbytes if placed else 0 for placed in by_rank),
+            tuple(by_rank),
+        )
+        return plan
+
+    def _place(self, tensors: list[tuple[Path, torch.Tensor]], boxes: list[list[Box]]) -> Iterator[list[Placed]]:
+        """Deal the boxes of all tensors to the ranks; those of each rank, placed in its file."""
+        dealt: list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = [[] for _ in range(self._world_size)]
+        written = [0] * self._world_size
+        for number, (path, value) in enumerate(tensors):
             for ranks, offsets, sizes in self._boxes_of(path, value):
                 rank = min(ranks, key=lambda rank: (written[rank], rank))
                 written[rank] += prod(sizes) * value.dtype.itemsize
-                chunks.append(Chunk(rank, offsets, sizes))
-            tensors.append(TensorItem(path, _dtype_name(value.dtype), tuple(value.shape), tuple(chunks)))
-        self._seen = [_seen(item) if is_one else None for item, is_one in zip(items, which, strict=True)]
-        self._paths, self._is_tensor, self._is_value = paths, which, list(map(operator.not_, which))
-        values = tuple(compress(paths, self._is_value))
-        self._plan = plan = Plan(self._world_size, tuple(tensors), values)
-        return plan
+                dealt[rank].append((number, offsets, sizes))
+        for rank, of_one in enumerate(dealt):
+            name, at, found = tensors_file(rank), 0, list[Placed]()
+            for place, (number, offsets, sizes) in enumerate(of_one):
+                path, value = tensors[number]
+                form = form_of(value.dtype, sizes)
+                end = at + form.nbytes
+                following = aligned(end, ALIGNMENT if place < len(of_one) - 1 else FILE_ALIGNMENT_BYTES)
+                found.append(Placed(number, path, sizes, form, at, following - end))
+                boxes[number].append(Box(offsets, sizes, Archived(name, at, form.nbytes), form.data))
+                at = following
+            yield found
 
-    def _boxes_of(self, path: Path, tensor: torch.Tensor) -> list[_Box]:
+    def _boxes_of(self, path: Path, tensor: torch.Tensor) -> list[_Held]:
         """The boxes of a tensor, each with the ranks that have it."""
         if kind := _kind_without_elements(tensor):
             raise NotSerializableError(
-                f"{_name(path)} is a {kind} tensor, which sharded snapshots cannot hold. Make it a dense tensor, or"
+                f"{name_of(path)} is a {kind} tensor, which sharded snapshots cannot hold. Make it a dense tensor, or"
                 " register it as a buffer with persistent=False"
             )
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise NotSerializableError(
-                    f"{_name(path)} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
+                    f"{name_of(path)} is a {type(tensor).__name__}: sharded snapshots take plain tensors"
                     " and the DTensors of FSDP2 and tensor parallelism"
                 )
             return [([0], (0,) * len(shape), shape)]
@@ -339,10 +397,6 @@ def _form_of(value: Any) -> Any:
     return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]:
     """Yield each rank of the run that has some of a tensor, with its place in the tensor's mesh.
 
@@ -355,8 +409,8 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
         names = root.mesh_dim_names or ()
         if not all(name in names for name in mesh.mesh_dim_names or (None,)):
             raise NotSerializableError(
-                f"{_name(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of {root}. Shard it"
-                " over a dimension of the mesh that Lightning made"
+                f"{name_of(path)} is sharded over the mesh {mesh}, whose dimensions are none of those of {root}. Shard"
+                " it over a dimension of the mesh that Lightning made"
             )
         dims = [names.index(name) for name in mesh.mesh_dim_names or ()]
     places = torch.nonzero(torch.ones_like(root.mesh)).tolist()
@@ -364,7 +418,7 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
         yield rank, [place[dim] for dim in dims]
 
 
-def _boxes(path: Path, tensor: DTensor) -> list[_Box]:
+def _boxes(path: Path, tensor: DTensor) -> list[_Held]:
     """The boxes of a tensor, each with the ranks that have it; the same for all that are sharded alike."""
     found: dict[tuple[int, ...], tuple[list[int], tuple[int, ...]]] = {}
     known: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -378,7 +432,3 @@ def _boxes(path: Path, tensor: DTensor) -> list[_Box]:
     if len(found) > 1:  # the first rank's may be empty
         found = {offsets: box for offsets, box in found.items() if prod(box[1])}
     return [(ranks, offsets, sizes) for offsets, (ranks, sizes) in found.items()]
-
-
-def _name(path: Path) -> str:
-    return ".".join(map(str, path))

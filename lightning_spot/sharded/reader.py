@@ -1,6 +1,7 @@
 """Reads a sharded snapshot into a training state, on any number of ranks, from the bytes of its image.
 
-``torch.distributed.checkpoint`` cuts what each rank needs; no collective, and nothing in the snapshot runs code.
+Each rank takes what it has of a tensor out of the boxes that were saved: no collective, and nothing in the snapshot
+runs code.
 """
 
 from __future__ import annotations
@@ -10,23 +11,15 @@ import io
 import os
 import sys
 import uuid
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import get_element, set_element
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from lightning_spot.config import format_names
 from lightning_spot.errors import (
@@ -40,17 +33,17 @@ from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.safe_load import kind_of, placeholders_in, safe_load
 from lightning_spot.image.shards import Image
 from lightning_spot.image.tensor_index import Path as ItemPath
-from lightning_spot.image.tensor_index import Shard, ShardedTensor, Shards, archived
-from lightning_spot.sharded.dtensors import box_of, is_strided
-from lightning_spot.sharded.metadata import REST_FILE, dtype_of, metadata_of, name_of
+from lightning_spot.image.tensor_index import Shard, Shards, archived
+from lightning_spot.sharded.dtensors import box_of
+from lightning_spot.sharded.metadata import REST_FILE, dtype_of, name_of
 from lightning_spot.sharded.plan import EXTRA, State, is_extra
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
 _OWN = "lightning_spot"  # exact state, which is that of the ranks there were
 
 
-class ImageReader(StorageReader):
-    """Reads from the image of a sharded snapshot, as ``torch.distributed.checkpoint`` asks.
+class ImageReader:
+    """Reads tensors and values out of the image of a sharded snapshot.
 
     Args:
         image: of the snapshot, checked.
@@ -59,99 +52,42 @@ class ImageReader(StorageReader):
     Attributes:
         name: of the snapshot.
         shards: what the snapshot holds.
-        read_bytes: of tensors that were copied out of it.
+        tensors: of these, the tensors by name.
+        values: everything else by name.
 
     Raises:
         CorruptSnapshotError: if it is no sharded snapshot.
+        NotSerializableError: if this version of torch does not know a dtype of it.
     """
 
     def __init__(self, image: Image, manifest: Manifest) -> None:
         self.shards = Shards.read(image, manifest)
-        self.read_bytes = 0
         self.name = manifest.name
+        self.tensors = {name_of(tensor.path): tensor for tensor in self.shards.tensors}
+        self.values = {name_of(value.path): value.at for value in self.shards.values}
+        self._dtypes = {name: dtype_of(tensor) for name, tensor in self.tensors.items()}
         self._image, self._manifest = image, manifest
-        self._tensors = {tensor.path: tensor for tensor in self.shards.tensors}
-        self._dtypes = {name_of(tensor.path): dtype_of(tensor) for tensor in self.shards.tensors}
-        self._boxes: dict[MetadataIndex, Shard] = {
-            MetadataIndex(name_of(tensor.path), shard.offsets): shard
-            for tensor in self.shards.tensors
-            for shard in tensor.shards
-        }
-        self._values = {name_of(value.path): value.at for value in self.shards.values}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: there is one snapshot."""
+    def value(self, name: str) -> Any:
+        """What was saved that is no tensor; see :func:`load_value`."""
+        return load_value(io.BytesIO(archived(self._image, self._manifest, self.values[name])), name)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the snapshot holds, in torch's terms."""
-        return metadata_of(self.shards)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the places are known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it could be one of ours: an image has no path."""
-        return False
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what is asked for to where it belongs."""
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                at = self._values[item.storage_index.fqn]
-                planner.load_bytes(item, io.BytesIO(archived(self._image, self._manifest, at)))
-            else:
-                self._copy(item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def tensor(self, path: ItemPath) -> ShardedTensor | None:
-        """The tensor of that path; ``None`` if it is no tensor, or not there."""
-        return self._tensors.get(path)
-
-    def fill(self, path: ItemPath, parts: Iterable[tuple[tuple[int, ...], torch.Tensor]]) -> None:
-        """Give what this rank has of a tensor its values. The tensor is in the snapshot, and of the same shape.
+    def fill(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
+        """Give a box of a tensor its values. The tensor is in the snapshot, and of the same shape.
 
         Args:
-            path: of the tensor.
-            parts: boxes of it, each with the place of its first element in the tensor.
+            name: of the tensor.
+            offsets: of the first element of the box in it.
+            target: the box.
         """
-        saved = self._tensors[path]
-        dtype = dtype_of(saved)
-        for offsets, target in parts:
-            for shard in saved.shards:
-                if (found := _overlap(offsets, target.shape, shard)) is None:
-                    continue
-                source = self._elements(shard, dtype)
-                there = target
-                for dimension, (start, stop) in enumerate(found):
-                    source = source.narrow(dimension, start - shard.offsets[dimension], stop - start)
-                    there = there.narrow(dimension, start - offsets[dimension], stop - start)
-                there.copy_(source)
-                self.read_bytes += source.numel() * source.element_size()
-
-    def _copy(self, item: ReadItem, planner: LoadPlanner) -> None:
-        index = item.storage_index
-        source = self._elements(self._boxes[MetadataIndex(index.fqn, index.offset)], self._dtypes[index.fqn])
-        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            source = source.narrow(dimension, start, length)
-        target = planner.resolve_tensor(item).detach()
-        if target.shape != source.shape:
-            raise CorruptSnapshotError(
-                f"{index.fqn}: {tuple(source.shape)} elements for {tuple(target.shape)}", where=index.fqn
-            )
-        target.copy_(source)
-        self.read_bytes += source.numel() * source.element_size()
-        planner.commit_tensor(item, target)
+        for shard in self.tensors[name].shards:
+            if (found := _overlap(offsets, target.shape, shard)) is None:
+                continue
+            source, there = self._elements(shard, self._dtypes[name]), target
+            for dimension, (start, stop) in enumerate(found):
+                source = source.narrow(dimension, start - shard.offsets[dimension], stop - start)
+                there = there.narrow(dimension, start - offsets[dimension], stop - start)
+            there.copy_(source)
 
     def _elements(self, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
         """A box of a tensor, in the memory that the image gave: it is only read."""
@@ -184,25 +120,21 @@ def load(state: State, reader: ImageReader, whole: ItemPath | None = None) -> No
     """
     flat, paths = flatten_state_dict(state)
     _check(flat, reader, whole)
-    rest: State = {}
-    for_torch: list[str] = []
     for name, value in flat.items():
-        if isinstance(value, DTensor) and any(map(is_strided, value.placements)):
-            reader.fill(paths[name], _part_of(name, value))
+        if name in reader.values:
+            set_element(state, paths[name], reader.value(name))
+        elif isinstance(value, DTensor):
+            if (part := _part_of(name, value)) is not None:
+                reader.fill(name, *part)
         else:
-            set_element(rest, paths[name], value)
-            for_torch.append(name)
-    _load_rest(rest, reader)
-    for name in for_torch:
-        if not isinstance(value := get_element(rest, paths[name]), torch.Tensor):
-            set_element(state, paths[name], value)
+            reader.fill(name, (0,) * value.ndim, value.detach())
 
 
-def _part_of(name: str, tensor: DTensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """What this rank has of a tensor, and where that lies in it; nothing if it is none of those that have some."""
+def _part_of(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """What this rank has of a tensor, behind its place in it; ``None`` if it is none of those that have some."""
     places = torch.nonzero(tensor.device_mesh.mesh == torch.distributed.get_rank()).tolist()
     if not places:
-        return
+        return None
     local = tensor.to_local().detach()
     sizes, offsets = box_of(tensor, places[0])
     if tuple(local.shape) != sizes:
@@ -210,38 +142,22 @@ def _part_of(name: str, tensor: DTensor) -> Iterator[tuple[tuple[int, ...], torc
             f"{name} is sharded in a way that is not known here ({tensor.placements}): this rank has"
             f" {tuple(local.shape)} of it, and not {sizes}"
         )
-    yield offsets, local
-
-
-def _load_rest(state: State, reader: ImageReader) -> None:
-    """What is cut as torch cuts it, as torch does it."""
-    if not state:
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
-        try:
-            dcp_load(state, storage_reader=reader, planner=_SafePlanner(), no_dist=True)
-        except CheckpointException as error:
-            problem = next(iter(error.failures.values()))[0]
-            raise (
-                problem if isinstance(problem, SpotError) else CorruptSnapshotError(str(problem), where=reader.name)
-            ) from None
+    return offsets, local
 
 
 def _check(flat: State, reader: ImageReader, whole: ItemPath | None) -> None:
     """Refuse the state of another model before half of it is loaded."""
-    saved = {name_of(tensor.path): tensor.shape for tensor in reader.shards.tensors}
-    names = saved.keys() | {name_of(value.path) for value in reader.shards.values}
-    missing = sorted(flat.keys() - names)
+    saved = {name: tensor.shape for name, tensor in reader.tensors.items()}
+    missing = sorted(flat.keys() - saved.keys() - reader.values.keys())
     unexpected = sorted(
         name_of(path)
         for path in reader.shards.paths
         if whole and path[: len(whole)] == whole and name_of(path) not in flat and not is_extra(str(path[len(whole)]))
     )
     reshaped = [
-        f"{name} {saved[name]}→{tuple(value.shape)}"
+        f"{name} {saved[name]}→{shape}"
         for name, value in flat.items()
-        if isinstance(value, torch.Tensor) and name in saved and tuple(value.shape) != saved[name]
+        if name in saved and saved[name] != (shape := tuple(getattr(value, "shape", ("no tensor",))))
     ]
     if missing or unexpected or reshaped:
         raise changed(reader.name, missing=missing, unexpected=unexpected, reshaped=reshaped)
@@ -294,15 +210,6 @@ def load_all(reader: ImageReader) -> State:
         set_element(state, value.path, None)
     load(state, reader)
     return state
-
-
-class _SafePlanner(DefaultLoadPlanner):
-    """Torch's planner, that unpickles nothing but plain values."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value in its place."""
-        name = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[name], load_value(value, name))
 
 
 def load_value(data: io.BytesIO, name: str) -> Any:

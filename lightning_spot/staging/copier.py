@@ -15,16 +15,7 @@ import torch
 from lightning_spot.errors import SpotError
 from lightning_spot.image.pieces import Piece
 from lightning_spot.say import UNEXPECTED, say
-from lightning_spot.staging.batch import (
-    NEVER,
-    NOW,
-    Batch,
-    SlotSpan,
-    SlotView,
-    batches_of,
-    some,
-    whole,
-)
+from lightning_spot.staging.batch import NEVER, NOW, Batch, SlotView, batches_of
 from lightning_spot.staging.cuda import CudaCopier, CudaCopy, Held
 from lightning_spot.threads import processors, work_together
 
@@ -165,8 +156,7 @@ class CopyJob:
         """
         if self._cuda is not None:
             self._order(self._cuda.release_all)
-        while self._step(Batch.helping, NEVER):
-            pass
+        self._help()
         self._end_if_done()
         self._wait_cpu()
 
@@ -253,12 +243,7 @@ class CopyJob:
         These take the next piece when they are done with one. In torch's team, each waits for the slowest after every
         storage, and uses its processor meanwhile.
         """
-
-        def work() -> None:
-            while self._step(Batch.helping, NEVER):
-                pass
-
-        work_together(work, min(_MOST_THREADS, processors()), "spot-copy")
+        work_together(self._help, min(_MOST_THREADS, processors()), "spot-copy")
 
     def give_up(self) -> None:
         """Copy no more of it, and return when nobody is at it any more: its slot is given back."""
@@ -334,6 +319,11 @@ class CopyJob:
         self._end_if_done()
         return True
 
+    def _help(self) -> None:
+        """Copy what is left to take, held or not."""
+        while self._step(Batch.helping, NEVER):
+            pass
+
     def _end_if_done(self) -> None:
         """Tell whoever waits if nothing is left; said again each time, since Ctrl-C may have come in between."""
         with self._lock:
@@ -387,17 +377,17 @@ class Copier:
             watches: tensors to compare before and after, see :func:`watch`.
             schedule: when each of them goes; ``None`` for at once.
         """
-        spans, timetable = whole(pieces), None
+        timetable = None
         if schedule is not None:
-            addresses = (span.storage.data_ptr() for span in spans)
-            timetable = schedule.timetable(addresses, [span.nbytes for span in spans])
+            addresses = (piece.storage.data_ptr() for piece in pieces)
+            timetable = schedule.timetable(addresses, [piece.nbytes for piece in pieces])
         job = CopyJob(pieces, watches or Watches(), self._notify, self._clock)
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there
         job.stands_still = timetable is not None and timetable.stands_still
         if job.stands_still:
             timetable = None
-        self._fill(job, pieces, spans, slot, timetable, buffered=schedule is not None)
+        self._fill(job, pieces, slot, timetable, buffered=schedule is not None)
         if job.stands_still:
             job.copy_here()
         if job.is_done:
@@ -446,7 +436,6 @@ class Copier:
         self,
         job: CopyJob,
         pieces: Sequence[Piece],
-        spans: Sequence[SlotSpan],
         slot: SlotView,
         timetable: Timetable | None,
         *,
@@ -454,20 +443,23 @@ class Copier:
     ) -> None:
         """Give a job what it has to copy, held until its place in the iteration is reached or its time is up."""
         latest_s = NOW if timetable is None else self._clock() + timetable.limit_s
-        parts = [(0, 0.0, spans)]
+        parts: list[tuple[int, float, Sequence[Piece]]] = [(0, 0.0, pieces)]
         if timetable is not None:
-            parts = [(part.point, part.after_s, some(pieces, part.spans)) for part in timetable.partitions]
+            parts = [
+                (part.point, part.after_s, [pieces[span.piece].part(span.start, span.nbytes) for span in part.spans])
+                for part in timetable.partitions
+            ]
         batches: list[Batch] = []
         on_gpu: list[Held] = []
-        for place, after_s, spans in parts:
-            on_cpu: list[SlotSpan] = []
-            for span, kind in zip(spans, self._cuda.device.kinds([span.storage for span in spans]), strict=True):
+        for place, after_s, part in parts:
+            on_cpu: list[Piece] = []
+            for piece, kind in zip(part, self._cuda.device.kinds([piece.storage for piece in part]), strict=True):
                 if kind == "cpu":
-                    on_cpu.append(span)
+                    on_cpu.append(piece)
                 elif kind == "cuda":
-                    on_gpu.append((place, [span]))
+                    on_gpu.append((place, [piece]))
                 else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
-                    span.target(slot.tensor).copy_(span.source())
+                    piece.target(slot.tensor).copy_(piece.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered) if on_gpu else None
         job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)

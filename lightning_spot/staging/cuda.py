@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import SpotError
+from lightning_spot.image.pieces import Piece, cut_at, cut_end
 from lightning_spot.say import say
-from lightning_spot.staging.batch import SlotSpan, cut_at, cut_end
 from lightning_spot.staging.device import PAGE_LOCKED_BYTES, Cuda
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _SMALL_BYTES = 128 * 1024
 _MANY = 16
 """So many small copies, or more, are made by kernels: a stream takes about a thousand, then the host waits."""
 
-Held = tuple[int, list[SlotSpan]]
+Held = tuple[int, list[Piece]]
 """A place of the iteration, and what is copied from there on."""
 
 
@@ -76,34 +76,34 @@ class Lane:
         """Copy nothing more before ``event`` is over."""
         self._device.wait(self._stream, event)
 
-    def order(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
+    def order(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Copy after what training has ordered so far."""
-        if spans:
+        if pieces:
             self._after_training()
-            self.order_beside(spans, slot)
+            self.order_beside(pieces, slot)
 
-    def order_beside(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
+    def order_beside(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Copy after what the stream follows already: on a thread that knows nothing of what training has ordered."""
         with self._ordering:
-            self._to_slot(slot, spans, [span.source() for span in spans])
+            self._to_slot(slot, pieces, [piece.source() for piece in pieces])
             self.read = self.done = self._device.record(self._stream)
 
-    def order_buffered(self, spans: Sequence[SlotSpan], slot: torch.Tensor) -> None:
+    def order_buffered(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Copy into the buffer, in the order of training's own stream, and from there beside what follows."""
         buffer = self.buffer()
-        if not spans or buffer is None:
+        if not pieces or buffer is None:
             return
         training = self._device.current(self.index)
         if self._left is not None:
             self._device.wait(training, self._left)  # what was in the buffer before has left it
         inside, at = [], 0
-        for span in spans:
-            inside.append(buffer[at : at + span.nbytes])
-            at += span.nbytes
-        self._device.write(training, inside, [span.source() for span in spans])
+        for piece in pieces:
+            inside.append(buffer[at : at + piece.nbytes])
+            at += piece.nbytes
+        self._device.write(training, inside, [piece.source() for piece in pieces])
         with self._ordering:
             self._after_training()
-            self._to_slot(slot, spans, inside)
+            self._to_slot(slot, pieces, inside)
             self._left = self.done = self._device.record(self._stream)
 
     def synchronize(self) -> None:
@@ -111,15 +111,15 @@ class Lane:
         if self.done is not None:
             self._device.synchronize(self.done)
 
-    def _to_slot(self, slot: torch.Tensor, spans: Sequence[SlotSpan], sources: Sequence[torch.Tensor]) -> None:
-        small = [number for number, span in enumerate(spans) if span.nbytes <= _SMALL_BYTES]
+    def _to_slot(self, slot: torch.Tensor, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> None:
+        small = [number for number, piece in enumerate(pieces) if piece.nbytes <= _SMALL_BYTES]
         seen = self._device.seen(slot, self.index) if len(small) >= _MANY else None
-        rest: Iterable[int] = range(len(spans))
+        rest: Iterable[int] = range(len(pieces))
         if seen is not None:
-            targets = [spans[number].target(seen) for number in small]
+            targets = [pieces[number].target(seen) for number in small]
             self._device.write(self._stream, targets, [sources[number] for number in small])
-            rest = (number for number, span in enumerate(spans) if span.nbytes > _SMALL_BYTES)
-        self._device.copy(self._stream, ((spans[number].target(slot), sources[number]) for number in rest))
+            rest = (number for number, piece in enumerate(pieces) if piece.nbytes > _SMALL_BYTES)
+        self._device.copy(self._stream, ((pieces[number].target(slot), sources[number]) for number in rest))
 
     def _after_training(self) -> None:
         self._device.wait(self._stream, self._device.record(self._device.current(self.index)))
@@ -139,21 +139,21 @@ class LaneCopy:
         self.lane = lane
         self._slot = slot
         self._held = deque(held)
-        self._last: list[SlotSpan] = []
+        self._last: list[Piece] = []
         buffer = lane.buffer() if buffered else None
         self._room = buffer.numel() if buffer is not None else 0
         room = self._room
         while self._held and room > 0:
-            place, spans = self._held.pop()
-            before, end = cut_end(spans, room)
+            place, pieces = self._held.pop()
+            before, end = cut_end(pieces, room)
             if before:
                 self._held.append((place, before))
             self._last = [*end, *self._last]
-            room -= sum(span.nbytes for span in end)
+            room -= sum(piece.nbytes for piece in end)
 
     def release(self, place: int) -> bool:
         """Order what was held until ``place``; whether nothing is left."""
-        now: list[SlotSpan] = []
+        now: list[Piece] = []
         while self._held and self._held[0][0] <= place:
             now += self._held.popleft()[1]
         self.lane.order(now, self._slot)
@@ -171,8 +171,8 @@ class LaneCopy:
         self.lane.order(now, self._slot)
         self.lane.order_buffered(buffered, self._slot)
 
-    def _take_rest(self) -> list[SlotSpan]:
-        rest = [span for _, spans in self._held for span in spans] + self._last
+    def _take_rest(self) -> list[Piece]:
+        rest = [piece for _, pieces in self._held for piece in pieces] + self._last
         self._held.clear()
         self._last = []
         return rest
@@ -208,6 +208,7 @@ class CudaCopier:
         self.records_graphs = False
         """Whether a CUDA graph was seen being recorded: its replays call no hooks, so nothing may follow later."""
 
+    @_failures_as_ours()
     def begin(self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> CudaCopy:
         """Take copies over; none is ordered yet. They come after what the calling thread has ordered so far.
 
@@ -219,36 +220,32 @@ class CudaCopier:
         Raises:
             SpotError: if the device fails.
         """
-        with _failures_as_ours():
-            return self._begin(held, slot, buffered)
-
-    def _begin(self, held: Iterable[Held], slot: torch.Tensor, buffered: bool) -> CudaCopy:
         by_lane: dict[Lane, list[Held]] = {}
-        for place, spans in held:
-            for span in spans:
-                parts = by_lane.setdefault(self._lane(self.device.index(span.storage)), [])
+        for place, pieces in held:
+            for piece in pieces:
+                parts = by_lane.setdefault(self._lane(self.device.index(piece.storage)), [])
                 if not parts or parts[-1][0] != place:
                     parts.append((place, []))
-                parts[-1][1].extend(cut_at(span, PAGE_LOCKED_BYTES))
+                parts[-1][1].extend(cut_at(piece, PAGE_LOCKED_BYTES))
         self.pin(slot, next(iter(by_lane)).index)
         if not self.capturing():
             for lane in by_lane:  # a hook that orders some of them may be on a thread with another stream
                 lane.follow(self.device.record(self.device.current(lane.index)))
         return CudaCopy(self, [LaneCopy(lane, parts, slot, buffered=buffered) for lane, parts in by_lane.items()])
 
+    @_failures_as_ours()
     def fence(self) -> None:
         """Make each device's current stream wait for the copies ordered so far (no host wait).
 
         Raises:
             SpotError: if the device fails.
         """
-        with _failures_as_ours():
-            if self.capturing():  # a replay waits for none of them
-                self.synchronize()
-                return
-            for lane in list(self._lanes.values()):  # a slot that is being made may add one
-                if lane.read is not None:
-                    self.device.wait(self.device.current(lane.index), lane.read)
+        if self.capturing():  # a replay waits for none of them
+            self.synchronize()
+            return
+        for lane in list(self._lanes.values()):  # a slot that is being made may add one
+            if lane.read is not None:
+                self.device.wait(self.device.current(lane.index), lane.read)
 
     def capturing(self) -> bool:
         """Whether nothing can be ordered now, since a CUDA graph is being recorded, which is logged."""
@@ -352,15 +349,15 @@ class CudaCopy:
             finally:
                 self._note()
 
+    @_failures_as_ours()
     def wait(self) -> None:
         """Have the calling thread wait until all that was ordered is in the slot.
 
         Raises:
             SpotError: if the device fails.
         """
-        with _failures_as_ours():
-            for event in self._done:
-                self._copier.device.synchronize(event)
+        for event in self._done:
+            self._copier.device.synchronize(event)
         self._lanes = ()
 
     def _note(self) -> None:

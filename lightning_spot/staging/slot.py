@@ -8,8 +8,6 @@ import fcntl
 import logging
 import mmap
 import os
-import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from lightning_spot.config import format_bytes
 from lightning_spot.errors import TierError
 from lightning_spot.protocol.ownership import open_file
 from lightning_spot.say import say
-from lightning_spot.threads import processors, work_together
+from lightning_spot.threads import in_turn, processors
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +32,6 @@ _PAGE = 2 * 1024 * 1024
 _AT_ONCE_BYTES = 64 * 1024 * 1024  # of a mapping, filled in one call
 _MOST_THREADS = 4
 _LEFT_SHARE, _MOST_LEFT_BYTES = 8, 2**30  # of a tmpfs: an eighth, up to a GiB, is left to others
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None)
 
@@ -61,7 +58,7 @@ def map_shared(fd: int, nbytes: int) -> mmap.mmap:
     shared = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
     if not _map_pages(shared, nbytes, write=False):  # a kernel before 5.14
         shared.close()
-        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE, prot=protection)
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
     return shared
 
 
@@ -78,8 +75,7 @@ def make_shared(fd: int, nbytes: int) -> mmap.mmap:
     if _map_pages(shared, nbytes, write=True):
         return shared
     shared.close()
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, nbytes)  # on a kernel before 5.14; or it says what is wrong
+    os.posix_fallocate(fd, 0, nbytes)  # on a kernel before 5.14; or it says what is wrong
     return map_shared(fd, nbytes)
 
 
@@ -97,20 +93,15 @@ def _check_room(fd: int, nbytes: int) -> None:
 
 def _map_pages(shared: mmap.mmap, nbytes: int, *, write: bool) -> bool:
     """Fill the page tables of a mapping on several threads, see :func:`populate`; whether that could be done."""
-    todo, taking = iter(range(0, nbytes, _AT_ONCE_BYTES)), threading.Lock()
-    failed = threading.Event()
+    todo, failed = iter(range(0, nbytes, _AT_ONCE_BYTES)), list[int]()
 
-    def work() -> None:
-        while not failed.is_set():
-            with taking:
-                start = next(todo, None)
-            if start is None:
-                return
-            if not populate(shared, start, min(_AT_ONCE_BYTES, nbytes - start), write=write):
-                failed.set()
+    def fill(start: int) -> None:
+        if not populate(shared, start, min(_AT_ONCE_BYTES, nbytes - start), write=write):
+            failed.append(start)
 
-    work_together(work, min(_MOST_THREADS, processors(), -(-nbytes // _AT_ONCE_BYTES)), "spot-map")
-    return not failed.is_set()
+    threads = min(_MOST_THREADS, processors(), -(-nbytes // _AT_ONCE_BYTES))
+    in_turn(lambda: None if failed else next(todo, None), fill, threads, "spot-map")
+    return not failed
 
 
 def populate(shared: mmap.mmap, start: int, nbytes: int, *, write: bool) -> bool:
@@ -130,10 +121,7 @@ def populate(shared: mmap.mmap, start: int, nbytes: int, *, write: bool) -> bool
 
 def memory_file(name: str) -> int:
     """Descriptor of an empty file in memory that no path leads to; the caller's to close. See :func:`seal_memory`."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile(prefix=f"{name}-") as file:
-        return os.dup(file.fileno())
+    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def seal_memory(fd: int) -> bool:
@@ -141,8 +129,6 @@ def seal_memory(fd: int) -> bool:
 
     Nobody may have it mapped for writing when this is called.
     """
-    if not hasattr(fcntl, "F_ADD_SEALS"):
-        return False
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)

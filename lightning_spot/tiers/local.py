@@ -15,9 +15,9 @@ from typing import Any
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError, TierReason
+from lightning_spot.image.coming import NotedParts
 from lightning_spot.image.files import FileSpan, cut, is_own_file, pieces
 from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
-from lightning_spot.image.sealing import NotedParts
 from lightning_spot.image.shards import Image, slices
 from lightning_spot.say import say
 from lightning_spot.threads import in_turn

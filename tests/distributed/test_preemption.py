@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.capture.attempt import Ending
+from lightning_spot.capture.ending import Ending
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.ranks import Meeting, Ranks

@@ -33,10 +33,10 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Image
 from lightning_spot.image.tensor_index import SHARDS_FILE, Shards, archived
 from lightning_spot.run.reading import ReadImage, SnapshotReader
-from lightning_spot.sharded import file_plan
+from lightning_spot.sharded import plan
 from lightning_spot.sharded.file_plan import ShardedLayouter, load_state
 from lightning_spot.sharded.metadata import metadata_of
-from lightning_spot.sharded.plan import Planner
+from lightning_spot.sharded.plan import Planner, tensors_file
 from lightning_spot.sharded.reader import ImageReader, load, load_all, write_plain
 from tests.support.filled import check_archive
 from tests.support.ranks import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole
@@ -165,7 +165,7 @@ def test_values_of_several_ranks_are_written_once_and_evenly() -> None:
     state = {"a": Sharded(torch.ones(64), (Replicate(),)), "b": Sharded(torch.ones(64), (Replicate(),))}
     with as_rank(1, (2,)) as mesh:
         plan = Planner(2).plan(on_rank(state, mesh)).plan
-    assert [[chunk.rank for chunk in tensor.chunks] for tensor in plan.tensors] == [[0], [1]]
+    assert [[box.at.file for box in tensor.shards] for tensor in plan.tensors] == [[tensors_file(0)], [tensors_file(1)]]
 
 
 @pytest.mark.parametrize("mesh_shape", [(3, 2), (4, 2), (3, 3), (2, 2)])
@@ -187,10 +187,10 @@ def test_rows_split_unevenly_by_tp_and_fsdp_are_counted_as_cut(mesh_shape: Shape
             locals_ = {name: value.to_local().flatten().tolist() for name, value in state.items()}
             for tensor in Planner(mesh.size()).plan({"m": dict(state)}).plan.tensors:
                 name = str(tensor.path[-1])
-                for chunk in tensor.chunks:
-                    if chunk.rank == rank:
-                        assert chunk.sizes[0] == len(locals_[name])
-                        planned[name] |= {chunk.offsets[0] + row: each for row, each in enumerate(locals_[name])}
+                for box in tensor.shards:
+                    if box.at.file == tensors_file(rank):
+                        assert box.sizes[0] == len(locals_[name])
+                        planned[name] |= {box.offsets[0] + row: each for row, each in enumerate(locals_[name])}
             for value in state.values():
                 value.to_local().detach().zero_()
             load({"m": state}, ImageReader(memoryview(image), manifest))
@@ -308,9 +308,9 @@ def test_ranks_with_other_states_have_other_digests() -> None:
 
 
 def test_other_metadata_bytes_of_a_ranks_torch_change_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    digests, form_of = set(), file_plan.form_of
+    digests, form_of = set(), plan.form_of
     for more in (0, 64):
-        monkeypatch.setattr(file_plan, "form_of", lambda *what, more=more: replace(form_of(*what), nbytes=4096 + more))
+        monkeypatch.setattr(plan, "form_of", lambda *what, more=more: replace(form_of(*what), nbytes=4096 + more))
         digests.add(ShardedLayouter(0, 1).lay_out({"w": torch.ones(4)}).digest)
     assert len(digests) == 2
 

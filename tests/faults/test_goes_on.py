@@ -16,8 +16,8 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from lightning_spot.capture.attempt import Ending
 from lightning_spot.capture.contents import Copying
+from lightning_spot.capture.ending import Ending
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
 from lightning_spot.capture.writer import Background

@@ -59,7 +59,7 @@ WHERE = [
     "capture/writer:SnapshotWriter.begin",
     "capture/contents:Copying.start",
     "capture/writer:SnapshotWriter.copied",
-    "capture/slot_pool:Leases.take",
+    "capture/slot_pool:SlotPool.take",
     "capture/contents:Unchanged.written_past_counts",
     "exact/dump:Dump._with",
     "exact/fit_state:FitState.capture",
@@ -67,7 +67,7 @@ WHERE = [
     "fit/coordinator:Iterations.ends",
     "fit/snapshotter:Pacing._learn",
     "fit/coordinator:Coordinator.warm",
-    "image/layout:_Places._add",
+    "image/layout:Layouter._place",
     "image/pickling:TensorPickler.dump",
     "interval/policy:EverySteps.due",
     "staging/copier:Copier.start",
@@ -82,7 +82,7 @@ WHERE = [
 def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    step = 0 if where.endswith((".warm", "._add")) else 5
+    step = 0 if where.endswith((".warm", "._place")) else 5
     strike = Strike(where, MemoryError("none is left"), step=step)
     net, _ = fit(tmp_path / "run", strike, on_full="wait")
     assert not strike.left, "it was not called"
@@ -269,9 +269,9 @@ class AtException(Strike):
 
 
 AT_THE_END = [
-    "capture/attempt:Ending.bring",
-    "capture/attempt:Ending._flush",
-    "capture/attempt:Ending._where_newest_is",
+    "capture/ending:Ending.bring",
+    "capture/ending:Ending._flush",
+    "capture/ending:Ending._where_newest_is",
     "fit/snapshotter:Snapshotter.close",
     "fit/coordinator:Coordinator.let_go",
 ]
@@ -338,7 +338,7 @@ def threads() -> set[str]:
 URGENT = [
     (0, "fit/session:_has_taken"),
     (1, "fit/coordinator:Iterations.end"),
-    (0, "capture/attempt:Safety.plan"),
+    (0, "capture/ending:Safety.plan"),
     (1, "capture/writer:SnapshotWriter.check_all"),
 ]
 

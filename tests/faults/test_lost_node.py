@@ -20,10 +20,9 @@ import pytest
 import torch
 
 from lightning_spot import SpotCheckpoint, retry
-from lightning_spot.capture import attempt as attempt_module
-from lightning_spot.capture.attempt import Ending, LastState, Safety
+from lightning_spot.capture import ending as ending_module
+from lightning_spot.capture.ending import Ending, LastState, PastMemory, Safety
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.cli.command import main
 from lightning_spot.client import starting
@@ -298,9 +297,12 @@ class Parts:
         return stored
 
 
-def past_memory(durable: Path, *nodes: str) -> PastMemory:
-    info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), nodes=nodes)
-    return PastMemory(cast(SnapshotWriter, Parts()), str(durable), info)
+def told(durable: Path, *nodes: str) -> RunInfo:
+    return RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), nodes=nodes)
+
+
+def past_memory(durable: Path) -> PastMemory:
+    return PastMemory(cast(SnapshotWriter, Parts()), str(durable))
 
 
 def test_a_memory_node_that_cannot_take_it_is_passed_over(
@@ -309,9 +311,9 @@ def test_a_memory_node_that_cannot_take_it_is_passed_over(
     """One may not write, one is too small, one is gone: the durable tier has it, and nobody is asked each time."""
     strict, small = start_node(), start_node("--allow-storage", str(tmp_path), "--memory-limit", "4KiB")
     durable = tmp_path / "durable"
-    past = past_memory(durable, strict.url, small.url, "spot://127.0.0.1:9")
+    past, info = past_memory(durable), told(durable, strict.url, small.url, "spot://127.0.0.1:9")
     for step in (1, 2):
-        past.write({}, manifest_of(step, nbytes=5000))
+        past.write({}, manifest_of(step, nbytes=5000), info)
         assert LocalStore(durable).survey().manifests[0].step == step
     assert sorted(said_about(caplog, "server-failing")) == sorted([strict.url, small.url, "spot://127.0.0.1:9"])
     assert past.flush(0.0) == []
@@ -321,14 +323,14 @@ def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: C
     node = start_node("--allow-storage", str(tmp_path))
     durable = tmp_path / "durable"
     LocalStore(durable).claim(claim_of(1, token="t", run_id=RUN_ID))
-    past = past_memory(durable, node.url)
-    past.write({}, manifest_of(1, nbytes=5000))
+    past, info = past_memory(durable), told(durable, node.url)
+    past.write({}, manifest_of(1, nbytes=5000), info)
     assert past.flush(30.0) == []
     assert LocalStore(durable).survey().manifests[0].step == 1
     node.stop(signal.SIGKILL)
     (line,) = past.flush(1.0)
     assert "cannot be asked" in line
-    past.write_durably({}, manifest_of(1, nbytes=5000))
+    past.write_durably({}, manifest_of(1, nbytes=5000), info)
     assert past.flush(1.0) == []
 
 
@@ -366,7 +368,7 @@ def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
     monkeypatch.setattr(LocalStore, "delete", refuse)
     past = past_memory(tmp_path / "durable")
     for step in (1, 2, 3, 4):
-        past.write({}, manifest_of(step, nbytes=5000))
+        past.write({}, manifest_of(step, nbytes=5000), told(tmp_path / "durable"))
     assert len(LocalStore(tmp_path / "durable").survey().manifests) == 4
     assert [str(facts["error"]) for facts in said(caplog, "retention-failed")] == ["it may not be deleted"]
 
@@ -383,11 +385,15 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
         fence=None,
         host=None,
         link=SimpleNamespace(
-            losses=0, wait=lambda _wait_s: None, close=lambda: None, ask=lambda _question, default: default
+            losses=0,
+            is_closed=False,
+            wait=lambda _wait_s: None,
+            close=lambda: None,
+            ask=lambda _question, default: default,
         ),
         settle=lambda _wait_s: None,
     )
-    ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), past._info, None)
+    ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), told(tmp_path / "durable"), None)
     assert ending.bring(0.1) is None
     (facts,) = said(caplog, "newest-lost")
     assert "lost with the snapshot server that had it" in facts["why"]
@@ -418,7 +424,7 @@ def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> 
     )
     link = HostLink(host, lambda: cast(Host, found.append("a new node")))
     writer = SimpleNamespace(host=host, link=link, committed=None, settle=lambda _wait_s: None)
-    ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), past._info, None)
+    ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), told(tmp_path / "durable"), None)
     assert ending.bring(0.1) is None
     assert link.losses == 0
     assert not found
@@ -486,7 +492,7 @@ class Damaging:
         return [manifest.step for manifest in self.store.survey().manifests]
 
     def ending(self, last: LastState | None) -> Ending:
-        return Ending(self.writer, PastMemory(self.writer, str(self.root), self.info), str(self.root), self.info, last)
+        return Ending(self.writer, PastMemory(self.writer, str(self.root)), str(self.root), self.info, last)
 
 
 def test_what_was_damaged_in_memory_is_not_called_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -542,7 +548,7 @@ def test_a_damaged_last_snapshot_not_retaken_is_not_persisted(
 def test_damage_before_a_deadline_is_repaired_or_logged(tmp_path: Path, can_be_taken_again: bool) -> None:
     """The notice's whole grace went by, and it was said to be in memory."""
     run = Damaging(tmp_path, complete=False)
-    safety = Safety(run.writer, PastMemory(run.writer, str(run.root), run.info))
+    safety = Safety(run.writer, PastMemory(run.writer, str(run.root)))
     again = (lambda: run.writer.begin(run.state, run.newest, wait_s=30.0)) if can_be_taken_again else None
     said = safety.bring(Deadline.of(None, 600.0), safety.plan(None), lambda: False, cast(Callable[[], None], again))
     if can_be_taken_again:
@@ -573,7 +579,7 @@ def test_the_log_says_how_long_the_end_waits_for_uploads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a full disk one warning came, then nothing for minutes."""
-    monkeypatch.setattr(attempt_module, "SAY_S", 0.2)
+    monkeypatch.setattr(ending_module, "SAY_S", 0.2)
     run = Damaging(tmp_path, complete=False)
     run.store.fail(TierError("No space left on device"))
     run.take(3)

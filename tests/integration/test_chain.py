@@ -18,7 +18,7 @@ from lightning_spot.client import remote, starting
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, TierError
-from lightning_spot.image import sealing
+from lightning_spot.image import coming
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.memory import replication
 from lightning_spot.memory.runs import RunInfo, check_prefix, refusal
@@ -213,7 +213,7 @@ def test_parts_go_on_while_later_ones_are_still_being_sealed(
     bench.start(FIRST)
     until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
     nbytes, sealed = 4 * 8 * MIB, []
-    real = sealing.checksum
+    real = coming.checksum
 
     def checksum(data: memoryview) -> str:
         if len(sealed) == 2:  # the third part is not sealed before one has arrived behind
@@ -221,7 +221,7 @@ def test_parts_go_on_while_later_ones_are_still_being_sealed(
         sealed.append(len(data))
         return real(data)
 
-    monkeypatch.setattr(sealing, "checksum", checksum)
+    monkeypatch.setattr(coming, "checksum", checksum)
     bench.save(1, nbytes=nbytes)
     assert bench.flush() == []
     assert bench.behind[FIRST].sent.bytes == nbytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.capture.attempt import paces_of
+from lightning_spot.capture.ending import paces_of
 from lightning_spot.client import starting
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import FailureReason, FencedError, SettingsError, SnapshotFailedError, TierError

@@ -325,13 +325,6 @@ def test_after_an_exception_nothing_is_left_on_the_model(tmp_path: Path, seen: S
     seen.check(probe)
 
 
-def test_partitions_go_in_all_micro_batches(tmp_path: Path, seen: Seen) -> None:
-    trainer(spot(tmp_path, "backward"), accumulate_grad_batches=2, max_epochs=1).fit(Net(), data())
-    profile, timetable = seen.timetables[-1]
-    batches = {place: point.batch for point, place in profile.places.items()}
-    assert {batches[part.point] for part in timetable.partitions} == {0, 1}
-
-
 def test_a_budget_makes_the_interval_grow(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
-from lightning_spot.capture.attempt import Safety
+from lightning_spot.capture.ending import PastMemory, Safety
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.layouts import ShardedCheckpoint, ShardedCheckpointLayouter
-from lightning_spot.capture.past_memory import PastMemory
 from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import ServerStore
@@ -49,7 +48,7 @@ def at_notice(url: str) -> str:
     link = HostLink(cast(Host, host))
     writer = cast(SnapshotWriter, SimpleNamespace(committed=newest, past_memory=newest, host=host, link=link))
     writer.settle = lambda wait_s: None  # type: ignore[method-assign]
-    past_memory = PastMemory(writer, "", RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
+    past_memory = PastMemory(writer, "")
     past_memory._at = url
     safety = Safety(writer, past_memory)
     return safety.bring(Deadline.of(None, 600.0), DeadlinePlan(take=True, url=None, expected_s=None), lambda: False)

@@ -22,7 +22,7 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.writer import Background
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError
-from lightning_spot.image.sealing import Sealing
+from lightning_spot.image.coming import Sealing
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.node import Node
 from lightning_spot.service.program import DescriptorChannel

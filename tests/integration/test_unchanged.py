@@ -15,31 +15,22 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import contents
 from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, share_of
-from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from lightning_spot.tiers.local import LocalStore
-from tests.distributed.test_sharded_fit import one_rank
 from tests.support.filled import check_archive
 from tests.support.ranks import Desk, same
 from tests.support.said import said
-from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, data, trainer
 
 pytestmark = pytest.mark.guarantee("G9")
-
-__all__ = ["one_rank"]
 
 
 class FrozenDesk(Desk):
@@ -301,58 +292,6 @@ def test_the_last_snapshot_copies_everything(desk: FrozenDesk) -> None:
     assert desk.take(7, complete=True) > 5 * WEIGHT
 
 
-class Block(nn.Module):
-    """A layer with an adapter of rank 1."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.wide = nn.Linear(width, width).requires_grad_(False)
-        self.norm = nn.LayerNorm(width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 1, bias=False), nn.Linear(1, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.relu(self.wide(self.norm(x)) + self.up(self.down(x)))
-
-
-class Adapters(Net):
-    """A frozen network of which only adapters, 0.3 % of its parameters, are trained."""
-
-    def __init__(self, width: int = 672) -> None:
-        super().__init__()
-        inlet, outlet = nn.Linear(16, width), nn.Linear(width, 1)
-        self.net = nn.Sequential(inlet, *(Block(width) for _ in range(4)), outlet)
-        inlet.requires_grad_(False)
-        outlet.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad])
-
-
-def test_adapters_cost_what_they_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = []
-    begin = SnapshotWriter.begin
-
-    def counting(self: SnapshotWriter, *args: Any, **more: Any) -> Any:
-        before = self.copied_bytes
-        done = begin(self, *args, **more)
-        copied.append(self.copied_bytes - before)
-        return done
-
-    monkeypatch.setattr(SnapshotWriter, "begin", counting)
-    model = Adapters()
-    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "min_upload_interval_s": 0.0, "slots": 2}
-    snapshots = RemoteSnapshot(str(tmp_path / "run"), local_server=False, **each)
-    trainer(snapshots, EachDurable(tmp_path / "run", 1), max_epochs=1).fit(model, data(12))
-    nbytes = {True: 0, False: 0}
-    for parameter in model.parameters():
-        nbytes[parameter.requires_grad] += parameter.nbytes
-    assert 0.002 < nbytes[True] / nbytes[False] < 0.004
-    total = LocalStore(tmp_path / "run").survey().manifests[1].nbytes  # newest first; the last one holds less
-    pickled = total - nbytes[False] - 3 * nbytes[True]
-    assert max(copied[4:-1]) <= 1.1 * (3 * nbytes[True] + pickled)
-    assert copied[-1] > nbytes[False]  # the last one trusts nothing
-
-
 class Grown(Net):
     """With a part that does not change, and is too large to be compared each time."""
 
@@ -373,16 +312,10 @@ class WritesPastTheCounts(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def last_of(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    writes: pl.Callback,
-    model: Grown,
-    strategy: Any = "auto",
-) -> dict[str, torch.Tensor]:
-    """The model in the last snapshot of a training that gets a notice in the validation behind step 8.
+def test_at_a_notice_a_regular_snapshot_is_compared_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the last one of the attempt: no later one would find what was left for its turn.
 
-    A regular snapshot of that step is there by then, of which a byte was compared: another one than those written to.
+    A regular snapshot of step 8 is there by then, of which a byte was compared: another one than those written to.
     There are two slots, each filled before: one that is made late holds nothing to compare, and is filled anew.
     """
     monkeypatch.setattr(contents, "CHECK_BYTES", 1)
@@ -391,73 +324,9 @@ def last_of(
     usual: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "slots": 2, "notices": "signal"}
     spot = SpotCheckpoint(str(tmp_path / "run"), **usual, grace_period_s=60.0)
     with pytest.raises(SystemExit):
-        trainer(writes, spot, val_check_interval=8, strategy=strategy).fit(model, data(12), data(2))
+        trainer(WritesPastTheCounts(), spot, val_check_interval=8).fit(Grown(), data(12), data(2))
     newest = LocalStore(tmp_path / "run").survey().manifests[0]
     assert newest.step == 8
-    if newest.files:
-        in_shards: dict[str, torch.Tensor] = load_all(ImageReader(*read_folder(tmp_path / "run" / newest.name)))[
-            "state_dict"
-        ]
-        return in_shards
-    saved: dict[str, torch.Tensor] = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
-    return saved
-
-
-def test_at_a_notice_a_regular_snapshot_is_compared_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the last one of the attempt: no later one would find what was left for its turn."""
-    saved = last_of(tmp_path, monkeypatch, WritesPastTheCounts(), Grown())
+    saved = torch.load(tmp_path / "run" / newest.data_path, weights_only=False)["state_dict"]
     assert saved["frozen"][7] == 1e9
     assert not saved["frozen"][8:].any()
-
-
-class GrownInShards(Grown):
-    """The same with its layers in shards of FSDP2."""
-
-    def configure_model(self) -> None:
-        for layer in self.modules():
-            if isinstance(layer, nn.Linear) and not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])  # type: ignore[index] # set by the strategy
-
-    def configure_optimizers(self) -> Any:
-        """Of what an optimizer has, nothing is left out in shards."""
-        return torch.optim.Adam([parameter for parameter in self.parameters() if parameter.requires_grad])
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_last_sharded_snapshot_is_compared_and_a_change_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """None takes its place: what nodes and tiers have of it would get into that."""
-    strategy = ModelParallelStrategy(1, 1, process_group_backend="gloo")
-    saved = last_of(tmp_path, monkeypatch, WritesPastTheCounts(), GrownInShards(), strategy)
-    assert not saved["frozen"].any()
-    assert said(caplog, "writes-uncounted")
-
-
-class GrownTwice(Grown):
-    """With a second such part, which a hook writes in the right way first, and past the counts in the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen_too = nn.Parameter(torch.zeros(100_000), requires_grad=False)
-
-
-class WritesBoth(WritesPastTheCounts):
-    """In the other slot, which holds step 7, the second part is as it was before that write, by the same count."""
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
-        super().on_before_optimizer_step(trainer, module, optimizer)
-        if trainer.global_step == 7:
-            module.frozen_too.data[7] = 1e9
-        else:
-            with torch.no_grad():
-                module.frozen_too[8] += 1.0
-
-
-def test_the_replacement_of_a_differing_snapshot_is_compared_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It goes into a slot that holds something else, of which another part may differ."""
-    saved = last_of(tmp_path, monkeypatch, WritesBoth(), GrownTwice())
-    assert saved["frozen"][7] == 1e9
-    assert saved["frozen_too"][7:9].tolist() == [1e9, 7.0]

@@ -924,7 +924,7 @@ CHECKSUMS = [
     ),
     Mutation(
         "checksum of what nobody wrote to",
-        "image.sealing",
+        "image.coming",
         "            if (index + before.turn) % CHECK_EVERY == 0 and checksum(self.image[start:stop]) != known:",
         "            if False:",
         _DAMAGED,

@@ -21,9 +21,9 @@ from lightning_spot.capture.layouts import Laid, ShardedCheckpoint, ShardedCheck
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
+from lightning_spot.image.coming import Sealing
 from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.image.sealing import Sealing
 from lightning_spot.image.shards import JoinedImage, assemble
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.sharded.dtensors import box_of

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.image.floats import Floats
+from lightning_spot.image.coming import Sealing
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.sealing import Sealing
+from lightning_spot.image.ranges import Floats, Ranges
 from lightning_spot.image.shards import JoinedImage, Status, assemble, failed, status, why_aborted
-from lightning_spot.image.written import Ranges
 from lightning_spot.memory.host import Lease
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import TierHealth

@@ -16,8 +16,8 @@ from typing import Any
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SnapshotNotFoundError
 from lightning_spot.image.coming import Coming
-from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.ranges import Floats
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.ring import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lightning_spot.errors import SpotError
+from lightning_spot.image.pieces import Piece, address_in, cut_end
 from lightning_spot.staging import batch as batch_module
 from lightning_spot.staging import copier as copier_module
 from lightning_spot.staging import cuda
-from lightning_spot.staging.batch import Batch, SlotSpan, SlotView, address_in, cut_end
+from lightning_spot.staging.batch import Batch, SlotView
 from lightning_spot.staging.copier import Copier, watch
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
@@ -188,7 +189,7 @@ def test_closing_copies_what_is_held(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("owner", "call", "number"),
     [
-        pytest.param(SlotSpan, "target", 2, id="large"),
+        pytest.param(Piece, "target", 2, id="large"),
         pytest.param(batch_module, "memmove_small", 0, id="small"),
     ],
 )
@@ -242,8 +243,7 @@ def test_buffered_copies_delay_the_optimizer_by_a_device_copy(desk: Desk) -> Non
     device = FakeDevice()
     device.own(desk.tensors)
     copier = CudaCopier(sum(SIZES), device)
-    spans = [SlotSpan(piece.storage, 0, piece.offset, piece.nbytes) for piece in desk.pieces]
-    copy = copier.begin([(0, spans)], desk.view.tensor, buffered=True)
+    copy = copier.begin([(0, desk.pieces)], desk.view.tensor, buffered=True)
     copy.release(0)
     copy.release_all()
     copier.fence()
@@ -350,12 +350,12 @@ def test_a_gpus_clock_tells_time_in_the_order_of_its_work() -> None:
 
 def test_the_end_is_cut_off() -> None:
     storage = torch.zeros(10, dtype=torch.uint8).untyped_storage()
-    spans = [SlotSpan(storage, 0, 100, 4), SlotSpan(storage, 4, 200, 6)]
-    before, end = cut_end(spans, 8)
-    assert before == [SlotSpan(storage, 0, 100, 2)]
-    assert end == [SlotSpan(storage, 2, 102, 2), SlotSpan(storage, 4, 200, 6)]
-    assert cut_end(spans, 0) == (spans, [])
-    assert cut_end(spans, 100) == ([], spans)
+    pieces = [Piece(storage, 100, 4), Piece(storage, 200, 6, start=4)]
+    before, end = cut_end(pieces, 8)
+    assert before == [Piece(storage, 100, 2)]
+    assert end == [Piece(storage, 102, 2, start=2), Piece(storage, 200, 6, start=4)]
+    assert cut_end(pieces, 0) == (pieces, [])
+    assert cut_end(pieces, 100) == ([], pieces)
 
 
 def test_what_shares_the_memory_of_a_slot_keeps_it_mapped() -> None:

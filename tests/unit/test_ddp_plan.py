@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_spot.capture.ddp_plan import RANGE_BYTES, plan_ranges, ranges_for, sample
+from lightning_spot.capture.layouts import RANGE_BYTES, plan_ranges, ranges_for, sample
 
 pytestmark = pytest.mark.guarantee("G10")
 PART = 64 * 1024
@@ -20,35 +20,35 @@ def test_no_rank_writes_a_range_for_little() -> None:
     assert ranges_for(100 * RANGE_BYTES, [0]) == (0,)
 
 
+def tensors(*nbytes: int) -> list[torch.Tensor]:
+    return [torch.empty(size, dtype=torch.uint8) for size in nbytes]
+
+
 @pytest.mark.parametrize("ranges", [(0,), (1, 0), (3, 5, 0), (1, 2, 3, 4, 5, 6, 0)])
 @pytest.mark.parametrize("nbytes", [0, 1000, PART, 5 * PART + 1, 333 * PART + 7])
 def test_ranges_begin_with_parts_and_follow_each_other(ranges: tuple[int, ...], nbytes: int) -> None:
-    found = plan_ranges([nbytes // 3, nbytes - nbytes // 3], ["float32"] * 2, ranges, PART, ("token",))
-    assert found.ranges[-1] == 0
-    assert set(found.ranges) <= set(ranges)
-    bounds = [found.range_of(rank, nbytes + 5000) for rank in found.ranges]
-    starts = [each[0] for each in bounds if each is not None]
-    ends = [each[1] for each in bounds if each is not None]
-    assert starts == [0, *ends[:-1]]
-    assert ends[-1] == nbytes + 5000
+    found, _ = plan_ranges(tensors(nbytes // 3, nbytes - nbytes // 3), ranges, PART, ("token",))
+    assert list(found)[-1] == 0
+    assert found.keys() <= set(ranges)
+    starts, stops = zip(*found.values(), strict=True)
+    assert (*starts[1:], None) == stops
     assert all(start % PART == 0 for start in starts)
-    sizes = [end - start for start, end in zip(starts[:-1], ends[:-1], strict=True)]
-    assert all(0 < size <= nbytes / len(found.ranges) + PART for size in sizes)
-    assert found.range_of(99, nbytes) is None
+    sizes = [stop - start for start, stop in found.values() if stop is not None]
+    assert all(0 < size <= nbytes / len(found) + PART for size in sizes)
 
 
 def test_whatever_differs_is_in_the_digest() -> None:
-    sizes, dtypes = [PART, 3 * PART], ["float32", "int64"]
+    first, last = tensors(PART, 3 * PART)
     digests = [
-        plan_ranges(sizes, dtypes, (1, 0), PART, ("token", "sample")).digest,
-        plan_ranges(sizes[::-1], dtypes, (1, 0), PART, ("token", "sample")).digest,
-        plan_ranges(sizes, dtypes[::-1], (1, 0), PART, ("token", "sample")).digest,
-        plan_ranges(sizes, dtypes, (1, 0), 2 * PART, ("token", "sample")).digest,
-        plan_ranges(sizes, dtypes, (1, 0), PART, ("token", "other")).digest,
-        plan_ranges(sizes, dtypes, (1, 2, 0), PART, ("token", "sample")).digest,
+        plan_ranges([first, last], (1, 0), PART, ("token", "sample"))[1],
+        plan_ranges([last, first], (1, 0), PART, ("token", "sample"))[1],
+        plan_ranges([first, last.view(torch.int64)], (1, 0), PART, ("token", "sample"))[1],
+        plan_ranges([first, last], (1, 0), 2 * PART, ("token", "sample"))[1],
+        plan_ranges([first, last], (1, 0), PART, ("token", "other"))[1],
+        plan_ranges([first, last], (1, 2, 0), PART, ("token", "sample"))[1],
     ]
     assert len(set(digests)) == len(digests)
-    assert plan_ranges(sizes, dtypes, (1, 0), PART, ("token", "sample")).digest == digests[0]
+    assert plan_ranges(tensors(PART, 3 * PART), (1, 0), PART, ("token", "sample"))[1] == digests[0]
 
 
 def test_a_sample_is_the_same_of_equal_states_only() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError
+from lightning_spot.image.coming import Sealing
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.image.parts import checksum, checksum_parts, part_ranges, verify_parts
-from lightning_spot.image.sealing import Sealing
 
 pytestmark = pytest.mark.guarantee("G12")
 
@@ -39,21 +39,6 @@ def test_a_file_is_sealed_part_by_part(threads: int, part_bytes: int) -> None:
     taking.join()
     assert [digest for _, _, digest in sorted(taken)] == list(sealed.checksums)
     sealed.verify(memoryview(image), "here")
-
-
-def test_what_a_helping_thread_cannot_seal_is_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = Sealing._work
-
-    def fail(sealing: Sealing, todo: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise MemoryError("no memory for a part")
-        work(sealing, todo)
-
-    monkeypatch.setattr(Sealing, "_work", fail)
-    image = memoryview(bytes(300_000))
-    manifest = Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image), part_bytes=2**16)
-    with pytest.raises(MemoryError, match="no memory for a part"):
-        Sealing(manifest, image).run(2)
 
 
 def test_who_waits_for_parts_of_a_file_that_is_given_up_is_told() -> None:

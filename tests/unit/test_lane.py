@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.staging.batch import SlotSpan
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging.cuda import Lane
 from tests.support.fake_device import FakeDevice
 
@@ -29,7 +29,7 @@ def test_the_event_of_the_last_order_is_the_one_waited_for(monkeypatch: pytest.M
         return event
 
     def order(number: int) -> None:
-        lane.order_beside([SlotSpan(tensors[number].untyped_storage(), 0, 4096 * number, 4096)], slot)
+        lane.order_beside([Piece(tensors[number].untyped_storage(), 4096 * number, 4096)], slot)
         goes_on.set()
 
     monkeypatch.setattr(device, "record", slowly)

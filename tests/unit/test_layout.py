@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
 import subprocess
 import sys
 import warnings
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lightning_spot.capture.layouts import Outliner
-from lightning_spot.image import layout as layout_module
+from lightning_spot.errors import SpotError
 from lightning_spot.image import pickling
-from lightning_spot.image.layout import FileRange, Layout, Layouter, filled, lay_out
+from lightning_spot.image.layout import Layout, Layouter, Outliner, filled, lay_out
 from tests.support.filled import check_archive, fill
 from tests.support.said import said
 
@@ -221,7 +218,7 @@ def test_storages_that_stay_keep_their_places() -> None:
 def test_first_storages_have_places_by_their_sizes_only(seed: int) -> None:
     """Other ranks, with other tensors of these sizes, find the same; and each writes a range of the file."""
     dice = Random(seed)
-    ours, theirs, cut = Layouter(), Layouter(), [FileRange() for _ in range(4)]
+    ours, theirs = Layouter(), Layouter()
     weights = [torch.rand(dice.randrange(1, 300)) for _ in range(12)]
     for step in range(12):
         change = dice.randrange(4) if step > 2 else 3
@@ -242,14 +239,8 @@ def test_first_storages_have_places_by_their_sizes_only(seed: int) -> None:
         assert [piece[1:3] for piece in head.pieces] == [piece[1:3] for piece in layout.pieces[: len(weights)]]
         assert list(head.frame) == list(layout.frame[: len(weights)])
         ends = sorted({dice.randrange(layout.nbytes) for _ in range(3)} | {layout.nbytes})
-        starts = [0, *ends[:-1]]
-        ranges = [each.of(layout, *bounds) for each, *bounds in zip(cut, starts, ends, strict=False)]
+        ranges = [layout.cut(*bounds) for bounds in itertools.pairwise([0, *ends])]
         assert b"".join(bytes(fill(each)) for each in ranges) == bytes(fill(layout))
-        again = [each.of(ours.lay_out(state, first), *bounds) for each, *bounds in zip(cut, starts, ends, strict=False)]
-        tail = layout.frame[-1][0]
-        for start, one, other in zip(starts, ranges, again, strict=True):
-            pairs = zip(one.frame, other.frame, strict=True)
-            assert all(first is second for first, second in pairs if start + first[0] < tail)
 
 
 def test_first_storages_are_in_the_file_in_any_case() -> None:
@@ -257,54 +248,6 @@ def test_first_storages_are_in_the_file_in_any_case() -> None:
     layout = Layouter().lay_out({"w": weights[1]}, [weight.untyped_storage() for weight in weights])
     assert [piece.nbytes for piece in layout.pieces] == [20, 24]
     assert torch.equal(loaded(fill(layout))["w"], weights[1])
-
-
-NUMBERS = torch.arange(16.0)
-IMAGINARY = torch.randn(4, dtype=torch.complex64)
-CHANGES: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "storage": (lambda: torch.ones(4), lambda old: old.clone()),
-    "size of the storage": (lambda: torch.ones(4), lambda old: resized(old, 64)),
-    "first element": (lambda: NUMBERS[0:8], lambda _: NUMBERS[8:16]),
-    "shape": (lambda: NUMBERS[0:8], lambda _: NUMBERS[0:7]),
-    "strides": (lambda: NUMBERS.view(4, 4), lambda old: old.t()),
-    "dtype": (lambda: torch.ones(4), lambda old: old.view(torch.int32)),
-    "gradients": (lambda: torch.ones(4), lambda old: old.detach().requires_grad_()),
-    "sign": (lambda: IMAGINARY.imag, lambda _: IMAGINARY.conj().imag),
-    "conjugate": (lambda: IMAGINARY, lambda old: old.conj()),
-    "attributes": (lambda: torch.ones(4), lambda old: noted(old.detach())),
-    "form": (lambda: torch.eye(3), lambda old: old.to_sparse()),
-}
-
-
-def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    tensor.untyped_storage().resize_(nbytes)
-    return tensor
-
-
-def noted(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.note = "of somebody"  # type: ignore[attr-defined]
-    return tensor
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_changes_among_tensors_that_stayed_is_found(what: str) -> None:
-    layouter = Layouter()
-    make, change = CHANGES[what]
-    old = make()
-    state: dict[str, Any] = {f"w{number}": torch.randn(3) for number in range(20)}
-    state["changes"] = old
-    state["is"] = {"behind": torch.zeros(2)}
-    for _ in range(4):
-        state["random"] = torch.get_rng_state()
-        layouter.lay_out(state)
-    for changed in (change(old), make(), change(make()), make()):
-        state["changes"] = changed
-        assert_like_torch(layouter, state)
-    for count in range(5):
-        state["is"] |= {f"more {count}": NUMBERS[count]}
-        assert_like_torch(layouter, state)
-    state["is"].clear()
-    assert_like_torch(layouter, state)
 
 
 class Renewed:
@@ -374,25 +317,6 @@ def test_a_file_above_4_gib(tmp_path: Path) -> None:
     assert listed.returncode == 0, listed.stdout
 
 
-shapes = st.lists(st.integers(0, 5), max_size=3)
-dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16])
-tensors = st.builds(lambda shape, dtype: torch.randint(0, 2, shape).to(dtype), shapes, dtypes)
-leaves = st.one_of(tensors, st.integers(), st.text(max_size=5), st.booleans(), st.none(), st.floats())
-states = st.recursive(
-    leaves,
-    lambda children: st.one_of(
-        st.lists(children, max_size=4), st.dictionaries(st.text(max_size=3), children, max_size=4)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=30)
-@given(states)
-def test_any_state_is_saved_as_torch_does(state: Any) -> None:
-    assert_like_torch(Layouter(), state)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_states_is_saved_as_torch_does(seed: int) -> None:
     """Tensors that come, go, are written to, replaced, tied, viewed and detached, one layout after the other."""
@@ -430,33 +354,13 @@ def _change(state: dict[str, Any], random: Random) -> None:
         state.pop(random.choice(sorted(state)))
 
 
-def test_what_lies_on_a_device_is_fetched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_filled_with_the_bytes_of_its_storages() -> None:
     state = {"mean": torch.arange(5.0), "count": torch.tensor(3), "none": torch.zeros(0), "parts": [torch.ones(2, 7)]}
-    here = bytes(filled(lay_out(state)))
-    monkeypatch.setattr(layout_module, "_is_here", lambda _storage: False)
-    real, calls = torch.cat, []
-    monkeypatch.setattr(torch, "cat", lambda tensors: calls.append(len(tensors)) or real(tensors))
-    assert bytes(filled(lay_out(state))) == here
-    assert calls == [3]
-    read = torch.load(io.BytesIO(here), weights_only=True)
-    assert torch.equal(read["mean"], state["mean"])
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_fetching_from_a_device_takes_little_of_its_memory(monkeypatch: pytest.MonkeyPatch, has_room: bool) -> None:
-    state = {str(number): torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate([9, 30, 70, 8])}
-    state |= {"large": torch.ones(500, dtype=torch.uint8), "last": torch.ones(40, dtype=torch.uint8)}
-    here = bytes(filled(lay_out(state)))
-    monkeypatch.setattr(layout_module, "_is_here", lambda _storage: False)
-    monkeypatch.setattr(layout_module, "_TOGETHER_BYTES", 100)
-    real, taken = torch.cat, []
-
-    def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-        taken.append(sum(map(len, tensors)))
-        if not has_room:
-            raise torch.cuda.OutOfMemoryError
-        return real(tensors)
-
-    monkeypatch.setattr(torch, "cat", cat)
-    assert bytes(filled(lay_out(state))) == here
-    assert taken == [39, 78]  # the large one, and what is alone behind it, as they are
+    layout = lay_out(state)
+    assert filled(layout) == fill(layout)
+    assert filled(lay_out({})) == fill(lay_out({}))
+    gone = torch.ones(9).clone()
+    layout = lay_out(gone)
+    gone.untyped_storage().resize_(4)
+    with pytest.raises(SpotError):
+        filled(layout)

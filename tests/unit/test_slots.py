@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_spot.capture import slot_pool
-from lightning_spot.capture.slot_pool import Leases
+from lightning_spot.capture.slot_pool import SlotMaker, SlotPool
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
@@ -295,10 +295,10 @@ def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
 
     host: Any = SimpleNamespace(lease=lease, server_call_timeout_s=5.0)
     link: Any = SimpleNamespace(host=host, lose=lambda *_: None)
-    clock = iter([0.0, 0.0, 0.0, *[wait_s] * 9])
+    clock = iter([0.0] * 5 + [wait_s] * 9)
     monkeypatch.setattr(slot_pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-        Leases(link, lambda _lease: None, lambda _full, _left_s: None).take(host, 10**10, wait_s)
+        SlotPool(link, SlotMaker(None, None, lambda *_: None)).take(host, 10**10, wait_s)  # type: ignore[arg-type]
     assert asked == [pytest.approx(longest_s, abs=3)]
 
 

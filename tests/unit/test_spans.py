@@ -8,8 +8,9 @@ from itertools import accumulate
 import pytest
 import torch
 
+from lightning_spot.image.pieces import Piece
 from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging.batch import SlotSpan, SlotView, batches_of
+from lightning_spot.staging.batch import SlotView, batches_of
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (64,), (64, 64, 0, 64), (63, 1, 64), (1000,), (1, 200, 3, 128, 5)])
@@ -19,11 +20,12 @@ def test_batches_end_where_they_are_full(sizes: tuple[int, ...], monkeypatch: py
     slot = SlotView(mmap.mmap(-1, 4096))
     source = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
     starts = [0, *accumulate(sizes)]
-    spans = [
-        SlotSpan(source.untyped_storage(), start, start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)
+    pieces = [
+        Piece(source.untyped_storage(), start, nbytes, start=start)
+        for start, nbytes in zip(starts, sizes, strict=False)
     ]
     left, filled = sum(sizes), 0
-    for number, batch in enumerate(batches_of(spans, slot, 0, 0.0, 0.0)):
+    for number, batch in enumerate(batches_of(pieces, slot, 0, 0.0, 0.0)):
         full = max(left // 3, 64)
         before = slot.tensor.clone()
         (batch.helping if number % 2 else batch.at_once)()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
-from lightning_spot.capture.attempt import paces_of
+from lightning_spot.capture.ending import paces_of
 from lightning_spot.cli import main
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import Adaptive

@@ -20,8 +20,8 @@ from lightning_spot.client.encoding import Approximation, packers
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import MANIFEST_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TierError
-from lightning_spot.image.floats import Floats
 from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
+from lightning_spot.image.ranges import Floats
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable

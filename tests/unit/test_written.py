@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, SettingsError
+from lightning_spot.image.coming import Sealing
 from lightning_spot.image.layout import Layout, Layouter
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.sealing import Sealing
-from lightning_spot.image.written import CHECK_EVERY, Before, Ranges, Written, in_order, read_ranges
+from lightning_spot.image.ranges import CHECK_EVERY, Before, Ranges, in_order, read_floats, read_ranges
 from lightning_spot.memory.node import Node
 from tests.support.filled import fill
 from tests.support.server import RUN_ID, Bench
@@ -149,8 +149,26 @@ def test_what_a_request_says_is_checked(fields: Any) -> None:
 
 def test_ranges() -> None:
     assert read_ranges(None, 100) is None
-    written = Written(read_ranges([[10, 5], [15, 5], [40, 1]], 100) or ())
-    assert [place for place in range(45) if written.touches(place, place + 1)] == [*range(10, 20), 40]
-    assert written.touches(0, 11)
-    assert not written.touches(20, 40)
-    assert not Written(()).touches(0, 100)
+    before = Before(read_ranges([[10, 5], [15, 5], [40, 1]], 100) or (), (), 0)
+    assert [place for place in range(45) if before.touches(place, place + 1)] == [*range(10, 20), 40]
+    assert before.touches(0, 11)
+    assert not before.touches(20, 40)
+    assert not Before((), (), 0).touches(0, 100)
+
+
+def test_what_a_trainer_says_of_its_numbers_is_checked() -> None:
+    assert read_floats([[0, 8, "float32"], [8, 2, "bfloat16"]], 10) == ((0, 8, "float32"), (8, 2, "bfloat16"))
+    for wrong in (
+        7,
+        [7],
+        [[0, 8]],
+        [[0, 7, "float32"]],
+        [[0, 8, "int32"]],
+        [[4, 8, "float32"]],
+        [[0, 0, "float32"]],
+        [[4, 4, "float32"], [0, 4, "float32"]],
+        [[-4, 4, "float32"]],
+        [[0.0, 8, "float32"]],
+    ):
+        with pytest.raises(SettingsError, match="malformed request"):
+            read_floats(wrong, 10)
