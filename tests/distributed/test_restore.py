@@ -30,7 +30,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol import ownership
-from lightning_spot.run import export, receiving
+from lightning_spot.run import export, reading
 from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
@@ -124,7 +124,7 @@ def restored(
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where ranks have received a snapshot from."""
     urls: list[str] = []
-    original = receiving.receive
+    original = reading.receive
 
     def receive(store: Any, *arguments: Any) -> OpenSnapshot:
         urls.append(store.url)
@@ -204,7 +204,7 @@ def test_every_rank_gets_the_image_of_a_sharded_snapshot(run: LocalStore, fetche
 def test_without_room_in_memory_all_read_the_file_in_place(
     run: LocalStore, monkeypatch: pytest.MonkeyPatch, fetched: list[str]
 ) -> None:
-    monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
+    monkeypatch.setattr(reading, "available_bytes", lambda: 0)
     assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
     assert fetched == []
 
@@ -214,7 +214,7 @@ def test_if_memory_is_short_ranks_read_only_the_shards_they_need(
 ) -> None:
     manifest, content = sharded(9)
     run.put(manifest, memoryview(content), attempt=1)
-    monkeypatch.setattr(receiving, "available_bytes", lambda: 0)
+    monkeypatch.setattr(reading, "available_bytes", lambda: 0)
     read, preadv = [], os.preadv
 
     def count(fd: int, buffers: Any, offset: int) -> int:
