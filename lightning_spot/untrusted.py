@@ -15,6 +15,7 @@ import re
 import types
 import unicodedata
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import xxhash
@@ -76,11 +77,34 @@ class _PlainLines(logging.Formatter):
         return "\n".join(plain(line, LONGEST_TEXT) for line in super().formatException(ei).split("\n"))
 
 
+class _JSONLines(logging.Formatter):
+    """Writes each record as one JSON object: time (RFC 3339, UTC), level and message; key and facts of a message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields = {"time": time, "level": record.levelname, "logger": record.name}
+        fields["message"] = plain(record.getMessage(), LONGEST_TEXT)
+        if key := getattr(record, "spot_key", ""):
+            facts = {name: plain(value, LONGEST_TEXT) for name, value in getattr(record, "spot_facts", {}).items()}
+            fields |= {"key": key, **{name: value for name, value in facts.items() if name not in fields}}
+        if record.exc_info:
+            fields["traceback"] = super().formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+LOG_FORMATS: dict[str, Callable[[], logging.Formatter]] = {
+    "text": lambda: _PlainLines("%(asctime)s %(levelname)s %(message)s"),
+    "json": _JSONLines,
+    "message": lambda: _PlainLines("%(message)s"),
+}
+"""Forms of log lines; a program that a person watches shows its messages only."""
+
+
 def log_plainly(level: int, form: str) -> None:
-    """Have this program log to standard error, one line for each record."""
+    """Have this program log to standard error, one line for each record; ``form`` is one of :data:`LOG_FORMATS`."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_PlainLines(form))
-    logging.basicConfig(level=level, handlers=[handler])
+    handler.setFormatter(LOG_FORMATS[form]())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def read_json(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_BYTES) -> Any:

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a symbol must not end the command where the terminal is ASCII
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    log_plainly(logging.WARNING, "%(message)s")
+    log_plainly(logging.WARNING, "message")
     try:
         refuse_old_words(sys.argv[1:] if argv is None else argv)
         arguments = command_parser().parse_args(argv)
@@ -78,7 +78,7 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    logging.getLogger().setLevel(logging.INFO)
+    log_plainly(logging.INFO, arguments.log_format)
     try:
         return program.serve(flags.settings_from(arguments))
     except OSError as error:

@@ -110,6 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)",
     )
     parser.add_argument(
+        "--log-format",
+        choices=["text", "json"],
+        default="text",
+        help="of the lines on standard error: with time and level, or one JSON object each (default: %(default)s)",
+    )
+    parser.add_argument(
         "--idle-timeout", type=float, default=SERVER_IDLE_TIMEOUT_S, metavar="S", help=argparse.SUPPRESS
     )
     parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)

@@ -543,9 +543,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run a server from command-line flags."""
     parser = argparse.ArgumentParser(prog="lightning-spot serve")
     add_arguments(parser)
-    log_plainly(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    arguments = parser.parse_args(argv)
+    log_plainly(logging.INFO, arguments.log_format)
     try:
-        return serve(settings_from(parser.parse_args(argv)))
+        return serve(settings_from(arguments))
     except (SpotError, OSError) as error:
         print(plain(f"lightning-spot serve: {error}", LONGEST_TEXT), file=sys.stderr)
         return 2

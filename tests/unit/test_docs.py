@@ -123,6 +123,11 @@ def test_the_documented_variables_are_those_that_are_read() -> None:
     assert set(VARIABLE.findall(recipes + "".join(TEXTS.values()))) <= read
 
 
+def test_the_protocol_in_the_text_is_the_present_one() -> None:
+    named = {int(number) for text in TEXTS.values() for number in re.findall(r"Spot-Protocol: (\d+)", text)}
+    assert named == {config.PROTOCOL_VERSION}
+
+
 def test_settings_in_the_text_are_there() -> None:
     kinds = ("SpotCheckpoint", "RemoteSnapshot", "EverySteps", "EverySeconds", "ConvergenceAware")
     known = {name for kind in kinds for name in inspect.signature(getattr(lightning_spot, kind)).parameters}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
 import subprocess
 import sys
+from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -107,3 +112,43 @@ def test_causes_do_not_fill_the_memory(messages: Messages, caplog: pytest.LogCap
     messages.say(logging.WARNING, KEY, "{about}", about=1999)
     messages.say(logging.WARNING, KEY, "{about}", about=0)  # forgotten since
     assert len(caplog.records) == 1
+
+
+def logged(form: str, code: str) -> list[str]:
+    """What a program logs in a form."""
+    begin = "import logging; from lightning_spot.untrusted import log_plainly; from lightning_spot.say import say\n"
+    command = [sys.executable, "-c", f"{begin}log_plainly(20, {form!r})\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr.splitlines()
+
+
+def test_lines_of_json_have_time_level_key_and_facts() -> None:
+    code = "say(30, 'storage-slow', 'It {about} is {how}', about='s3://b', how='slow\\x1b[2J')\n"
+    code += "logging.getLogger('other').info('two\\nlines')\ntry: 1 / 0\nexcept Exception: logging.exception('bug')\n"
+    ours, other, bug = (json.loads(line) for line in logged("json", code))
+    assert (ours["level"], ours["key"], ours["about"]) == ("WARNING", "storage-slow", "s3://b")
+    assert datetime.fromisoformat(ours["time"]).tzinfo is not None
+    assert "\x1b" not in ours["how"] + ours["message"]
+    assert other["message"] == "two\\nlines"
+    assert "ZeroDivisionError" in bug["traceback"]
+
+
+def test_lines_of_text_have_time_and_level() -> None:
+    [line] = logged("text", "say(30, 'storage-slow', 'It is slow')")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING \[spot\] It is slow", line)
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_a_server_logs_as_it_is_told(tmp_path: Path, form: str) -> None:
+    command = [sys.executable, "-m", "lightning_spot", "serve", "--listen", "127.0.0.1:0", "--memory-limit", "64MiB"]
+    environment = {**os.environ, "LIGHTNING_SPOT_TOKEN": "short", "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path)}
+    server = subprocess.Popen([*command, "--log-format", form], env=environment, stdout=-1, stderr=-1, text=True)
+    assert server.stdout is not None
+    assert server.stderr is not None
+    with server:
+        server.stdout.readline()
+        server.terminate()
+        lines = server.stderr.read().splitlines()
+    if form == "json":
+        assert "token-weak" in {json.loads(line).get("key") for line in lines}
+    else:
+        assert all(re.match(r"\d{4}-.* (INFO|WARNING) ", line) for line in lines)
