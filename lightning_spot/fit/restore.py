@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightning_spot.client.filesystem import SpotFileSystem
-from lightning_spot.client.part_lanes import CONNECTIONS
+from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import without_password
 from lightning_spot.errors import SpotError, TierError
@@ -27,7 +27,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.receiving import receive
-from lightning_spot.run.sources import MemorySource, Source, StoreSource, Union, Use
+from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
 from lightning_spot.tiers.store import Holdings, Progress
@@ -71,7 +71,7 @@ class SharedOpening:
     def __init__(self, ranks: Agreement, location: Location) -> None:
         self._ranks = ranks
         self._location = location
-        self._exporter: Exporter | None = Exporter(ranks.size) if ranks.size > 1 else None
+        self._exporter: Exporter | None = Exporter() if ranks.size > 1 else None
         addresses: list[ExporterAddress | None] = ranks.gather(
             self._exporter.address if self._exporter is not None else None
         )
@@ -133,13 +133,13 @@ class SharedOpening:
         raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
 
 
-def _together(memory: MemorySource, tried: Try) -> Union:
+def _together(memory: MemorySource, tried: Try) -> ScatteredSource:
     """What the memory of this host has of a snapshot, and stores."""
     held: list[tuple[MemorySource | StoreSource, Manifest]] = []
     with contextlib.suppress(SpotError):
         held += ((memory, shard) for shard in memory.survey().shards)
     stores = {url: StoreSource(open_store(url), tier) for url, tier, _ in tried.shards}
-    return Union([*held, *((stores[url], Manifest.from_json(shard)) for url, _, shard in tried.shards)])
+    return ScatteredSource([*held, *((stores[url], Manifest.from_json(shard)) for url, _, shard in tried.shards)])
 
 
 class Announced:
@@ -241,7 +241,7 @@ def _stores(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple
 
 def _shards(manifest: Manifest, source: Source) -> Iterator[tuple[str, str, str]]:
     """The shards of a snapshot of which no tier has all, with the stores that have them."""
-    for holder, shard in source.held(manifest) if isinstance(source, Union) else ():
+    for holder, shard in source.held(manifest) if isinstance(source, ScatteredSource) else ():
         if isinstance(holder, StoreSource):
             yield holder.store.url, holder.tier, shard.to_json()
 
@@ -274,7 +274,7 @@ def fetched_once(trainer: pl.Trainer, location: Location, path: Any) -> Iterator
         with contextlib.closing(_open(ranks, hosts, url, info)) as snapshot:
 
             def load_checkpoint(original: Callable[..., Any], asked: Any, *arguments: Any, **named: Any) -> Any:
-                here = f"/proc/self/fd/{snapshot.fd}" if str(asked) == url else asked
+                here = f"/proc/self/fd/{snapshot.fds[0]}" if str(asked) == url else asked
                 return original(here, *arguments, **named)
 
             with Patches() as patches:

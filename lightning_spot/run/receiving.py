@@ -72,7 +72,7 @@ def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: P
     except BaseException:
         _drop(fd)
         raise
-    return OpenSnapshot(manifest, tier, url, fd, in_memory=in_memory, sealed=sealed)
+    return OpenSnapshot(manifest, tier, url, [fd], in_memory=in_memory, sealed=sealed)
 
 
 def has_room(nbytes: int) -> bool:
