@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from benchmarks.measure import GIB, Result, memory_node, scratch
 from benchmarks.throttle import Throttle
 from examples.stdlib_gpt import ByteGPT, StdlibSource
-from lightning_spot.client.part_lanes import CONNECTIONS
+from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.delta import Coding, decode, encode

@@ -29,7 +29,7 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.fit.restore import SharedOpening
-from lightning_spot.fit.selection import choose
+from lightning_spot.fit.selection import _load, choose
 from lightning_spot.image.layout import lay_out
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
@@ -213,7 +213,7 @@ def _chosen(location: Location, source: Source) -> _Prepare:
             agreement = Agreement(trainer)  # type: ignore[arg-type]
             hosts = SharedOpening(agreement, location)
             look = functools.partial(_found, source, location)
-            found = choose(agreement, hosts, look, trusts=False, load_shards=lambda *_: {})
+            found = choose(agreement, hosts, look, functools.partial(_load, trusts=False, is_shared=agreement.size > 1))
             hosts.close()
             assert found is not None
             return found[1]

@@ -35,8 +35,8 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.progress_bar import transfer_bar
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
-from lightning_spot.run.sources import MemorySource, Source, StoreSource, Union
-from lightning_spot.run.survey import of_tier, survey, union
+from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource
+from lightning_spot.run.survey import of_tier, scattered, survey
 from lightning_spot.tiers.store import Holdings, put_together
 from lightning_spot.untrusted import plain
 
@@ -220,7 +220,7 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
             raise
         except SpotError as error:
             found.problems.append(of_tier(server, str(error)))
-    for source, holdings in union(answers):
+    for source, holdings in scattered(answers):
         found.entries[:0] = _entries(source, holdings)
     if len(found.problems) == len(servers):
         raise SnapshotNotFoundError("; ".join(found.problems))
@@ -249,7 +249,7 @@ def _entries(source: Source, holdings: Holdings) -> list[Entry]:
     """The snapshots a tier holds, with their state; a server says of each where it is safe."""
     server = source if isinstance(source, MemorySource) else getattr(source, "store", None)
     if not isinstance(server, (MemorySource, ServerStore)):
-        state = "replicated" if isinstance(source, Union) else "persisted"
+        state = "replicated" if isinstance(source, ScatteredSource) else "persisted"
         return [Entry(manifest, source, state) for manifest in holdings.manifests]
     listed: dict[str, list[Listed]] = {}
     for item in server.listing():

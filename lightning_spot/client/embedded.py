@@ -297,7 +297,7 @@ class EmbeddedHost:
             "written": written,
             "followed": followed,
         }
-        sealed = self._call("POST", f"/v1/uploads/{lease.id}/seal", body, limit_s=_SEAL_TIMEOUT_S)
+        sealed = self._call("POST", f"/v1/uploads/{lease.id}/commit", body, limit_s=_SEAL_TIMEOUT_S)
         return sealed["short"] is True
 
     def fail(self, manifest: Manifest, why: str) -> None:

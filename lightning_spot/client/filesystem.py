@@ -6,17 +6,21 @@ import errno
 import os
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import unquote
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from lightning_spot.client.server_client import ServerClient, quoted
-from lightning_spot.errors import SettingsError, SnapshotNotFoundError
-from lightning_spot.memory.runs import LAST
-from lightning_spot.protocol.wire import Address, answered, file_path, parse_spot_url
-from lightning_spot.untrusted import file_name
+from lightning_spot.config import LARGEST
+from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError
+from lightning_spot.image.files import MODEL_FILE
+from lightning_spot.image.manifest import snapshot_order
+from lightning_spot.memory.tier import Listed
+from lightning_spot.protocol.wire import Address, answered, etag_of, file_path, parse_spot_url
+from lightning_spot.tiers.store import put_together
+from lightning_spot.untrusted import file_name, integer
 
 BLOCK_BYTES = 8 * 1024 * 1024
+LAST = "last.ckpt"
 
 
 class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -83,35 +87,27 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         run, _, below = path.partition("/")
         if not run:
             return _directory("")
+        files = self._files(run)  # raises if there is no such run
         if not below:
-            self._files(run)  # raises if there is no such run
             return _directory(path)
-        headers, why = {}, self.unstrip_protocol(path)
-        try:
-            headers = self.client.head(f"/v1/files/{quoted(path)}")
-        except SnapshotNotFoundError as error:
-            why = f"{why}: {error}"
-        real = unquote(headers.get("spot-path", ""))
-        if real and (real == below or ("/" not in below and unquote(headers["spot-snapshot"]) != below)):
-            with answered(str(self.client.address)):
-                return {
-                    "name": path,
-                    "size": int(headers["content-length"]),
-                    "type": "file",
-                    "created": float(headers["spot-created"]),
-                    "etag": headers["etag"],
-                    "path": f"{run}/{file_path(real)}",
-                }
-        listing = self._listing(run)
-        if real or any(str(item["path"]).startswith(f"{below}/") for item in listing["files"]):
+        if (found := next((entry for entry in files if entry["name"] == path), None)) is not None:
+            return found
+        if any(entry["name"].startswith(f"{path}/") for entry in files):
             return _directory(path)
-        if below == LAST and listing["last"]:
+        if below == LAST and (newest := _newest(files)) is not None:
+            if newest["path"].endswith(f"/{MODEL_FILE}"):
+                return {**newest, "name": path}
             raise SnapshotNotFoundError(
                 f"{self.unstrip_protocol(path)} names one file, and the newest snapshot is several:"
-                f" {self.unstrip_protocol(run)}/{listing['last']}. Give its directory, or make one file of it with"
-                " lightning-spot cp"
+                f" {self.unstrip_protocol(os.path.dirname(newest['path']))}. Give its directory, or make one file of it"
+                " with lightning-spot cp"
             )
-        raise SnapshotNotFoundError(why)
+        why = "it is no file"
+        try:
+            self.client.receive(f"/v1/files/{quoted(path)}", 0, memoryview(bytearray(1)), etag='""')
+        except (SnapshotNotFoundError, ServerRefusedError) as error:  # the server says where it lies by now
+            why = str(error)
+        raise SnapshotNotFoundError(f"{self.unstrip_protocol(path)}: {why}")
 
     def modified(self, path: str) -> datetime:
         """When a file was taken."""
@@ -166,26 +162,28 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.unstrip_protocol(path))
         return info
 
-    def _listing(self, run: str) -> dict[str, Any]:
-        listing = self.client.call("GET", f"/v1/runs/{quoted(run)}/files")
-        with answered(str(self.client.address)):
-            for item in listing["files"]:
-                file_path(item["path"])
-        return listing
-
     def _files(self, run: str) -> list[dict[str, Any]]:
-        return [
-            {
-                "name": f"{run}/{item['path']}",
-                "size": item["nbytes"],
-                "type": "file",
-                "created": item["created_unix_s"],
-                "dirty": item["dirty"],
-                "safe": item["safe"],
-                "step": item["step"],
-            }
-            for item in self._listing(run)["files"]
-        ]
+        """Every file of a run that is in the server's memory."""
+        answer = self.client.call("GET", f"/v1/runs/{quoted(run)}/snapshots")
+        with answered(str(self.client.address)):
+            listed = {item.manifest.name: item for item in Listed.all_of(answer)}
+            if not listed and not integer(answer, "attempt", None, 0, LARGEST):
+                raise SnapshotNotFoundError(f"this server has no run {run!r}")
+            of_one = [item.manifest for item in listed.values() if item.manifest.shard is None]
+            of_several = put_together(item.manifest for item in listed.values())
+            return [
+                {
+                    "name": f"{run}/{file_path(manifest.path_of(span))}",
+                    "path": f"{run}/{manifest.path_of(span)}",
+                    "size": span.nbytes,
+                    "type": "file",
+                    "created": manifest.created_unix_s,
+                    "etag": etag_of(manifest),
+                    "step": manifest.step,
+                }
+                for manifest in [*of_one, *of_several]
+                for span in manifest.spans
+            ]
 
     def _children(self, run: str, below: str) -> list[dict[str, Any]]:
         files = self._files(run)
@@ -202,6 +200,14 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         if not children and below:
             return [self._file_info(path)]  # the alias, or nothing
         return [children[name] for name in sorted(children)]
+
+
+def _newest(files: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first file of the newest exact snapshot: what ``last.ckpt`` stands for, if that is the checkpoint."""
+    orders = [(snapshot_order(entry["path"].split("/")[-2]), entry) for entry in files if entry["path"].count("/") > 1]
+    exact = [(order, entry) for order, entry in orders if order is not None and order[2]]
+    newest = max((order for order, _ in exact), default=None)
+    return next((entry for order, entry in exact if order == newest), None)
 
 
 def _directory(name: str) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_spot.client.encoding import (
     PartEncoder,
     packers,
 )
-from lightning_spot.client.part_lanes import CONNECTIONS, PartLanes
+from lightning_spot.client.part_streams import CONNECTIONS, PartStream, send_parts
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError
@@ -79,7 +80,6 @@ class ServerStore:
         self.sent = Sent()
         self._rule = CompressionRule()
         self._approximation = Approximation()
-        self._lanes = PartLanes(self.client, self.url)
         self._info: RunInfo | None = None
 
     # -- as a store -----------------------------------------------------------------------------------------------
@@ -94,20 +94,19 @@ class ServerStore:
         upload, _ = self._lease(manifest, attempt)
         checksums: list[str] = []
         sizes: list[int] = []
+
+        def outgoing() -> Iterator[OutgoingPart]:
+            for part in parts:
+                checksums.append(checksum(part))
+                if len(part):
+                    yield OutgoingPart.whole(sum(sizes), part, checksums[-1])
+                sizes.append(len(part))
+
         try:
-            stream = self.client.stream(upload)
-            try:
-                for part in parts:
-                    checksums.append(checksum(part))
-                    whole = OutgoingPart.whole(sum(sizes), part, checksums[-1])
-                    for sent, arrived in stream.send([whole] if len(part) else []):
-                        if arrived != sent.digest:
-                            raise CorruptSnapshotError(
-                                f"bytes {sent.start}… arrive damaged at {self.url}", where=self.url
-                            )
-                    sizes.append(len(part))
-            finally:
-                stream.close()
+            with contextlib.closing(PartStream(self.client, upload)) as stream:
+                for sent, arrived in stream.send(outgoing()):
+                    if arrived != sent.digest:
+                        raise CorruptSnapshotError(f"bytes {sent.start}… arrive damaged at {self.url}", where=self.url)
             sealed = seal_parts(manifest, checksums, sizes)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": sealed.to_dict()})
         except BaseException:
@@ -258,7 +257,7 @@ class ServerStore:
             coming, encoder = prepare(threads)
             count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
             self._rule.begin()
-            sent = self._lanes.send(upload, coming.sealed_parts(), count, encoder)
+            sent = send_parts(self.client, self.url, upload, coming.sealed_parts(), count, encoder)
             manifest = coming.committed()
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:

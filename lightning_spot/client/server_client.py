@@ -1,49 +1,35 @@
-"""Speaks to a server: a small blocking HTTP client over TCP or a Unix socket, and its end of streams of parts.
-
-Every call ends in time. The other end of a stream is in ``service/upload_requests.py``; the frames are
-described in ``protocol/wire.py``.
-"""
+"""Speaks to a server: a small blocking HTTP client over TCP or a Unix socket. Every call ends in time."""
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
-from lightning_spot.client.connection import Connection, Pool
-from lightning_spot.client.encoding import OutgoingPart
+from lightning_spot.client.connection import BoundedSocket, Connection, Pool
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, read_environment
 from lightning_spot.errors import MalformedError, ServerRefusedError, ServerUnreachableError, SpotError, TierReason
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
-    DIGEST_BYTES,
     DIGEST_HEADER,
-    ERROR_HEADER,
     LONGEST_DIGESTED_BYTES,
     PROTOCOL_HEADER,
     TARGET_HEADER,
     UPGRADE,
     WANT_DIGEST_HEADER,
     Address,
-    Frame,
     attempt_text,
     error_from_body,
-    fill,
     target_of,
 )
 from lightning_spot.untrusted import plain, read_object
 
-_CONNECT_TIMEOUT_S = 5.0
 _UPGRADE_TIMEOUT_S = 10.0  # a server answers before it does anything; meanwhile a slot is held, and nothing sent
-_WINDOW = 2  # parts under way on one connection before an answer is waited for
-_LONGEST_HEAD = 65536
 
 REPLY_TIMEOUT_S = 60.0
 PING_S = 5.0
@@ -51,120 +37,7 @@ PING_S = 5.0
 
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is read
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
-_IDEMPOTENT = ("GET", "HEAD", "DELETE")
-
-
-class PartStream:
-    """One upgraded connection for the parts of one upload. Use from one thread; close it.
-
-    Args:
-        address: the server (TCP).
-        token: secret to send, if any.
-        upload: id of the upload.
-
-    Raises:
-        ServerUnreachableError: if no server answers.
-        SpotError: whatever the server answered with.
-    """
-
-    def __init__(self, address: Address, token: str | None, upload: str) -> None:
-        self._busy_s = self._lap_s = 0.0
-        self._name = str(address)
-        path = f"/v1/uploads/{upload}/stream"
-        lines = [
-            f"POST {path} HTTP/1.1",
-            f"Host: {address.host}:{address.port}",
-            "Connection: Upgrade",
-            f"Upgrade: {UPGRADE}",
-            f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}",
-            f"{TARGET_HEADER}: {target_of('POST', path)}",
-            "Content-Length: 0",
-            *([f"Authorization: Bearer {token}"] if token else []),
-        ]
-        try:
-            self._socket = socket.create_connection(
-                (address.host.strip("[]"), address.port), timeout=_CONNECT_TIMEOUT_S
-            )
-        except OSError as error:
-            raise self._unreachable(error) from error
-        try:
-            self._socket.settimeout(_UPGRADE_TIMEOUT_S)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
-            self._expect_upgrade()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError) and not isinstance(error, SpotError):
-                raise self._unreachable(error) from error
-            raise
-
-    def send(self, parts: Iterable[OutgoingPart]) -> Iterator[tuple[OutgoingPart, str]]:
-        """Send parts, and yield each with the xxh3-128 of what lies there now.
-
-        Raises:
-            ServerUnreachableError: if the connection breaks.
-        """
-        waiting: list[OutgoingPart] = []
-        try:
-            for part in parts:
-                self._send(part)
-                waiting.append(part)
-                if len(waiting) >= _WINDOW:
-                    yield waiting.pop(0), self._digest()
-            for part in waiting:
-                yield part, self._digest()
-        except OSError as error:
-            raise self._unreachable(error) from error
-
-    def lap(self) -> float:
-        """Seconds that were spent on sending, and on waiting for answers, since this was asked last."""
-        lap_s, self._lap_s = self._busy_s - self._lap_s, self._busy_s
-        return lap_s
-
-    def cut(self) -> None:
-        """End the connection from another thread: what waits for it fails at once."""
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
-
-    def _send(self, part: OutgoingPart) -> None:
-        began_s = time.perf_counter()
-        content = memoryview(part.content)
-        frame = Frame(part.kind, part.start, part.nbytes, len(content), part.digest).pack()
-        self._socket.settimeout(REPLY_TIMEOUT_S)
-        self._socket.sendall(frame)
-        for start in range(0, len(content), SEND_BYTES):
-            self._socket.sendall(content[start : start + SEND_BYTES])
-        self._busy_s += time.perf_counter() - began_s
-
-    def _digest(self) -> str:
-        began_s = time.perf_counter()
-        buffer = bytearray(DIGEST_BYTES)
-        fill(self._socket, memoryview(buffer), REPLY_TIMEOUT_S)
-        self._busy_s += time.perf_counter() - began_s
-        return buffer.hex()
-
-    def _expect_upgrade(self) -> None:
-        answer, deadline_s = b"", time.monotonic() + _UPGRADE_TIMEOUT_S
-        while b"\r\n\r\n" not in answer:
-            self._socket.settimeout(max(0.001, deadline_s - time.monotonic()))
-            data = self._socket.recv(4096)
-            if not data:
-                raise ConnectionError("the connection was closed")
-            answer += data
-            if len(answer) > _LONGEST_HEAD:
-                raise ConnectionError("its answer has no end")
-        head, _, body = answer.partition(b"\r\n\r\n")
-        status = head.split(b" ", 2)[1:2]
-        if status != [b"101"]:
-            code = int(status[0]) if status and status[0].isdigit() else 0
-            raise error_from_body(code, body, self._name)
-
-    def _unreachable(self, error: OSError) -> ServerUnreachableError:
-        return ServerUnreachableError(f"the connection to {self._name} broke ({plain(error)})", tier=self._name)
+_IDEMPOTENT = ("GET", "DELETE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,9 +133,28 @@ class ServerClient:
         """
         self.call("GET", "/healthz", timeout_s=timeout_s)
 
-    def stream(self, upload: str) -> PartStream:
-        """Open a connection of its own for the parts of an upload; see :class:`PartStream`."""
-        return PartStream(self.address, self._token, upload)
+    def upgraded(self, path: str) -> BoundedSocket:
+        """A connection of its own that speaks no HTTP any more, once the server has agreed to that at ``path``.
+
+        Raises:
+            ServerUnreachableError: if no server answers in time.
+            SpotError: whatever the server answered with.
+        """
+        connection, deadline_s = Connection(self.address), time.monotonic() + _UPGRADE_TIMEOUT_S
+        try:
+            connection.open(deadline_s)
+            connection.sock.deadline_s = deadline_s
+            headers = {**self._headers("POST", path), "Connection": "Upgrade", "Upgrade": UPGRADE}
+            connection.request("POST", path, headers={**headers, "Content-Length": "0"})
+            with connection.getresponse() as response:
+                if response.status != http.HTTPStatus.SWITCHING_PROTOCOLS:
+                    raise error_from_body(response.status, response.read(_LONGEST_ANSWER_BYTES), str(self.address))
+            return connection.sock
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, SpotError):
+                raise self._unreachable(error) from error
+            raise
 
     def receive(self, path: str, start: int, into: memoryview, etag: str | None = None) -> None:
         """Read ``len(into)`` bytes of a file, from byte ``start`` on.
@@ -310,15 +202,6 @@ class ServerClient:
             )
             self._exchange(request, read)
 
-    def head(self, path: str) -> dict[str, str]:
-        """Headers of a file, in lower case."""
-
-        def read(response: http.client.HTTPResponse, _progress: Callable[[], None]) -> dict[str, str]:
-            response.read()
-            return {name.lower(): value for name, value in response.getheaders()}
-
-        return cast(dict[str, str], self._exchange(_Request(method="HEAD", path=path, again=True), read))
-
     def close(self) -> None:
         """Close the connections; calls under way fail at once. The client may be used again."""
         self._pool.close()
@@ -350,11 +233,21 @@ class ServerClient:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if used and request.again and not isinstance(error, TimeoutError):
                     continue
-                # The text of errors of HTTP quotes headers: ours, with the token, or what a stranger has answered.
-                why = f"{type(error).__name__}: {plain(error)}" if isinstance(error, OSError) else type(error).__name__
-                raise ServerUnreachableError(
-                    f"no snapshot server answers at {self.address} ({why})", tier=str(self.address)
-                ) from (error if isinstance(error, OSError) else None)
+                raise self._unreachable(error) from (error if isinstance(error, OSError) else None)
+
+    def _unreachable(self, error: Exception) -> ServerUnreachableError:
+        # The text of errors of HTTP quotes headers: ours, with the token, or what a stranger has answered.
+        why = f"{type(error).__name__}: {plain(error)}" if isinstance(error, OSError) else type(error).__name__
+        return ServerUnreachableError(f"no snapshot server answers at {self.address} ({why})", tier=str(self.address))
+
+    def _headers(self, method: str, path: str) -> dict[str, str]:
+        """What every request shows."""
+        return {
+            PROTOCOL_HEADER: str(PROTOCOL_VERSION),
+            TARGET_HEADER: target_of(method, path),
+            **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
+            **({ATTEMPT_HEADER: self._attempt} if self._attempt and method != "GET" else {}),
+        }
 
     def _ask(self, connection: Connection, request: _Request, deadline_s: float, read: _Read) -> Any:
         socket, whole = connection.sock, False  # the connection forgets it when the server says that it will close it
@@ -365,11 +258,8 @@ class ServerClient:
                 socket.deadline_s = time.monotonic() + request.timeout_s
 
         headers = {
-            PROTOCOL_HEADER: str(PROTOCOL_VERSION),
-            TARGET_HEADER: target_of(request.method, request.path),
+            **self._headers(request.method, request.path),
             "Content-Length": str(request.nbytes),
-            **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
-            **({ATTEMPT_HEADER: self._attempt} if self._attempt and request.method not in ("GET", "HEAD") else {}),
             **request.headers,
         }
         # An iterable body bounds each send; larger sends were measured a third slower.
@@ -378,8 +268,7 @@ class ServerClient:
             connection.request(request.method, request.path, body=body, headers=headers)
             response = connection.getresponse()
             if response.status >= 400:
-                reason = response.read(_LONGEST_ANSWER_BYTES) or response.getheader(ERROR_HEADER, "").encode()
-                raise error_from_body(response.status, reason, str(self.address))
+                raise error_from_body(response.status, response.read(_LONGEST_ANSWER_BYTES), str(self.address))
             self._check_protocol(response)
             answer = read(response, progress)
             whole = True

@@ -97,31 +97,20 @@ def start(
     return host
 
 
-def end_other_version(dirpath: str, run: str) -> None:
-    """Have a local server of another version upload what it holds, and end. A trainer calls this before it lists.
+def end_other_version(dirpath: str) -> bool:
+    """Have a local server of another version upload what it holds, and end; whether it has ended.
 
-    Nothing happens if there is none. One that does not end in time stays, and those who connect to it are refused.
+    One that does not end in time stays, and those who connect to it are refused.
 
     Args:
         dirpath: durable URL of the run.
-        run: its name.
     """
     try:
-        if _is_of_other_version(dirpath, run):
-            with find_record(dirpath).opened() as opened, opened.starting(_DRAIN_S):
-                _end_other_version(opened)
+        with find_record(dirpath).opened() as opened, opened.starting(_DRAIN_S):
+            return _end_other_version(opened)
     except (SpotError, OSError) as error:
-        logger.debug("the local server was not looked at: %s", error)
-
-
-def _is_of_other_version(dirpath: str, run: str) -> bool:
-    try:
-        host = attach(dirpath, run, revive=False)
-    except ServerRefusedError as error:
-        return error.reason is TierReason.PROTOCOL
-    if host is not None:
-        host.disconnect()
-    return False
+        logger.debug("the local server cannot be ended: %s", error)
+        return False
 
 
 def _end_other_version(record: ServerRecord) -> bool:

@@ -273,7 +273,10 @@ def _with_own_states(trainer: pl.Trainer, checkpoint: dict[str, Any], path: Any)
     try:
         shared["ranks"] = states_in_files(trainer, shared, read)
     except OSError as error:
-        raise SettingsError(f"ckpt_path={str(path)!r} is not in the whole directory of a snapshot: {error}") from error
+        raise SettingsError(
+            f"ckpt_path={str(path)!r} has no states of ranks 1 to {shared['world_size'] - 1} beside it: {error}. Name"
+            " the directory of the snapshot, or copy its rank-*.pt files into the folder of the checkpoint"
+        ) from error
 
 
 def follow_named(trainer: pl.Trainer, patches: Patches) -> None:

@@ -19,7 +19,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sources import MemorySource, Source, StoreSource, Union, Use
+from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
 from lightning_spot.tiers.store import Holdings, Progress
@@ -60,7 +60,7 @@ class SharedOpening:
     def __init__(self, ranks: Agreement, location: Location) -> None:
         self._ranks = ranks
         self._location = location
-        self._exporter: Exporter | None = Exporter(ranks.size) if ranks.size > 1 else None
+        self._exporter: Exporter | None = Exporter() if ranks.size > 1 else None
         addresses: list[ExporterAddress | None] = ranks.gather(
             self._exporter.address if self._exporter is not None else None
         )
@@ -122,13 +122,13 @@ class SharedOpening:
         raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
 
 
-def _together(memory: MemorySource, tried: Try) -> Union:
+def _together(memory: MemorySource, tried: Try) -> ScatteredSource:
     """What the memory of this host has of a snapshot, and stores."""
     held: list[tuple[MemorySource | StoreSource, Manifest]] = []
     with contextlib.suppress(SpotError):
         held += ((memory, shard) for shard in memory.survey().shards)
     stores = {url: StoreSource(open_store(url), tier) for url, tier, _ in tried.shards}
-    return Union([*held, *((stores[url], Manifest.from_json(shard)) for url, _, shard in tried.shards)])
+    return ScatteredSource([*held, *((stores[url], Manifest.from_json(shard)) for url, _, shard in tried.shards)])
 
 
 class Announced:
@@ -230,6 +230,6 @@ def _stores(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple
 
 def _shards(manifest: Manifest, source: Source) -> Iterator[tuple[str, str, str]]:
     """The shards of a snapshot of which no tier has all, with the stores that have them."""
-    for holder, shard in source.held(manifest) if isinstance(source, Union) else ():
+    for holder, shard in source.held(manifest) if isinstance(source, ScatteredSource) else ():
         if isinstance(holder, StoreSource):
             yield holder.store.url, holder.tier, shard.to_json()

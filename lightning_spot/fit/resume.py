@@ -24,7 +24,14 @@ from lightning_spot.capture.tensors import shape_of
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach, end_other_version
 from lightning_spot.config import format_names
-from lightning_spot.errors import ModelChangedError, ServerUnreachableError, SettingsError, SpotError
+from lightning_spot.errors import (
+    ModelChangedError,
+    ServerRefusedError,
+    ServerUnreachableError,
+    SettingsError,
+    SpotError,
+    TierReason,
+)
 from lightning_spot.exact import builtin_callbacks, namespaces, private, progress
 from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.compare import shown
@@ -423,9 +430,13 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
 
 def _late(location: Location) -> list[str]:
     """What the local server has not brought below in time, one line each."""
-    end_other_version(location.url, location.name)
     try:
         host = attach(location.url, location.name)
+    except ServerRefusedError as error:
+        if error.reason is TierReason.PROTOCOL and end_other_version(location.url):
+            return _late(location)
+        logger.debug("no server can be had here: %s", error)
+        return []
     except ServerUnreachableError as error:  # there is one, or slots of one
         return [str(error)]
     except (SpotError, OSError) as error:

@@ -177,7 +177,7 @@ def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) 
 
 def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:
     """Read the checkpoint of a snapshot. What could not be read raises as such."""
-    mapped = f"/proc/self/fd/{snapshot.fd}" if is_shared and snapshot.sealed else ""
+    mapped = f"/proc/self/fd/{snapshot.fds[0]}" if is_shared and snapshot.sealed else ""
     with snapshot.reader() as reader:
         try:
             checkpoint = _read(reader.as_file(), snapshot.manifest, mapped, trusts=trusts)

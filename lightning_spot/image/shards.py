@@ -83,11 +83,17 @@ def registers_of(manifests: Iterable[Manifest]) -> dict[int, ShardOf]:
 
 
 def by_snapshot(manifests: Iterable[Manifest]) -> dict[str, list[Manifest]]:
-    """The shards, and those that failed, of each snapshot, by its name; of two of one writer, the last."""
+    """The shards, and those that failed, of each snapshot, by its name.
+
+    Of two of one writer, one that failed counts, else the first: a place may have been told of a failure before another
+    one had the shard.
+    """
     found: dict[str, dict[str, Manifest]] = {}
     for each in manifests:
         if each.shard is not None:
-            found.setdefault(each.snapshot, {})[each.name] = each
+            registers = found.setdefault(each.snapshot, {})
+            if each.shard.failed or each.name not in registers:
+                registers[each.name] = each
     return {name: list(shards.values()) for name, shards in found.items()}
 
 

@@ -269,9 +269,6 @@ def _segments(url: str) -> list[str]:
     return [scheme, bucket, *names]
 
 
-LAST = "last.ckpt"
-
-
 def file_name(path: str) -> str:
     """Name of a user's file below a run.
 

@@ -36,6 +36,7 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
@@ -44,9 +45,6 @@ DIGEST_HEADER = "Spot-Digest"
 
 TARGET_HEADER = "Spot-Target"
 """Checksum of a request's method and path: a flipped bit there must not read, write or delete something else."""
-
-ERROR_HEADER = "Spot-Error"
-"""The JSON of an error where the answer has no body: to HEAD."""
 
 ATTEMPT_HEADER = "Spot-Attempt"
 """On whose behalf a run is changed, see :func:`attempt_text`: only its attempt may, whoever has the server's secret."""
@@ -316,6 +314,11 @@ def read_attempt(header: str) -> tuple[int, str]:
     """What :func:`attempt_text` has made of an attempt; 0 and ``""`` where it is something else."""
     attempt, _, token = header.partition(":")
     return (int(attempt), unquote(token)) if re.fullmatch("[0-9]{1,10}", attempt) else (0, "")
+
+
+def etag_of(manifest: Manifest) -> str:
+    """Names one version of the files of a snapshot, in HTTP: another one of its name has another."""
+    return f'"{checksum(manifest.to_json().encode())}"'
 
 
 def target_of(method: str, path: str) -> str:

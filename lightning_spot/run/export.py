@@ -1,13 +1,12 @@
-"""A snapshot that one process has opened is shared with others of its host, which map the same memory.
+"""A snapshot that one process has opened is shared with others of its host and user, which read the same memory.
 
-The first rank of each host opens the snapshot, once, and exports its descriptor to the others. Sockets of the host have
-no path (Linux' abstract names), so nothing is left behind, whoever dies. Messages are lines of JSON; an empty line says
-that the exporter lives and is not ready yet.
+The first rank of each host opens the snapshot, once, and exports its descriptors to the others. Sockets of the host
+have no path (Linux' abstract names), so nothing is left behind, whoever dies. A rank says which turn it is at; an empty
+line says that the exporter lives and is not ready yet, and a line of JSON comes with the descriptors.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -15,14 +14,15 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.protocol.listening import Listening, greeted, most_connections
+from lightning_spot.image.shards import Section
+from lightning_spot.protocol.listening import accepted
 from lightning_spot.protocol.ownership import connect, is_own_user
 from lightning_spot.protocol.wire import error_body, error_from_body
 from lightning_spot.run.reading import OpenSnapshot
@@ -37,6 +37,8 @@ _SILENCE_S = 60.0  # an exporter that lives says so every second
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _LONGEST_LINE = 65536
+_MOST_FDS = 253  # in one message, of Linux; of more slots, each rank opens them itself
+_BACKLOG = 256
 
 
 class NotExportedError(TierError):
@@ -50,12 +52,10 @@ class ExporterAddress:
     Attributes:
         host: the same for processes that can share memory.
         name: of its socket on that host, ``""`` if it has none.
-        secret: to greet it with.
     """
 
     host: str
     name: str
-    secret: str = field(repr=False)
 
     @property
     def socket_name(self) -> str:
@@ -76,119 +76,110 @@ def this_host() -> str:
 
 
 class Exporter:
-    """Hands out what a process has opened, to whoever of its host knows its secret. One thread serves all who ask.
-
-    Args:
-        world_size: how many ranks there are.
+    """Hands out what a process has opened, to other processes of its user. One thread accepts, one serves each rank.
 
     Attributes:
         address: how it is reached.
     """
 
-    def __init__(self, world_size: int = 2) -> None:
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
         self._turn = 0
         self._exported: OpenSnapshot | SpotError | None = None
-        self._fd: int | None = None
+        self._fds: list[int] = []
         self._closed = False
-        self._listening: Listening | None = None
-        self._news = asyncio.Event()
-        secret, name = secrets.token_hex(16), secrets.token_hex(16)
-        self.address = ExporterAddress(this_host(), name, secret)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.address = ExporterAddress(this_host(), secrets.token_hex(16))
         try:
-            listener = _bound(self.address.socket_name)
-            self._listening = Listening(listener, self._talk, "spot-exporter", secret, most_connections(world_size))
-        except OSError as error:
+            self._listener.bind(self.address.socket_name)
+            self._listener.listen(_BACKLOG)
+            threading.Thread(target=self._accept, name="spot-exporter", daemon=True).start()
+        except (OSError, RuntimeError) as error:
             logger.debug("no memory can be shared on this host: %s", error)
-            self.address = ExporterAddress(secrets.token_hex(16), "", secret)
+            self._listener.close()
+            self.address = ExporterAddress(secrets.token_hex(16), "")
 
     def export(self, turn: int, what: OpenSnapshot | SpotError) -> None:
         """Hand out a snapshot, or why there is none, to those who ask for that turn; the one before is gone then.
 
         Args:
             turn: counts what was tried, from 1.
-            what: the snapshot; its descriptor is kept until the next turn.
+            what: the snapshot; its descriptors are kept until the next turn.
         """
-        with self._lock:
+        with self._changed:
             self._drop()
             self._turn, self._exported = turn, what
             try:
-                self._fd = os.dup(what.fd) if isinstance(what, OpenSnapshot) else None
+                for fd in what.fds if isinstance(what, OpenSnapshot) else ():
+                    self._fds.append(os.dup(fd))
             except OSError as error:  # who asks hears that there is nothing to be had, and reads for itself
+                self._drop()
                 say(
                     logging.WARNING,
                     "not-exported",
                     "a snapshot cannot go to other ranks: {error}",
                     error=error,
                 )
-        if self._listening is not None:
-            self._listening.call(self._tell)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Hand out nothing more. A second call does nothing."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             self._drop()
-        if self._listening is not None:
-            self._listening.close()
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):  # it never listened, or is closed already
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
         self._exported = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        _close_all(self._fds)
+        self._fds = []
 
-    # -- on its thread --------------------------------------------------------------------------------------------
-
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
-
-    async def _talk(self, connection: socket.socket, greeting: dict[str, object]) -> None:
-        if not is_own_user(connection):
-            return
-        given, fd = await self._await(connection, int(str(greeting["turn"])))
-        try:
-            if isinstance(given, SpotError) or fd is None:
-                await _say(connection, {"failed": error_body(given) if isinstance(given, SpotError) else {}})
-            else:
-                facts = {name: getattr(given, name) for name in ("tier", "url", "in_memory", "sealed")}
-                socket.send_fds(connection, [json.dumps(facts).encode() + b"\n"], [fd])  # so short a line fits at once
-        finally:
-            if fd is not None:
-                os.close(fd)
-
-    async def _await(self, connection: socket.socket, turn: int) -> tuple[OpenSnapshot | SpotError | None, int | None]:
-        """What is exported in a turn, with a descriptor of the caller's own; until then, a sign of life each second."""
-        while True:
-            news = self._news
-            with self._lock:
-                if self._closed or self._turn > turn:
-                    return None, None
-                if self._turn == turn:
-                    return self._exported, os.dup(self._fd) if self._fd is not None else None
+    def _accept(self) -> None:
+        for connection in accepted(self._listener, lambda: self._closed):
             try:
-                await asyncio.wait_for(news.wait(), _PULSE_S)
-            except TimeoutError:
-                await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(connection, b"\n"), _SILENCE_S)
+                threading.Thread(target=self._serve, args=(connection,), name="spot-export", daemon=True).start()
+            except RuntimeError as error:  # no more threads can be had: that rank reads for itself
+                logger.debug("a rank is not served: %s", error)
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                if not is_own_user(connection):
+                    return
+                connection.settimeout(_SILENCE_S)
+                turn = int(connection.recv(_LONGEST_LINE))  # so short a line comes at once
+                while (found := self._find(turn)) is None:
+                    connection.sendall(b"\n")
+                answer, fds = found
+                try:
+                    socket.send_fds(connection, [json.dumps(answer).encode() + b"\n"], fds)
+                finally:
+                    _close_all(fds)
+        except (OSError, ValueError) as error:
+            logger.debug("a rank has gone, or speaks another language: %s", error)
+
+    def _find(self, turn: int) -> tuple[dict[str, Any], list[int]] | None:
+        """What is exported in a turn, with descriptors of the caller's own; ``None`` if nothing is for a second."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._turn >= turn, _PULSE_S)
+            if not self._closed and self._turn < turn:
+                return None
+            given = self._exported if self._turn == turn else None
+            if isinstance(given, OpenSnapshot):
+                facts = {name: getattr(given, name) for name in ("tier", "url", "in_memory", "sealed", "sections")}
+                return facts, [os.dup(fd) for fd in self._fds]
+            return {"failed": error_body(given) if given is not None else {}}, []
 
 
-async def _say(connection: socket.socket, answer: dict[str, object]) -> None:
-    line = json.dumps(answer).encode() + b"\n"
-    await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(connection, line), _SILENCE_S)
-
-
-def _bound(address: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(address)
-        listener.listen()
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def import_snapshot(address: ExporterAddress, turn: int, manifest: Manifest) -> OpenSnapshot:
@@ -203,59 +194,28 @@ def import_snapshot(address: ExporterAddress, turn: int, manifest: Manifest) -> 
         NotExportedError: if there is no way to that process, or it has ended.
         SpotError: why it could not open the snapshot.
     """
-    with _greeted(address, turn) as connection:
-        lines = _Lines(connection)
-        facts = _first_answer(lines)
-    if len(lines.fds) != 1:
-        raise NotExportedError("the rank that opened the snapshot sent no descriptor of it")
-    return OpenSnapshot(manifest, facts["tier"], facts["url"], lines.fds[0], facts["in_memory"], facts["sealed"])
-
-
-class _Lines:
-    """Lines from a connection, with the descriptor that comes along."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.fds: list[int] = []
-        self._connection = connection
-        self._data = b""
-
-    def next(self) -> bytes:
-        """The next line without its end, ``b""`` also for an empty one; ``ConnectionError`` if it ends before."""
-        while b"\n" not in self._data:
-            if len(self._data) > _LONGEST_LINE:
-                raise ValueError("a message is too long")
-            piece, fds, _, _ = socket.recv_fds(self._connection, _LONGEST_LINE, 1)
-            self.fds += fds
-            if not piece:
-                raise ConnectionError("the other end has hung up")
-            self._data += piece
-        line, _, self._data = self._data.partition(b"\n")
-        return line
-
-
-def _first_answer(lines: _Lines) -> dict[str, Any]:
-    """What an exporter says once it is ready."""
+    fds: list[int] = []
     try:
-        while not (line := lines.next()):
-            pass  # it lives
-        facts = read_object(line)
+        with connect(address.socket_name, _CONNECT_S) as connection:
+            connection.settimeout(_SILENCE_S)
+            connection.sendall(b"%d" % turn)
+            line = b""
+            while not line.endswith(b"}\n"):
+                piece, more, _, _ = socket.recv_fds(connection, _LONGEST_LINE, _MOST_FDS)
+                fds += more
+                line = (line + piece).lstrip(b"\n")  # empty lines say that it lives
+                if not piece or len(line) > _LONGEST_LINE:
+                    raise ConnectionError("it has hung up, or says what is too long")
+            facts = read_object(line)
     except (OSError, ValueError) as error:
+        _close_all(fds)
         raise NotExportedError(f"the rank that opens the snapshot does not answer ({error})") from error
     if (failed := facts.get("failed")) is not None:
         if not failed:
             raise NotExportedError("the rank that opened the snapshot has given it up")
         raise error_from_body(500, json.dumps(failed).encode(), "")
-    return facts
-
-
-@contextlib.contextmanager
-def _greeted(address: ExporterAddress, turn: int) -> Iterator[socket.socket]:
-    with contextlib.ExitStack() as opened:
-        try:
-            connection = opened.enter_context(
-                greeted(lambda: connect(address.socket_name, _CONNECT_S), address.secret, turn=turn)
-            )
-            connection.settimeout(_SILENCE_S)
-        except OSError as error:
-            raise NotExportedError(f"the rank that opens the snapshot cannot be reached ({error})") from error
-        yield connection
+    sections = [Section(*section) for section in facts["sections"]]
+    if len(fds) <= max((section.writer for section in sections), default=0):
+        _close_all(fds)
+        raise NotExportedError("the rank that opened the snapshot sent not all descriptors of it")
+    return OpenSnapshot(manifest, facts["tier"], facts["url"], fds, facts["in_memory"], facts["sealed"], sections)

@@ -10,8 +10,8 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import IO, Any, Protocol, cast
 
 from lightning_spot.config import format_bytes
@@ -19,7 +19,7 @@ from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
 from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
-from lightning_spot.image.shards import Image
+from lightning_spot.image.shards import Image, JoinedImage, Section
 from lightning_spot.say import say
 from lightning_spot.staging.slot import available_bytes, memory_file, populate, seal_memory
 from lightning_spot.tiers.store import Progress
@@ -37,7 +37,8 @@ class OpenSnapshot:
         manifest: what it is.
         tier: ``"host"`` (the memory of the local server), ``"storage"``, or the URL of a snapshot server.
         url: where it came from, for people.
-        fd: descriptor of its image; closed by :meth:`close`.
+        fds: descriptors of the memory, or of the file, that has its image; closed by :meth:`close`.
+        sections: where the image lies in several of these, by their places; empty where there is one.
         in_memory: whether it is a pinned slot or memory of this process: what was checked stays as it is. A file on a
             disk may not.
         sealed: whether nobody writes to that memory any more, so that tensors may look at it for as long as they live.
@@ -48,16 +49,18 @@ class OpenSnapshot:
     manifest: Manifest
     tier: str
     url: str
-    fd: int
+    fds: list[int] = field(default_factory=list)
     in_memory: bool = False
     sealed: bool = False
+    sections: list[Section] = field(default_factory=list)
     release: Callable[[], None] | None = None
 
     def reader(self, *, whole: bool = False) -> SnapshotReader:
         """The checkpoint, for ``torch.load``, or the ``whole`` image. Close it before the snapshot."""
         checkpoint = next((span for span in self.manifest.files[:1] if span.name == MODEL_FILE), None)
         nbytes = checkpoint.nbytes if checkpoint is not None and not whole else None
-        return SnapshotReader(self.fd, self.manifest, self.url, check=not self.in_memory, nbytes=nbytes)
+        check = not self.in_memory
+        return SnapshotReader(self.fds, self.manifest, self.url, self.sections, check=check, nbytes=nbytes)
 
     @contextlib.contextmanager
     def image(self) -> Iterator[Image]:
@@ -70,17 +73,23 @@ class OpenSnapshot:
             yield memoryview(b"")
         elif self.in_memory:
             # It is unmapped when nobody looks at it any more: not here, where after an error its traceback still does.
-            yield memoryview(mmap.mmap(self.fd, nbytes, prot=mmap.PROT_READ))
+            lengths = [0] * len(self.fds) if self.sections else [nbytes]
+            for section in self.sections:
+                lengths[section.writer] = max(lengths[section.writer], section.offset + section.nbytes)
+            mapped = zip(self.fds, lengths, strict=True)
+            images = [memoryview(mmap.mmap(fd, length, prot=mmap.PROT_READ)) for fd, length in mapped]
+            yield JoinedImage.of(self.sections, images) if self.sections else images[0]
         else:
             kept = max(_KEPT_PARTS, min(len(self.manifest.files), _MOST_KEPT_PARTS))
-            with SnapshotReader(self.fd, self.manifest, self.url, kept_parts=kept) as reader:
+            with SnapshotReader(self.fds, self.manifest, self.url, kept_parts=kept) as reader:
                 yield ReadImage(reader, nbytes)
 
     def close(self) -> None:
         """Let the file, and the slot, go; a file on a disk leaves the page cache to the training data."""
-        if not self.in_memory and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(self.fd)
+        for fd in self.fds:
+            if not self.in_memory and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
         if self.release is not None:
             self.release()
 
@@ -93,9 +102,10 @@ class SnapshotReader(io.BufferedIOBase):
     straight into the caller's memory (a tensor's storage); a few parts are kept for the small ones.
 
     Args:
-        fd: the file; it may be longer than the snapshot (a slot). Not closed.
+        fds: the file; it may be longer than the snapshot (a slot). Not closed.
         manifest: sealed.
         where: what to call the place in errors.
+        sections: see :class:`OpenSnapshot`.
         check: whether to check what is read; not needed where it cannot have changed since it was checked.
         kept_parts: how many parts are kept that were read last.
         nbytes: of the image's beginning, which is all that is shown; ``None`` for all of it.
@@ -106,9 +116,10 @@ class SnapshotReader(io.BufferedIOBase):
 
     def __init__(
         self,
-        fd: int,
+        fds: Sequence[int],
         manifest: Manifest,
         where: str,
+        sections: Sequence[Section] = (),
         *,
         check: bool = True,
         kept_parts: int = _KEPT_PARTS,
@@ -117,7 +128,8 @@ class SnapshotReader(io.BufferedIOBase):
         super().__init__()
         self._nbytes = manifest.nbytes if nbytes is None else nbytes
         self.problem: SpotError | None = None
-        self._fd = fd
+        self._fds = fds
+        self._joined = JoinedImage.of(sections, ()) if sections else None
         self._manifest = manifest
         self._where = where
         self._check, self._kept_parts = check, kept_parts
@@ -208,10 +220,16 @@ class SnapshotReader(io.BufferedIOBase):
             )
 
     def _fill(self, start: int, into: memoryview) -> None:
+        stop, done = start + len(into), 0
+        for number, first, last in self._joined.pieces(start, stop) if self._joined is not None else [(0, start, stop)]:
+            self._fill_from(self._fds[number], first, into[done : done + last - first])
+            done += last - first
+
+    def _fill_from(self, fd: int, start: int, into: memoryview) -> None:
         got = 0
         while got < len(into):
             try:
-                count = os.preadv(self._fd, [into[got:]], start + got)
+                count = os.preadv(fd, [into[got:]], start + got)
             except OSError as error:
                 raise TierError(
                     f"{self._where} cannot be read at byte {start + got} ({error.strerror})", tier=self._where
@@ -296,7 +314,7 @@ def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: P
     except BaseException:
         _drop(fd)
         raise
-    return OpenSnapshot(manifest, tier, url, fd, in_memory=in_memory, sealed=sealed)
+    return OpenSnapshot(manifest, tier, url, [fd], in_memory=in_memory, sealed=sealed)
 
 
 def has_room(nbytes: int) -> bool:

@@ -13,14 +13,15 @@ import contextlib
 import ctypes
 import enum
 import mmap
+import os
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.part_lanes import CONNECTIONS
+from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.client.remote import ServerStore, fetch_ranges
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PART_BYTES
@@ -34,7 +35,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.files import pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import verify_file
-from lightning_spot.image.shards import JoinedImage
+from lightning_spot.image.shards import JoinedImage, sections
 from lightning_spot.memory.tier import Listed
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader, has_room, receive
 from lightning_spot.tiers.local import LocalStore
@@ -51,6 +52,7 @@ from lightning_spot.tiers.store import (
 
 HOST = "host"
 STORAGE = "storage"
+_HERE = "this host's memory"
 _READERS = 4  # whoever waits for a snapshot is idle meanwhile
 _MOST_PLACES = 8
 
@@ -121,7 +123,7 @@ class ShardPlace(Protocol):
 
 
 class MemorySource:
-    """The local server.
+    """The local server. One process reads its slots where they are; they stay pinned until the snapshot is closed.
 
     Args:
         url: durable URL of the run, which names the server.
@@ -151,82 +153,87 @@ class MemorySource:
             host.disconnect()
 
     def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
-        """See :meth:`Source.open`. The slot stays pinned until closed, unless it is copied to be shared."""
+        """See :meth:`Source.open`."""
+        host = self._attached()
         with contextlib.ExitStack() as opened:
-            host = opened.enter_context(self._attached())
-            place = _LocalShards(host)
-            opened.callback(place.close)
+            snapshot = OpenSnapshot(manifest, HOST, _HERE, in_memory=True, release=host.disconnect)
+            opened.callback(snapshot.close)
+            held = [manifest]
             try:
-                fd = host.open_snapshot(manifest)
-            except SnapshotNotFoundError:
-                shards = [each for each in host.manifests() if each.shard and each.snapshot == manifest.name]
-                return Joined(manifest, [(place, each) for each in shards]).open(HOST, place.url, progress)
-            release = opened.pop_all().close
-        slot = OpenSnapshot(manifest, HOST, place.url, fd, in_memory=True, release=release)
-        # Of several files nothing is looked at for longer than it is open.
-        if use is Use.SHARE and not manifest.files and has_room(manifest.nbytes):
-            with contextlib.closing(slot):
-                return receive(_Pinned(slot), manifest, HOST, slot.url, progress)
-        return _checked(slot, progress)
+                snapshot.fds = [host.open_snapshot(manifest)]
+            except SnapshotNotFoundError:  # perhaps its shards are here
+                held = [each for each in host.manifests() if each.shard and each.snapshot == manifest.name]
+                check_whole(manifest, held)
+                found, held = sections(held), [shard for shard in held if shard.nbytes]
+                writers = [shard.shard.writer for shard in held if shard.shard]
+                snapshot.sections = [each._replace(writer=writers.index(each.writer)) for each in found]
+                for shard in held:
+                    snapshot.fds.append(host.open_snapshot(shard))
+            # Ranks of a sharded model read what they need; others look at all of it for longer than a slot may be kept.
+            if use is Use.SHARE and not manifest.is_sharded and has_room(manifest.nbytes):
+                return receive(_Copied(snapshot), manifest, HOST, _HERE, progress)
+            for fd, each in zip(snapshot.fds, held, strict=True):
+                _verify(fd, each, _HERE, progress, _READERS)
+            opened.pop_all()
+            return snapshot
 
     @contextlib.contextmanager
     def shards(self) -> Iterator[ShardPlace]:
         """Where the shards that it has are read."""
-        with self._attached() as host, contextlib.closing(_LocalShards(host)) as place:
+        with contextlib.closing(_LocalShards(self._attached())) as place:
             yield place
 
-    @contextlib.contextmanager
-    def _attached(self) -> Iterator[EmbeddedHost]:
+    def _attached(self) -> EmbeddedHost:
         host = attach(self._url, self._run)
         if host is None:
             raise SnapshotNotFoundError("the local server has gone")
-        try:
-            yield host
-        finally:
-            host.disconnect()
+        return host
+
+
+class _Copied:
+    """Copies slots that are open; see :class:`~lightning_spot.run.reading.Fetches`."""
+
+    url = _HERE
+
+    def __init__(self, slots: OpenSnapshot) -> None:
+        self._slots = slots
+
+    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+        """See :meth:`Fetches.fetch`."""
+
+        def read(manifest: Manifest, start: int, into: memoryview) -> None:
+            with self._slots.reader(whole=True) as reader:
+                reader.seek(start)
+                reader.readinto(into)
+            manifest.verify_range(start, into, self.url)
+
+        fetch_ranges(read, manifest, manifest.ranges(), into, progress, _READERS)
 
 
 class _LocalShards:
-    """Shards in slots of the local server, which stay pinned as long as it is connected; see :class:`ShardPlace`."""
+    """Shards in slots of the local server; see :class:`ShardPlace`."""
 
-    url = "this host's memory"
+    url = _HERE
 
     def __init__(self, host: EmbeddedHost) -> None:
         self._host, self._lock = host, threading.Lock()
-        self._open: dict[str, OpenSnapshot] = {}
+        self._fds: dict[str, int] = {}
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """See :meth:`ShardPlace.read`."""
         with self._lock:
-            if manifest.name not in self._open:
-                fd = self._host.open_snapshot(manifest)
-                self._open[manifest.name] = OpenSnapshot(manifest, HOST, self.url, fd, in_memory=True)
-            slot = self._open[manifest.name]
-        _Pinned(slot).read(manifest, start, into)
-
-    def close(self) -> None:
-        """Let the slots' memory go, once nobody reads any more: to disconnect closes no descriptor."""
-        for slot in self._open.values():
-            slot.close()
-        self._open.clear()
-
-
-class _Pinned:
-    """Copies a pinned slot; see :class:`~lightning_spot.run.reading.Fetches`."""
-
-    def __init__(self, slot: OpenSnapshot) -> None:
-        self.url, self._fd = slot.url, slot.fd
-
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """See :meth:`Fetches.fetch`."""
-        fetch_ranges(self.read, manifest, manifest.ranges(), into, progress, _READERS)
-
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
-        """Read parts of it, and check them."""
-        with SnapshotReader(self._fd, manifest, self.url, check=False) as reader:
+            if manifest.name not in self._fds:
+                self._fds[manifest.name] = self._host.open_snapshot(manifest)
+        with SnapshotReader([self._fds[manifest.name]], manifest, self.url, check=False) as reader:
             reader.seek(start)
             reader.readinto(into)
         manifest.verify_range(start, into, self.url)
+
+    def close(self) -> None:
+        """Let the slots go, once nobody reads any more."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._host.disconnect()
 
 
 class StoreSource:
@@ -259,7 +266,13 @@ class StoreSource:
                 raise SnapshotNotFoundError(f"{url} does not exist") from error
             except OSError as error:
                 raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
-            return _checked(OpenSnapshot(manifest, self.tier, url, fd), progress)
+            snapshot = OpenSnapshot(manifest, self.tier, url, [fd])
+            try:
+                _verify(fd, manifest, url, progress)
+            except BaseException:
+                snapshot.close()
+                raise
+            return snapshot
         if isinstance(self.store, ServerStore) and use is Use.LOAD and not manifest.files:
             return Streamed(manifest, self.tier, self.store, url, progress)
         return receive(self.store, manifest, self.tier, url, progress)
@@ -292,7 +305,7 @@ class _StoredShards:
         manifest.verify_range(start, into, self.url)
 
 
-class Union:
+class ScatteredSource:
     """Snapshots whose shards lie at several tiers, none of which has all of them; implements :class:`Source`.
 
     Args:
@@ -305,16 +318,12 @@ class Union:
 
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; what is whole at one of them is not among these."""
-        registers: dict[str, Manifest] = {}
-        seen: dict[int, list[Manifest]] = {}
+        by_source: dict[int, list[Manifest]] = {}
         for source, manifest in self._held:
-            seen.setdefault(id(source), []).append(manifest)
-            known = registers.setdefault(manifest.name, manifest)
-            if manifest.why_failed and known is not manifest:
-                registers[manifest.name] = manifest
-        elsewhere = {whole.name for shards in seen.values() for whole in put_together(shards)}
-        manifests = [whole for whole in put_together(registers.values()) if whole.name not in elsewhere]
-        return Holdings(newest_first(manifests))
+            by_source.setdefault(id(source), []).append(manifest)
+        at_one = {whole.name for shards in by_source.values() for whole in put_together(shards)}
+        manifests = put_together(manifest for _, manifest in self._held)
+        return Holdings(newest_first([whole for whole in manifests if whole.name not in at_one]))
 
     def held(self, manifest: Manifest) -> list[tuple[MemorySource | StoreSource, Manifest]]:
         """The shards of a snapshot, each with a source that has it."""
@@ -326,12 +335,12 @@ class Union:
         with contextlib.ExitStack() as opened:
             sources = {id(source): source for source, _ in held}
             places = {key: opened.enter_context(source.shards()) for key, source in sources.items()}
-            joined = Joined(manifest, [(places[id(source)], shard) for source, shard in held])
-            return joined.open(self.tier, f"{manifest.name} at {self.tier}", progress)
+            reader = ShardReader(manifest, [(places[id(source)], shard) for source, shard in held])
+            return receive(reader, manifest, self.tier, f"{manifest.name} at {self.tier}", progress)
 
 
-class Joined:
-    """A snapshot that is read shard by shard; see :class:`~lightning_spot.run.reading.Fetches`.
+class ShardReader:
+    """Reads a snapshot shard by shard; see :class:`~lightning_spot.run.reading.Fetches`.
 
     Args:
         manifest: of the snapshot.
@@ -342,21 +351,16 @@ class Joined:
     """
 
     def __init__(self, manifest: Manifest, held: Iterable[tuple[ShardPlace, Manifest]]) -> None:
-        self._manifest, self.url = manifest, manifest.name
+        self.url = manifest.name
         self._places: dict[str, list[ShardPlace]] = {}
         self._silent: set[str] = set()  # URLs of places that did not answer when something was read from them last
         shards: dict[str, Manifest] = {}
         for place, shard in held:
             if shard == shards.setdefault(shard.name, shard):
                 self._places.setdefault(shard.name, []).append(place)
-        if [whole.checksums for whole in put_together(shards.values())] != [manifest.checksums]:
-            raise SnapshotNotFoundError(f"not all of {manifest.name} is there any more")
+        check_whole(manifest, shards.values())
         self._shards = sorted(shards.values(), key=lambda shard: shard.name)
         self._image = JoinedImage(self._shards, ())
-
-    def open(self, tier: str, url: str, progress: Progress | None) -> OpenSnapshot:
-        """Receive it into memory, each part checked as it comes."""
-        return receive(self, self._manifest, tier, url, progress)
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
         """See :meth:`Fetches.fetch`; all places are read at the same time."""
@@ -388,17 +392,20 @@ class Joined:
         raise problem
 
 
-def _checked(snapshot: OpenSnapshot, progress: Progress | None) -> OpenSnapshot:
-    """Verify every part; closes the snapshot if one is bad."""
-    manifest = snapshot.manifest
-    where = f"{manifest.run}/{manifest.name} at {snapshot.url}"
-    try:
-        threads = _READERS if snapshot.in_memory else 1  # a disk reads faster from one place
-        verify_file(snapshot.fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
-    except BaseException:
-        snapshot.close()
-        raise
-    return snapshot
+def check_whole(manifest: Manifest, shards: Iterable[Manifest]) -> None:
+    """Make sure that these shards are all of a snapshot.
+
+    Raises:
+        SnapshotNotFoundError: if not.
+    """
+    if [whole.checksums for whole in put_together(shards)] != [manifest.checksums]:
+        raise SnapshotNotFoundError(f"not all of {manifest.name} is there any more")
+
+
+def _verify(fd: int, manifest: Manifest, url: str, progress: Progress | None, threads: int = 1) -> None:
+    """Check every part of a file, or of a slot; a disk reads faster from one place."""
+    where = f"{manifest.run}/{manifest.name} at {url}"
+    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
 
 
 class Streamed(OpenSnapshot):
@@ -415,7 +422,7 @@ class Streamed(OpenSnapshot):
     def __init__(
         self, manifest: Manifest, tier: str, store: ReadsRanges, url: str, progress: Progress | None = None
     ) -> None:
-        super().__init__(manifest, tier, url, fd=-1)
+        super().__init__(manifest, tier, url)
         self._store, self._progress = store, progress
 
     def reader(self, *, whole: bool = False) -> StreamReader:
@@ -437,13 +444,14 @@ class StreamReader(SnapshotReader):
     """
 
     def __init__(self, store: ReadsRanges, manifest: Manifest, where: str, progress: Progress | None = None) -> None:
-        super().__init__(-1, manifest, where)
+        super().__init__((), manifest, where)
         self._store, self._progress = store, progress
         self._ranges = list(manifest.ranges())
         self._span = max(1, PART_BYTES // manifest.part_bytes) * manifest.part_bytes
         self._buffers = [memoryview(mmap.mmap(-1, self._span)) for _ in range(min(_BUFFERS, len(self._ranges)))]
         self._pool = ThreadPoolExecutor(_LANES, thread_name_prefix="spot-stream")
-        self._ahead: _Ahead | None = None
+        self._under_way: dict[int, tuple[memoryview, memoryview, Future[None]]] = {}  # ranges, each in its buffer
+        self._next = 0  # range to begin
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
         self._unseen = set(range(len(self._ranges)))
         self._turns = 0
@@ -457,7 +465,7 @@ class StreamReader(SnapshotReader):
         """Stop fetching, and let the memory go."""
         if not self.closed:
             self._pool.shutdown(wait=True, cancel_futures=True)
-            self._ahead = None
+            self._under_way.clear()
             self._kept.clear()
             self._buffers.clear()
         super().close()
@@ -473,87 +481,53 @@ class StreamReader(SnapshotReader):
         """The bytes of a range, for as long as no other is asked for."""
         if index in self._kept:
             return self._kept[index]
-        if self._ahead is None or not 0 <= index - self._ahead.index <= len(self._buffers):
+        first = next(iter(self._under_way), None)
+        if first is None or not first <= index <= first + len(self._buffers):
             self._turn_to(index)
-        assert self._ahead is not None
-        while (part := self._ahead.part) is None or self._ahead.index < index:
+        while True:
+            first, (part, buffer, arriving) = next(iter(self._under_way.items()))
             try:
-                self._ahead.go_on()
+                arriving.result()
             except BaseException:  # its buffer holds what was not found to be right: nobody is to be handed that
-                self._ahead.stop()
-                self._ahead = None
+                self._stop()
                 raise
-            if self._ahead.index in self._unseen:
-                self._unseen.remove(self._ahead.index)
-                if self._progress is not None and self._ahead.part is not None:
-                    self._progress(len(self._ahead.part))
-        return part
+            if first in self._unseen:
+                self._unseen.remove(first)
+                if self._progress is not None:
+                    self._progress(len(part))
+            if first == index:
+                return part
+            del self._under_way[first]
+            self._begin(buffer)
 
     def _turn_to(self, index: int) -> None:
         """Begin the stream anew. What was read last is kept: torch comes back to the end of the file."""
-        if self._ahead is not None:
-            if (part := self._ahead.part) is not None:
-                self._kept[self._ahead.index] = memoryview(bytearray(part))
+        for first, (part, _, arriving) in list(self._under_way.items())[:1]:
+            if first not in self._unseen and arriving.done() and not arriving.exception():
+                self._kept[first] = memoryview(bytearray(part))
                 if len(self._kept) > _KEPT_PARTS:
                     self._kept.popitem(last=False)
-            self._ahead.stop()
+        self._stop()
         self._turns += 1
+        self._next = index
         # Who goes on jumping gets one part at a time, not many of which most are for nothing.
-        buffers = self._buffers if self._turns <= _MOST_TURNS else self._buffers[:1]
-        self._ahead = _Ahead(self._store, self._manifest, self._ranges, index, buffers, self._pool)
-
-
-class _Ahead:
-    """Ranges of a snapshot from one on, in their order, as many under way as there are buffers.
-
-    Attributes:
-        index: of the range at hand; the first one before it is.
-        part: its bytes; ``None`` before the first :meth:`go_on`.
-    """
-
-    def __init__(
-        self,
-        store: ReadsRanges,
-        manifest: Manifest,
-        ranges: list[tuple[int, int]],
-        first: int,
-        buffers: list[memoryview],
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        self.index = first
-        self.part: memoryview | None = None
-        self._store = store
-        self._manifest = manifest
-        self._left = iter(list(enumerate(ranges))[first:])
-        self._pool = pool
-        self._buffer = buffers[0]
-        self._under_way: deque[tuple[int, memoryview, memoryview, Future[None]]] = deque()
-        for buffer in buffers:
+        for buffer in self._buffers if self._turns <= _MOST_TURNS else self._buffers[:1]:
             self._begin(buffer)
 
-    def go_on(self) -> None:
-        """Turn to the next range; its buffer is used again when that is called the next time.
-
-        Raises:
-            SpotError: if it could not be read, or is not what was committed.
-        """
-        if self.part is not None:
-            self._begin(self._buffer)
-        self.index, self.part, self._buffer, arriving = self._under_way.popleft()
-        arriving.result()
-
-    def stop(self) -> None:
-        """Return when nobody writes to the buffers any more."""
-        for *_, arriving in self._under_way:
-            arriving.cancel()
-        wait([arriving for *_, arriving in self._under_way])
-
     def _begin(self, buffer: memoryview) -> None:
-        index, (start, stop) = next(self._left, (-1, (0, 0)))
-        if index >= 0:
+        if self._next < len(self._ranges):
+            start, stop = self._ranges[self._next]
             part = buffer[: stop - start]
             arriving = self._pool.submit(self._store.read, self._manifest, start, part)
-            self._under_way.append((index, part, buffer, arriving))
+            self._under_way[self._next] = (part, buffer, arriving)
+            self._next += 1
+
+    def _stop(self) -> None:
+        """Return when nobody writes to the buffers any more."""
+        for *_, arriving in self._under_way.values():
+            arriving.cancel()
+        wait([arriving for *_, arriving in self._under_way.values()])
+        self._under_way.clear()
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -23,6 +23,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import (
     CorruptSnapshotError,
+    ServerRefusedError,
     SettingsError,
     SnapshotFailedError,
     SnapshotNotFoundError,
@@ -32,11 +33,11 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.protocol.wire import answered, parse_spot_url
-from lightning_spot.retry import RetryPolicy, retried
+from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.identity import Identity, ServerRun, identify, runs_of
 from lightning_spot.run.location import Location
-from lightning_spot.run.sources import HOST, STORAGE, MemorySource, Source, StoreSource, Union
-from lightning_spot.say import forget, recovered, say
+from lightning_spot.run.sources import HOST, STORAGE, MemorySource, ScatteredSource, Source, StoreSource
+from lightning_spot.say import forget, say
 from lightning_spot.threads import both
 from lightning_spot.tiers.commit import commit_left, look
 from lightning_spot.tiers.fences import Claim
@@ -117,14 +118,15 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, begins: boo
     forget()  # each start names again what it could not read
     policy = policy or retry.DEFAULT_POLICY
     store = open_store(location.url)
-    if begins:
-        end_other_version(location.url, location.name)
+    other_version = threading.Event()
     asked: dict[str, Callable[[], Any]] = {
         server: functools.partial(_server_runs, server, policy) for server in location.servers
     }
-    asked[HOST] = lambda: retry.with_retries(lambda: _local_runs(location), policy, HOST)
+    asked[HOST] = lambda: retry.with_retries(lambda: _local_runs(location, other_version), policy, HOST)
     asked[STORAGE] = lambda: _Durable.ask(store, policy, commits=begins)
     answers, problems = ask_all(asked, policy.answer_s)
+    if begins and other_version.is_set() and end_other_version(location.url):
+        return survey(location, policy)  # it has uploaded what it held
     durable: _Durable | None = answers.pop(STORAGE, None)
     listed = {tier: answers[tier] for tier in (HOST, *location.servers) if tier in answers}
     identity = identify(
@@ -144,7 +146,7 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, begins: boo
     found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
     if durable is not None:
         found_at.append((StoreSource(store, STORAGE), durable.holdings))
-    found_at += union(found_at)
+    found_at += scattered(found_at)
     return Survey(
         location=location,
         identity=identity,
@@ -168,12 +170,12 @@ def look_again(found: Survey) -> Survey:
     others: list[tuple[Source, Holdings]] = [
         (source, holdings)
         for source, holdings in found.answers
-        if source.tier != STORAGE and not isinstance(source, Union)
+        if source.tier != STORAGE and not isinstance(source, ScatteredSource)
     ]
     if answer is None:
         return replace(found, durable=None, answers=others, problems={**found.problems, **problems})
     found_at = [*others, (StoreSource(store, STORAGE), answer.holdings)]
-    return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*found_at, *union(found_at)])
+    return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*found_at, *scattered(found_at)])
 
 
 class _MissesTheNewest(TierError):
@@ -203,14 +205,8 @@ class _Durable:
                 raise _MissesTheNewest("; ".join(f"{name}: {reason}" for name, reason in unreadable.items()))
             return answers[-1]
 
-        def note(error: Exception, pause_s: float) -> None:
-            text = "{about} could not be read ({error}). Retrying in {pause_s:.1f} s"
-            say(logging.WARNING, "read-retried", text, about=store.url, error=error, pause_s=pause_s)
-
         try:
-            answer = retried(ask, policy.pauses(), lambda error: isinstance(error, TierError), note)
-            recovered("read-retried", "{about} answers again", about=store.url)
-            return answer
+            return retry.with_retries(ask, policy, store.url)
         except _MissesTheNewest:
             return answers[0]
         except TierError as error:
@@ -263,10 +259,14 @@ def _left_of(holdings: Holdings) -> list[str]:
     return sorted(left, key=lambda name: left[name], reverse=True)[:_MOST_LEFT]
 
 
-def _local_runs(location: Location) -> list[ServerRun]:
+def _local_runs(location: Location, other_version: threading.Event) -> list[ServerRun]:
     """What the local server holds, also that of an earlier attempt where this one uses none."""
     try:
         host = attach(location.url, location.name)
+    except ServerRefusedError as error:
+        if error.reason is TierReason.PROTOCOL:
+            other_version.set()
+        raise
     except SettingsError as error:
         if location.has_local_server:
             raise
@@ -311,7 +311,7 @@ def _server_source(location: Location, tier: str, run: ServerRun) -> Source:
     return StoreSource(open_store(f"{tier}/{text}"), tier)
 
 
-def union(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, Holdings]]:
+def scattered(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, Holdings]]:
     """The snapshots that count, but lie at no tier as a whole: shards of them are at several."""
     held = [
         (source, shard)
@@ -319,7 +319,7 @@ def union(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, Holding
         if isinstance(source, MemorySource | StoreSource)
         for shard in holdings.shards
     ]
-    source = Union(held)
+    source = ScatteredSource(held)
     holdings = source.survey()
     return [(source, holdings)] if holdings.manifests else []
 

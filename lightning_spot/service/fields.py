@@ -15,7 +15,7 @@ from aiohttp import web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, MOST_PART_BYTES
 from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory.slots import Making
 from lightning_spot.protocol.wire import DIGEST_HEADER
@@ -33,6 +33,9 @@ BODIES = web.AppKey("bodies", Quota)
 
 STILL_MAY = web.RequestKey("still_may", functools.partial)
 """Raises if the attempt that a request has shown does not hold its run any more."""
+
+GONE: web.RequestKey[asyncio.Future[None]] = web.RequestKey("gone", asyncio.Future)
+"""Done once whoever sent a request has hung up."""
 
 BODIES_BYTES = 512 * 1024 * 1024
 
@@ -160,6 +163,17 @@ def attempt_of(fields: Mapping[str, Any]) -> int:
         MalformedError: if it is none.
     """
     return integer(fields, "attempt", None, 0, HIGHEST_ATTEMPT)
+
+
+def committed(fields: Mapping[str, Any], attempt: int) -> str:
+    """Name of the newest snapshot that counts, as an attempt says; ``""`` for one that it cannot know of yet.
+
+    Raises:
+        SettingsError: if it is no text.
+    """
+    name = text(fields, "committed")
+    order = snapshot_order(name)
+    return name if order is not None and order[0] <= attempt else ""
 
 
 def making(fields: Mapping[str, Any]) -> Making:

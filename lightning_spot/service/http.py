@@ -12,23 +12,21 @@ POST       /v1/runs/RUN/close                  the trainer leaves
 POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
 GET        /v1/runs/RUN/snapshots              the attempt that writes, the newest snapshot that counts, what is in
                                                 memory (shards as they are), what a tier has refused
-GET        /v1/runs/RUN/files                  every file of the run that is in memory
 POST       /v1/runs/RUN/awaited                wait until a snapshot counts, or never will (this host only)
 POST       /v1/runs/RUN/uploads                take a slot
 POST       /v1/runs/RUN/fail                   a writer will never have its shard of a snapshot
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
-POST       /v1/uploads/ID/commit               make it a snapshot
-POST       /v1/uploads/ID/seal                 the same for a slot filled through shared memory (this host only)
+POST       /v1/uploads/ID/commit               make it a snapshot; on this host a slot filled through shared memory
 DELETE     /v1/uploads/ID                      give it up
 POST       /v1/flush                           bring everything to the tiers below
-GET, HEAD  /v1/files/RUN/PATH                  read what is in memory (ranges too); ``last.ckpt`` is the newest snapshot
+GET        /v1/files/RUN/PATH                  read what is in memory (ranges too)
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
 ``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
 shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
 Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
-are bounded (``connections``). A browser that opens any address gets one page, which says what this is.
+are bounded (``connections``).
 """
 
 from __future__ import annotations
@@ -42,11 +40,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
-from urllib.parse import quote, urlsplit
+from dataclasses import asdict, replace
+from urllib.parse import urlsplit
 
-import xxhash
 from aiohttp import hdrs, web
 
 from lightning_spot.config import (
@@ -56,26 +52,25 @@ from lightning_spot.config import (
     without_password,
 )
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError, TierReason
-from lightning_spot.image.files import MODEL_FILE, FileSpan
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
+from lightning_spot.image.files import FileSpan
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.ring import Held, Ring
-from lightning_spot.memory.runs import LAST, RunInfo, parse_run
+from lightning_spot.memory.runs import RunInfo, parse_run
 from lightning_spot.memory.slots import Slot
-from lightning_spot.memory.upload import Upload
 from lightning_spot.protocol.listening import CountedLog, open_files
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
     DIGEST_HEADER,
-    ERROR_HEADER,
     LONGEST_DIGESTED_BYTES,
     PROTOCOL_HEADER,
     TARGET_HEADER,
     WANT_DIGEST_HEADER,
     error_body,
     error_status,
+    etag_of,
     read_attempt,
     target_of,
 )
@@ -83,12 +78,13 @@ from lightning_spot.say import say
 from lightning_spot.service.fields import (
     BODIES,
     BODIES_BYTES,
+    GONE,
     LONGEST_WAIT_S,
     SMALL_BODY_BYTES,
     STILL_MAY,
     attempt_of,
+    committed,
     json_body,
-    only_same_host,
     same_host,
     seconds,
 )
@@ -107,7 +103,7 @@ from lightning_spot.service.limits import (
     client_of,
     request_logger,
 )
-from lightning_spot.service.upload_requests import UploadRequests, Waiting
+from lightning_spot.service.upload_requests import UploadRequests
 from lightning_spot.tiers.fsspec_client import forget_sessions
 from lightning_spot.untrusted import decoded, text
 
@@ -127,31 +123,10 @@ def not_ready(node: Node) -> list[str]:
 
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
-_READING = (hdrs.METH_GET, hdrs.METH_HEAD)
 _READ_BUFFER_BYTES = 256 * 1024
 _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
 _LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
-
-
-_PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head><meta charset="utf-8"><title>Snapshot server</title></head>
-<body>
-<h1>Snapshot server</h1>
-<p>This is a snapshot server of lightning_spot. It answers trainings and commands, and has no pages for browsers.</p>
-<p>To list the snapshots of a run that this server holds:</p>
-<pre>{token}lightning-spot ls spot://HOST:PORT/RUN</pre>
-</body>
-</html>
-"""
-_TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
-_PAGE_HEADERS = {
-    hdrs.CACHE_CONTROL: "no-store",
-    "Content-Security-Policy": "default-src 'none'",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 class Service:
@@ -172,8 +147,7 @@ class Service:
         self.last_request_s = time.monotonic()
         self.counted = CountedLog(logger)
         self._token = token
-        self._waiting: Waiting | None = None
-        self._uploads = UploadRequests(node, self._wait_for_slot)
+        self._uploads = UploadRequests(node)
         self._connections: Connections | None = None
         self._flushing, self._flush_threads = Quota(_FLUSHES), ThreadPoolExecutor(_FLUSHES, "spot-flush")
 
@@ -191,10 +165,8 @@ class Service:
                 web.get("/v1/status", self._status),
                 *RunRequests(self.node).routes(),
                 *self._uploads.routes(),
-                web.get("/v1/runs/{run}/files", files.listing),
-                web.post("/v1/runs/{run}/awaited", self._awaited),
                 web.post("/v1/flush", self._flush),
-                web.get("/v1/files/{run}/{path:.+}", files.read),
+                web.get("/v1/files/{run}/{path:.+}", files.read, allow_head=False),
                 web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
             ]
         )
@@ -230,15 +202,16 @@ class Service:
     @property
     def last_upload_s(self) -> float:
         """When a trainer asked for a slot, or committed a snapshot, last (monotonic), 0 for never."""
-        return max(self._uploads.committed_s, self._waiting.asked_s if self._waiting is not None else 0.0)
+        return self._uploads.asked_s
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         accepted = self._connections.of(request.transport) if self._connections is not None else None
         if accepted is not None:
             accepted.begin_request()
+        request[GONE] = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
         try:
-            response = self._page(request) if _is_of_a_person(request) else await self._answer(request, handler)
+            response = await self._answer(request, handler)
         except SpotError as error:
             if isinstance(error, ServerRefusedError) and error.is_for_the_token:
                 self.counted.add("requests without this server's token", request.remote or THIS_HOST)
@@ -268,8 +241,6 @@ class Service:
                 accepted.end_request(is_whole=request.content.is_eof())
         if isinstance(response, web.Response) and isinstance(response.body, bytes) and not response.prepared:
             response.headers[DIGEST_HEADER] = checksum(response.body)
-            if request.method == hdrs.METH_HEAD and response.status >= 400:
-                response.headers[ERROR_HEADER] = response.body.decode()
         return response
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -282,14 +253,6 @@ class Service:
             _check_target(request)
             self._check_attempt(request)
         return await handler(request)
-
-    def _page(self, request: web.Request) -> web.Response:
-        """The same for every address: what this is, and what to use instead of a browser."""
-        if self._token is not None:
-            self.counted.add("requests without this server's token", request.remote or THIS_HOST)
-        page = _PAGE.format(token="" if self._token is None else _TOKEN_LINE)
-        status = 403 if self._token is None else 401
-        return web.Response(text=page, content_type="text/html", status=status, headers=_PAGE_HEADERS)
 
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
@@ -315,7 +278,7 @@ class Service:
         """
         run, resource = request.match_info.get("run"), request.match_info.route.resource
         opens = resource is not None and resource.canonical == OPEN_PATH
-        if run is None or opens or request.method in _READING or same_host(request):
+        if run is None or opens or request.method == hdrs.METH_GET or same_host(request):
             return
         key, shown = self.node.registry.key(run), read_attempt(request.headers.get(ATTEMPT_HEADER, ""))
         self.node.registry.check_attempt(key, *shown)
@@ -371,54 +334,13 @@ class Service:
                 raise ServerRefusedError(
                     "this client has its share of the flushes that this server waits for", status=503
                 )
-            gone, loop = self._gone(request), asyncio.get_running_loop()
+            gone, loop = request[GONE], asyncio.get_running_loop()
             deadline_s = loop.time() + wait_s
             while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
                 for_s = max(0.0, min(_FLUSH_TURN_S, deadline_s - loop.time()))
                 left = await loop.run_in_executor(self._flush_threads, self.node.flush, run, for_s)
                 if not left or gone.done() or loop.time() >= deadline_s:
                     return web.json_response({"unreached": left})
-
-    # -- who waits ------------------------------------------------------------------------------------------------
-
-    async def _wait_for_slot(
-        self, request: web.Request, run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
-    ) -> Upload:
-        client = self._waiter(request, run)
-        return await self._queue().lease(client, self._gone(request), run, attempt, nbytes, wait_s, **more)
-
-    async def _awaited(self, request: web.Request) -> web.Response:
-        only_same_host(request)
-        run, body = request.match_info["run"], await json_body(request)
-        wait_s = seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
-        asked = self._queue().awaited(self._waiter(request, run), self._gone(request), run, text(body, "name"), wait_s)
-        status, why = await asked
-        return web.json_response({"status": status.value, "why": why})
-
-    def _waiter(self, request: web.Request, run: str) -> str:
-        """Who waits: an address for one run, by whatever name it calls that."""
-        return f"{client_of(request)} {self.node.registry.key(run)}"
-
-    def _gone(self, request: web.Request) -> asyncio.Future[None]:
-        """Done once whoever asks has hung up."""
-        accepted = self._connections.of(request.transport) if self._connections is not None else None
-        return accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
-
-    def _queue(self) -> Waiting:
-        if self._waiting is None:
-            self._waiting = Waiting(self.node)
-        return self._waiting
-
-
-def _is_of_a_person(request: web.Request) -> bool:
-    """Whether somebody has opened an address of this server in a browser, as he would a page."""
-    shown = (hdrs.AUTHORIZATION, PROTOCOL_HEADER, hdrs.ORIGIN)
-    return (
-        request.method == hdrs.METH_GET
-        and "text/html" in request.headers.get(hdrs.ACCEPT, "")
-        and request.path not in _OPEN_TO_ALL
-        and not any(name in request.headers for name in shown)
-    )
 
 
 async def _name_protocol(_request: web.Request, response: web.StreamResponse) -> None:
@@ -480,6 +402,7 @@ class RunRequests:
         known = {name: value for name, value in body.items() if near or name not in _ONLY_NEAR}
         least = {"location": "", "attempt": 0, "token": ""}
         info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
+        info = replace(info, committed=committed(body, info.attempt))
         opened = await asyncio.to_thread(self._node.open_run, info, client_of(request))
         if near:
             await asyncio.to_thread(self._take_environment, body.get("environment"))
@@ -522,8 +445,8 @@ class RunRequests:
         ]
         refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
-        committed = self._node.ring.newest_committed(key, elsewhere=True)
-        return web.json_response({"attempt": claimed, "committed": committed, "snapshots": listed, "refused": refused})
+        newest = self._node.ring.newest_committed(key, elsewhere=True)
+        return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})
 
 
 _SEND_TIMEOUT_S = 60.0
@@ -531,7 +454,7 @@ _SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeou
 
 
 class Files:
-    """Handlers of ``/v1/files/RUN/PATH`` and of the listing of a run.
+    """Handlers of ``/v1/files/RUN/PATH``.
 
     Args:
         node: whose runs these are.
@@ -540,49 +463,8 @@ class Files:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    # -- listing --------------------------------------------------------------------------------------------------
-
-    async def listing(self, request: web.Request) -> web.Response:
-        """Every file of a run that is in memory."""
-        text = request.match_info["run"]
-        key = self._node.registry.key(text)
-        listed = dict(sorted(self._in_memory(key).items()))
-        if not listed and key not in self._node.registry.runs:
-            raise SnapshotNotFoundError(f"this server has no run {text!r}")
-        return web.json_response({"files": list(listed.values()), "last": self._newest(list(listed))})
-
-    def _in_memory(self, key: str) -> dict[str, dict[str, object]]:
-        return {
-            manifest.path_of(span): {
-                "path": manifest.path_of(span),
-                "nbytes": span.nbytes,
-                "created_unix_s": manifest.created_unix_s,
-                "dirty": list(held.dirty),
-                "safe": list(held.safe),
-                "step": manifest.step,
-            }
-            for held, manifest in self._node.ring.readable(key)
-            if manifest.shard is None
-            for span in manifest.spans
-        }
-
-    def _newest(self, paths: list[str]) -> str | None:
-        """What ``last.ckpt`` stands for: a file of that name, else the newest exact snapshot.
-
-        Of a snapshot of several files it is the directory. Who reads it is told of no other kind.
-        """
-        if LAST in paths:
-            return LAST
-        names = {path.partition("/")[0] for path in paths if "/" in path}
-        orders = {name: order for name in names if (order := snapshot_order(name)) is not None and order[2]}
-        newest = max(orders, key=orders.__getitem__, default=None)
-        one_file = f"{newest}/{MODEL_FILE}"
-        return one_file if one_file in paths else newest
-
-    # -- reading --------------------------------------------------------------------------------------------------
-
     async def read(self, request: web.Request) -> web.StreamResponse:
-        """``GET`` and ``HEAD``."""
+        """``GET``."""
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
         found = await self._find(text, path)
         try:
@@ -591,53 +473,35 @@ class Files:
             return await self._answer(request, path, *await self._find(text, path))
 
     async def _answer(self, request: web.Request, path: str, held: Held, manifest: Manifest) -> web.StreamResponse:
-        if path.endswith("manifest.json"):
-            return web.Response(text=manifest.to_json(), content_type="application/json")
-        etag = f'"{xxhash.xxh3_128_hexdigest(manifest.to_json().encode())}"'
+        etag = etag_of(manifest)
         if request.headers.get(hdrs.IF_MATCH, etag) != etag:
             raise ServerRefusedError(f"{path} was replaced while it was being read", status=412)
+        if path.endswith("manifest.json"):
+            return web.Response(text=manifest.to_json(), content_type="application/json")
         span = manifest.span_at(path) or FileSpan(path, 0, manifest.nbytes)  # another name, of a snapshot of one file
         start, stop, status = byte_range(request.headers.get(hdrs.RANGE), span.nbytes)
         response = web.StreamResponse(status=status)
         response.content_length = stop - start
         response.content_type = "application/octet-stream"
-        response.last_modified = manifest.created_unix_s
-        response.headers.update(
-            {
-                hdrs.ACCEPT_RANGES: "bytes",
-                hdrs.ETAG: etag,
-                "Spot-Created": str(manifest.created_unix_s),
-                "Spot-Path": quote(_path_to(manifest, span)),  # a header holds ASCII only
-                "Spot-Snapshot": quote(manifest.name),
-            }
-        )
+        response.headers.update({hdrs.ACCEPT_RANGES: "bytes", hdrs.ETAG: etag})
         if status == 206:
             response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
         start, stop = span.offset + start, span.offset + stop
         with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
-        if request.method == hdrs.METH_HEAD:
+        with self._node.ring.reading(held) as image:
+            if with_digest:
+                response.headers[DIGEST_HEADER] = checksum(image[start:stop])
             await response.prepare(request)
-        else:
-            with self._node.ring.reading(held) as image:
-                if with_digest:
-                    response.headers[DIGEST_HEADER] = checksum(image[start:stop])
-                await response.prepare(request)
-                with _hanging_up(request):
-                    await self._send(request, response, held, image, start, stop)
+            with _hanging_up(request):
+                await self._send(request, response, held, image, start, stop)
         await response.write_eof()
         return response
 
     async def _find(self, text: str, path: str) -> tuple[Held, Manifest]:
         """What a path names."""
         key = self._node.registry.key(text)
-        newest = self._newest(list(self._in_memory(key))) if path == LAST else None
-        if newest is not None and snapshot_order(newest) is not None:
-            raise SnapshotNotFoundError(
-                f"the newest snapshot of run {text!r} is a directory of several files: read it at {newest}/"
-                f" instead of {LAST}, or make one file of it with lightning-spot cp"
-            )
         try:
-            return resolve(self._node.ring, key, newest or path)
+            return resolve(self._node.ring, key, path)
         except SnapshotNotFoundError as error:
             info = self._node.registry.info(key)
             if info is None or (url := self._node.routes.durable(info)) is None:
@@ -677,7 +541,7 @@ class Files:
     # -- removing -------------------------------------------------------------------------------------------------
 
     async def remove(self, request: web.Request) -> web.Response:
-        """``DELETE``: a snapshot or file, in memory and at its tiers; never through the alias ``last.ckpt``.
+        """``DELETE``: a snapshot or file, in memory and at its tiers.
 
         With ``unseen`` in its body a file, also if it is not in memory.
         """
@@ -727,15 +591,8 @@ def byte_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
     return start, stop, 206
 
 
-def _path_to(manifest: Manifest, span: FileSpan) -> str:
-    """Where a reader finds what it was given: a file, or all files of a directory, whose path ends with a slash."""
-    if span in manifest.files:
-        return manifest.path_of(span)
-    return f"{manifest.name}/" if manifest.files else manifest.data_path
-
-
 def resolve(ring: Ring, run: str, path: str) -> tuple[Held, Manifest]:
-    """What a path names, and where it is held; ``last.ckpt`` only if a user stored a file of that name.
+    """What a path names, and where it is held.
 
     Raises:
         SnapshotNotFoundError: if nothing committed has that name.

@@ -11,8 +11,9 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -49,9 +50,11 @@ from lightning_spot.protocol.wire import (
 )
 from lightning_spot.say import say
 from lightning_spot.service.fields import (
+    GONE,
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
     attempt_of,
+    committed,
     identifier,
     json_body,
     making,
@@ -74,52 +77,39 @@ _LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
 
 
 class Waiting:
-    """Who waits for something of a server. Make it on the event loop; its methods are called there.
+    """Who waits for something of a server. Methods are called on the event loop.
 
     Args:
         node: whose.
-
-    Attributes:
-        asked_s: when a slot was asked for last (monotonic), 0 for never.
     """
 
     def __init__(self, node: Node) -> None:
-        self.asked_s = 0.0
         self._node = node
-        self._loop = asyncio.get_running_loop()
         self._count, self._places = 0, Quota(MOST_WAITING)
         self._woken = False
-        self._changed: asyncio.Future[None] = self._loop.create_future()
+        self._changed: asyncio.Future[None] | None = None
         self._threads = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="spot-lease")
         node.ring.watch(self._notice)
 
-    async def lease(
-        self, client: str, gone: asyncio.Future[None], run: str, attempt: int, nbytes: int, wait_s: float, **more: Any
-    ) -> Upload:
+    async def lease(self, request: web.Request, run: str, wait_s: float, ask: Callable[[], Upload]) -> Upload:
         """Take a slot, see :meth:`Uploads.lease`.
 
         Args:
-            client: who asks, see :func:`client_of`, and for which run.
-            gone: done once whoever asks has hung up: then nothing is taken.
+            request: of whoever asks; once that has hung up, nothing is taken.
             run: the run.
-            attempt: who writes.
-            nbytes: size of the snapshot.
             wait_s: how long to wait.
-            more: see :meth:`Uploads.lease`.
+            ask: takes one, if there is one.
 
         Raises:
             SnapshotFailedError: if no slot became free in time, or too many wait.
             ConnectionResetError: if nobody waits for the answer any more.
         """
-        self.asked_s = time.monotonic()
-        deadline_s = time.monotonic() + wait_s
-        ask = functools.partial(self._node.lease, run, attempt, nbytes, **more)
-        self._take_place(client)
-        try:
+        deadline_s, gone = time.monotonic() + wait_s, request[GONE]
+        with self._place(request, run):
             while True:
-                changed = self._changed
+                changed = self._change()
                 try:
-                    upload = await self._loop.run_in_executor(self._threads, ask)
+                    upload = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
                     break
                 except SnapshotFailedError as error:
                     left_s = deadline_s - time.monotonic()
@@ -127,57 +117,62 @@ class Waiting:
                         raise
                 await asyncio.wait([gone, changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(_LOOK_AGAIN_S)
-        finally:
-            self._count -= 1
-            self._places.give_back(client)
         if gone.done():
             self._node.abort(upload.id)  # nobody will ever fill it
             raise ConnectionResetError("the trainer has gone")
         return upload
 
-    def _take_place(self, client: str) -> None:
-        if not self._places.take(client):
-            raise SnapshotFailedError(
-                f"{self._count} requests wait for a slot already, and this client has its share of them",
-                reason=FailureReason.RING_FULL,
-            )
-        self._count += 1
-
-    async def awaited(
-        self, client: str, gone: asyncio.Future[None], run: str, name: str, wait_s: float
-    ) -> tuple[Status, str]:
+    async def awaited(self, request: web.Request, run: str, name: str, wait_s: float) -> tuple[Status, str]:
         """What has become of a snapshot, as soon as it counts or never will, see :meth:`Node.status_of`.
 
         Args:
-            client: see :meth:`lease`.
-            gone: done once whoever asks has hung up.
+            request: of whoever asks.
             run: the run.
             name: of the snapshot.
             wait_s: how long to wait.
         """
-        deadline_s = time.monotonic() + wait_s
-        self._take_place(client)
-        try:
+        deadline_s, gone = time.monotonic() + wait_s, request[GONE]
+        with self._place(request, run):
             while True:
-                changed = self._changed
+                changed = self._change()
                 found, left_s = self._node.status_of(run, name), deadline_s - time.monotonic()
                 if found[0] is not Status.PENDING or left_s <= 0 or gone.done():
                     return found
                 await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._count -= 1
-            self._places.give_back(client)
+
+    @contextmanager
+    def _place(self, request: web.Request, run: str) -> Iterator[None]:
+        """A place among those who wait: each address has a share for one run, by whatever name it calls that."""
+        with self._places.holding(f"{client_of(request)} {self._node.registry.key(run)}") as may:
+            if not may:
+                raise SnapshotFailedError(
+                    f"{self._count} requests wait for a slot already, and this client has its share of them",
+                    reason=FailureReason.RING_FULL,
+                )
+            self._count += 1
+            try:
+                yield
+            finally:
+                self._count -= 1
+
+    def _change(self) -> asyncio.Future[None]:
+        """Done once something changes at the ring from now on."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
 
     def _notice(self) -> None:
         """Something changed at the ring. Called on any thread."""
-        if self._count and not self._woken and not self._loop.is_closed():
+        changed = self._changed
+        if changed is not None and not self._woken and not changed.get_loop().is_closed():
             self._woken = True
-            self._loop.call_soon_threadsafe(self._wake)
+            changed.get_loop().call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._woken = False
-        changed, self._changed = self._changed, self._loop.create_future()
-        changed.set_result(None)
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            changed.set_result(None)
 
 
 FRAME_WAIT_S = 60.0
@@ -338,24 +333,19 @@ MOST_STREAM_THREADS = 1024
 _MOST_STREAMS_OF_AN_UPLOAD = 16
 
 
-Lease = Callable[..., Awaitable[Upload]]
-"""See :meth:`Waiting.lease`."""
-
-
 class UploadRequests:
     """Handlers over the uploads of a server.
 
     Args:
         node: whose.
-        lease: waits for a slot on the event loop, see :meth:`Waiting.lease`.
 
     Attributes:
-        committed_s: when a snapshot was committed last (monotonic), 0 for never.
+        asked_s: when a slot was asked for, or what was received was committed, last (monotonic), 0 for never.
     """
 
-    def __init__(self, node: Node, lease: Lease) -> None:
-        self.committed_s = 0.0
-        self._node, self._wait_for_slot = node, lease
+    def __init__(self, node: Node) -> None:
+        self.asked_s = 0.0
+        self._node, self._waiting = node, Waiting(node)
         self._streams: Counter[str] = Counter()  # of each upload
         self._stream_threads = ThreadPoolExecutor(MOST_STREAM_THREADS, thread_name_prefix="spot-stream")
         self._threads, self._scratch = Quota(MOST_STREAM_THREADS), Quota(SCRATCH_BYTES)
@@ -364,10 +354,10 @@ class UploadRequests:
         """Where they are asked."""
         return [
             web.post("/v1/runs/{run}/uploads", self.lease),
+            web.post("/v1/runs/{run}/awaited", self.awaited),
             web.post("/v1/runs/{run}/fail", self.fail),
             web.post("/v1/uploads/{upload}/stream", self.stream),
             web.post("/v1/uploads/{upload}/commit", self.commit),
-            web.post("/v1/uploads/{upload}/seal", self.seal),
             web.delete("/v1/uploads/{upload}", self.abort),
         ]
 
@@ -379,21 +369,30 @@ class UploadRequests:
         """Take a slot."""
         near, run = same_host(request), request.match_info["run"]
         body = await json_body(request)
+        self.asked_s = time.monotonic()
         attempt = attempt_of(body)
-        upload = await self._wait_for_slot(
-            request,
+        ask = functools.partial(
+            self._node.lease,
             run,
             attempt,
             integer(body, "nbytes", None, 0, MOST_BYTES),
-            seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             session=text(body, "session") if near else "",
             manifest=manifest(body) if body.get("manifest") is not None else None,
             upload_id=identifier(body, "upload"),
             making=making(body) if near else Making.NOW,
             writer=integer(body, "writer", 0, 0, MOST_WRITERS) if near else 0,
-            committed=text(body, "committed"),
+            committed=committed(body, attempt),
         )
+        upload = await self._waiting.lease(request, run, seconds(body, "wait_s", 0.0, LONGEST_WAIT_S), ask)
         return web.json_response({**leased(self._node, upload), "base": base_info(upload)})
+
+    async def awaited(self, request: web.Request) -> web.Response:
+        """Wait until a snapshot counts, or never will (this host only)."""
+        only_same_host(request)
+        run, body = request.match_info["run"], await json_body(request)
+        wait_s = seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
+        status, why = await self._waiting.awaited(request, run, text(body, "name"), wait_s)
+        return web.json_response({"status": status.value, "why": why})
 
     async def fail(self, request: web.Request) -> web.Response:
         """A writer will never have its shard of a snapshot."""
@@ -444,22 +443,17 @@ class UploadRequests:
             )
 
     async def commit(self, request: web.Request) -> web.Response:
-        """Make it a snapshot."""
-        self.committed_s = time.monotonic()
+        """Make it a snapshot; on this host one that was filled through shared memory."""
         body = await json_body(request, MANIFEST_BODY_BYTES)
-        upload = request.match_info["upload"]
-        done = await asyncio.to_thread(lambda: self._node.commit(upload, manifest(body)))
-        return web.json_response({"checksums": list(done.checksums)})
-
-    async def seal(self, request: web.Request) -> web.Response:
-        """Make a slot a snapshot that was filled through shared memory (this host only)."""
-        only_same_host(request)
-        body = await json_body(request, MANIFEST_BODY_BYTES)
+        upload = self._node.find_upload(request.match_info["upload"])
+        if not same_host(request):
+            self.asked_s = time.monotonic()
+            done = await asyncio.to_thread(lambda: self._node.commit(upload.id, manifest(body)))
+            return web.json_response({"checksums": list(done.checksums)})
         whole = Manifest.from_dict(body.get("manifest"))
         floats = read_floats(body.get("floats", []), whole.nbytes)
         destinations = list(texts(body, "destinations")) if body.get("destinations") is not None else None
         written = read_ranges(body.get("written"), whole.nbytes)
-        upload = self._node.find_upload(request.match_info["upload"])
         followed = body.get("followed") is True
         done = await asyncio.to_thread(
             self._node.seal, upload.id, whole, destinations, floats, written, followed=followed

@@ -25,6 +25,7 @@ from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.host import InProcessHost
+from lightning_spot.run.export import Exporter, import_snapshot
 from lightning_spot.run.sources import HOST, MemorySource, Use
 from tests.support.server import RUN_ID, Bench, named_run
 from tests.support.shards import checkpoint_of, failed_shard, shard_image, shard_manifest, whole_of
@@ -264,6 +265,10 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
                     own = shard_manifest(2, rank)
                     theirs = shard_image(own)[own.files[1].offset : own.files[1].stop]
                     assert bytes(image[span.offset : span.stop]) == theirs
+            with contextlib.closing(Exporter()) as exporter:
+                exporter.export(1, opened)
+                with contextlib.closing(import_snapshot(exporter.address, 1, newest)) as imported:
+                    assert imported.reader().read() == checkpoint_of(2)
     with source.shards() as place:
         for shard in (each for each in source.survey().shards if each.snapshot == newest.name):
             place.read(shard, 0, memoryview(bytearray(shard.nbytes)))

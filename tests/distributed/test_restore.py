@@ -31,7 +31,7 @@ from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol import ownership
 from lightning_spot.run import export, reading
-from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
+from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import StoreSource, Use
@@ -180,7 +180,7 @@ def test_what_is_shared_cannot_be_written_to(run: LocalStore) -> None:
     try:
         assert snapshot.sealed
         with pytest.raises(PermissionError):
-            os.pwrite(snapshot.fd, b"x", 0)
+            os.pwrite(snapshot.fds[0], b"x", 0)
         with snapshot.image() as image:
             assert isinstance(image, memoryview)
             assert image.readonly
@@ -425,14 +425,12 @@ def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"\0lightning-spot-{address.name}")
         silent.listen()
-        with pytest.raises(NotExportedError, match="cannot be reached"):
+        with pytest.raises(NotExportedError, match="does not answer"):
             import_snapshot(address, 1, manifest_of(run))
 
 
 def test_strangers_get_nothing(run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter.export(1, TierError("x"))
-    with pytest.raises(NotExportedError, match="hung up"):
-        import_snapshot(ExporterAddress(exporter.address.host, exporter.address.name, "guessed"), 1, manifest_of(run))
     with monkeypatch.context() as patch:
         patch.setattr(ownership, "is_own_user", lambda _connection: False)
         with pytest.raises(NotExportedError, match="another user"):

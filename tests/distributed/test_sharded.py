@@ -103,7 +103,7 @@ def test_torch_and_we_read_it_bit_for_bit_on_any_number_of_ranks(seed: int, tmp_
     there: Image = memoryview(bytes(image))
     if seed % 2:  # as from a disk, where there is no memory for all of it
         (tmp_path / "image").write_bytes(image)
-        there = ReadImage(SnapshotReader(os.open(tmp_path / "image", os.O_RDONLY), manifest, "here"), len(image))
+        there = ReadImage(SnapshotReader([os.open(tmp_path / "image", os.O_RDONLY)], manifest, "here"), len(image))
     reader = ImageReader(there, manifest)
     assert same(load_all(reader), whole(state))
     others: Shape = dice.choice(((1,), (2,), (4,))) if len(mesh_shape) == 1 else (2, 3)

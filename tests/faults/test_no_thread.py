@@ -77,11 +77,13 @@ def test_a_server_without_a_descriptor_for_one_serves_the_next(tmp_path: Path, n
 
 
 def test_snapshots_are_exported_after_a_descriptor_shortage(tmp_path: Path, no_descriptor: threading.Event) -> None:
-    """The others waited for a minute, and read it themselves."""
+    """One reads it itself; the next one is served."""
     manifest = put(LocalStore(str(tmp_path / "run")), 3)
     with contextlib.closing(Exporter()) as exporter:
         exporter.export(1, TierError("x"))
         no_descriptor.set()
+        with pytest.raises(NotExportedError):
+            import_snapshot(exporter.address, 1, manifest)
         with pytest.raises(TierError, match="x"):
             import_snapshot(exporter.address, 1, manifest)
 
@@ -97,7 +99,7 @@ def test_without_a_descriptor_to_give_ranks_read_for_themselves(
     with contextlib.closing(Exporter()) as exporter, open(Path(store.root) / manifest.data_path, "rb") as file:
         with monkeypatch.context() as patch:
             patch.setattr(export.os, "dup", no_descriptor)
-            exporter.export(1, OpenSnapshot(manifest, "durable", "x", file.fileno()))
+            exporter.export(1, OpenSnapshot(manifest, "durable", "x", [file.fileno()]))
         with pytest.raises(NotExportedError, match="given it up"):
             import_snapshot(exporter.address, 1, manifest)
 

@@ -176,7 +176,7 @@ def test_what_is_damaged_after_it_was_opened_is_not_read(tmp_path: Path) -> None
     manifest = put(store)
     data = tmp_path / manifest.data_path
     with open(data, "r+b") as file:
-        reader = SnapshotReader(file.fileno(), manifest, "durable")
+        reader = SnapshotReader([file.fileno()], manifest, "durable")
         file.write(b"xxxx")
         file.flush()
         with pytest.raises(CorruptSnapshotError):

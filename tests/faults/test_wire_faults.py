@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder, packers
+from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.image import packing
 from lightning_spot.image.parts import checksum
@@ -176,7 +177,7 @@ class Upload:
         self.leased = self.client.call("POST", f"/v1/runs/{RUN}/uploads", request)
 
     def send(self, *parts: OutgoingPart) -> list[str]:
-        stream = self.client.stream(self.leased["upload"])
+        stream = PartStream(self.client, self.leased["upload"])
         try:
             return [digest for _, digest in stream.send(parts)]
         finally:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spot.client.encoding import OutgoingPart
+from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION
@@ -75,7 +76,7 @@ def begin(client: ServerClient, nbytes: int, run: str = "run", **more: Any) -> s
 
 
 def send(client: ServerClient, upload: str, data: bytes) -> None:
-    stream = client.stream(upload)
+    stream = PartStream(client, upload)
     assert len(list(stream.send([OutgoingPart.whole(0, memoryview(data), checksum(data))]))) == 1
     stream.close()
 
@@ -175,7 +176,7 @@ def test_a_part_is_no_larger_than_a_node_accepts() -> None:
         commit(client, 1, b"a base")
         upload = begin(client, nbytes)
         for part_bytes, is_taken in ((nbytes, False), (MOST_PART_BYTES, True)):
-            stream = client.stream(upload)
+            stream = PartStream(client, upload)
             stream._socket.settimeout(30)
             stream._socket.sendall(Frame(PartKind.SAME, 0, part_bytes, 0, NO_DIGEST).pack())
             assert bool(stream._socket.recv(16)) == is_taken
@@ -201,7 +202,7 @@ def test_where_no_memory_is_left_beside_the_slots_parts_go_whole(monkeypatch: py
         open_run(client)
         commit(client, 1, base)
         upload = begin(client, len(new), name=snapshot_name(2, 1), manifest=_of(2, len(new)).to_dict())
-        stream = client.stream(upload)
+        stream = PartStream(client, upload)
         for _ in range(3):  # what was refused has taken nothing
             frame = Frame(PartKind.DELTA, 0, len(new), len(delta), checksum(new))
             stream._socket.sendall(frame.pack() + delta)
@@ -240,11 +241,11 @@ def test_an_upload_has_a_part_of_the_streams(monkeypatch: pytest.MonkeyPatch) ->
         open_run(client)
         greedy, other = begin(client, 4096), begin(client, 4096)
         for _ in range(4):
-            stack.callback(client.stream(greedy).close)
-        stack.callback(client.stream(other).close)
+            stack.callback(PartStream(client, greedy).close)
+        stack.callback(PartStream(client, other).close)
         for upload in (greedy, other):
             with pytest.raises(ServerRefusedError, match="its part", check=TierReason.TOO_MANY_STREAMS.caused):
-                client.stream(upload)
+                PartStream(client, upload)
 
 
 def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,10 +253,10 @@ def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.Mon
     with asked(node_of()) as client, ExitStack() as stack:
         open_run(client)
         for _ in range(4):
-            stack.callback(client.stream(begin(client, 4096)).close)
+            stack.callback(PartStream(client, begin(client, 4096)).close)
         upload = begin(client, 4096)
         with pytest.raises(ServerRefusedError, match="share of the streams", check=TierReason.TOO_MANY_STREAMS.caused):
-            client.stream(upload)
+            PartStream(client, upload)
         address = (client.address.host, client.address.port)
         with socket.create_connection(address, timeout=30, source_address=(ANOTHER, 0)) as other:
             other.sendall(head_of("POST", f"/v1/uploads/{upload}/stream", "Upgrade: spot-parts"))

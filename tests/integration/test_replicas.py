@@ -356,7 +356,7 @@ def _recovered(tmp_path: Path, urls: list[str]) -> tuple[int, bytes, str]:
     assert found.identity.run_id == RUN_ID
 
     def use(snapshot: OpenSnapshot) -> bytes:
-        return os.pread(snapshot.fd, snapshot.manifest.nbytes, 0)
+        return os.pread(snapshot.fds[0], snapshot.manifest.nbytes, 0)
 
     recovered = open_newest(found, use, RetryPolicy(tries=1))
     return recovered[0].manifest.step, recovered[1], recovered[0].tier

@@ -342,7 +342,7 @@ def test_a_file_damaged_between_check_and_use_falls_back(
     """Torch reads through a reader that checks each part as it is read: no SIGBUS, and no other bytes."""
 
     def use(snapshot: OpenSnapshot) -> int:
-        path = Path(os.readlink(f"/proc/self/fd/{snapshot.fd}"))
+        path = Path(os.readlink(f"/proc/self/fd/{snapshot.fds[0]}"))
         if snapshot.manifest.step == 9:
             if what == "cut":
                 os.truncate(path, snapshot.manifest.nbytes // 2)
@@ -354,7 +354,7 @@ def test_a_file_damaged_between_check_and_use_falls_back(
                     file.write(bytes([byte[0] ^ 1]))
             else:
                 fd = os.open(EIO, os.O_RDONLY)
-                os.dup2(fd, snapshot.fd)
+                os.dup2(fd, snapshot.fds[0])
                 os.close(fd)
         with snapshot.reader() as reader:
             try:
@@ -374,7 +374,7 @@ def test_the_reader_gives_the_very_bytes(run: Path) -> None:
         content = (run / snapshot.manifest.data_path).read_bytes()
         small = Manifest.from_dict({**snapshot.manifest.to_dict(), "part_bytes": 1000, "checksums": []})
         small = small.sealed(memoryview(content))
-        with OpenSnapshot(small, "durable", "x", snapshot.fd).reader() as reader:
+        with OpenSnapshot(small, "durable", "x", snapshot.fds).reader() as reader:
             for start, count in ((0, 5), (995, 10), (999, 1), (1000, 1000), (1500, 5000), (len(content) - 3, 10)):
                 reader.seek(start)
                 assert reader.read(count) == content[start : start + count]

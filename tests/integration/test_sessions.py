@@ -26,6 +26,7 @@ import pytest
 from lightning_spot.client import embedded, starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import OutgoingPart
+from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import RunBusyError, ServerUnreachableError, SpotError, TierError
@@ -449,7 +450,7 @@ def _send(client: ServerClient, step: int) -> None:
 
 def _commit(client: ServerClient, upload: str, step: int) -> None:
     image = image_of(step, 1000)
-    stream = client.stream(upload)
+    stream = PartStream(client, upload)
     list(stream.send([OutgoingPart.whole(0, memoryview(image), checksum(image))]))
     stream.close()
     manifest = {**manifest_of(step, 1, 1000).sealed(memoryview(image)).to_dict(), "run_id": ""}

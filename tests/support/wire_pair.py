@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from lightning_spot.client.encoding import OutgoingPart
+from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.server_client import PartStream
 from lightning_spot.image import packing
 from lightning_spot.protocol.wire import PartKind
 from lightning_spot.tiers.local import LocalStore

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client import part_lanes, remote, server_client
+from lightning_spot.client import part_streams, remote, server_client
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import PartEncoder
-from lightning_spot.client.part_lanes import PartLanes
+from lightning_spot.client.part_streams import PartStream, send_parts
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.server_client import PartStream, ServerClient
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SnapshotNotFoundError, SpotError
 from lightning_spot.image.parts import checksum
@@ -137,14 +137,11 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize("ask", [lambda client: client.call("GET", "/v1/runs"), lambda client: client.head("/x")])
-def test_an_unknown_page_at_a_stranger_does_not_mean_no_snapshot(
-    serve: Callable[..., Peer], ask: Callable[[ServerClient], Any]
-) -> None:
+def test_an_unknown_page_at_a_stranger_does_not_mean_no_snapshot(serve: Callable[..., Peer]) -> None:
     # What stands in front of a node that is gone for a moment answers so: a run must not start afresh over it.
     client = ServerClient(serve([b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"]).address)
     with pytest.raises(ServerRefusedError, match=r"answered 404.*right address"):
-        ask(client)
+        client.call("GET", "/v1/runs")
     client.close()
 
 
@@ -157,7 +154,7 @@ def test_nothing_leaks(start_node: StartNode) -> None:
         before = descriptors()
         for _ in range(20):
             with pytest.raises(SnapshotNotFoundError):
-                client.stream("none")
+                PartStream(client, "none")
             with pytest.raises(SpotError):
                 client.call("DELETE", "/v1/files/run/none")
         threads = [threading.Thread(target=client.call, args=("GET", "/healthz")) for _ in range(30)]
@@ -221,7 +218,7 @@ def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
         if answers:
             address = serve([b"H" * 10_000], pause_s=0.01).address
         with pytest.raises(ServerUnreachableError, match="timed out"):
-            PartStream(address, None, "upload")
+            PartStream(ServerClient(address), "upload")
 
 
 def test_a_server_vanishing_during_a_slot_request_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +246,8 @@ def test_a_server_vanishing_while_a_file_is_read_is_probed(monkeypatch: pytest.M
 @pytest.mark.parametrize("sends", [True, False], ids=["while-parts-are-sent", "while-it-is-to-answer"])
 def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.MonkeyPatch, sends: bool) -> None:
     """Its answer was given a minute, and another connection was tried twice. With several hosts, nothing went on."""
-    monkeypatch.setattr(part_lanes, "_SILENT_S", 0.2)
-    monkeypatch.setattr(part_lanes, "PING_S", 0.1)
+    monkeypatch.setattr(part_streams, "_SILENT_S", 0.2)
+    monkeypatch.setattr(part_streams, "PING_S", 0.1)
     image = memoryview(bytes(2**26 if sends else 1000))
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as packing:
         taken = _upgraded_and_left(listener)
@@ -258,7 +255,7 @@ def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.
         encoder = PartEncoder(image, len(image), None, None, packing, None)
         began_s = time.monotonic()
         with pytest.raises(ServerUnreachableError):
-            PartLanes(client, "spot://gone").send("upload", iter([(0, len(image), checksum(image))]), 1, encoder)
+            send_parts(client, "spot://gone", "upload", iter([(0, len(image), checksum(image))]), 1, encoder)
         assert time.monotonic() - began_s < 45.0
         for connection in taken:
             connection.close()

@@ -24,6 +24,7 @@ import pytest
 
 from lightning_spot.client.embedded import Session
 from lightning_spot.client.encoding import OutgoingPart
+from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SpotError
 from lightning_spot.image.delta import Coding, changed_ranges, encode
@@ -137,7 +138,6 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("POST", f"{run}/close", {"session": "", "complete": False}),
         ("POST", f"{run}/settle", {"attempt": 1, "name": name, "lineage": ""}),
         ("GET", f"{run}/snapshots", {}),
-        ("GET", f"{run}/files", {}),
         ("POST", f"{run}/uploads", lease),
         ("POST", f"{run}/uploads", {**lease, "manifest": manifest}),
         ("POST", f"{run}/fail", {"attempt": 1, "manifest": failed}),
@@ -146,7 +146,6 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("DELETE", of, {"untouched": True}),
         ("POST", "/v1/flush", {"run": FUZZED, "wait_s": 0.0}),
         ("GET", f"{files}/{name}/model.ckpt", {}),
-        ("HEAD", f"{files}/last.ckpt", {}),
         ("DELETE", f"{files}/notes-{chance.randrange(5)}", {"unseen": False}),
         ("DELETE", f"{files}/{name}", {}),
     ]
@@ -154,7 +153,7 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         made += [
             ("POST", f"{run}/uploads", {**lease, "session": session, "making": "never", "writer": 1}),
             ("POST", f"{run}/awaited", {"name": name, "wait_s": 0.0}),
-            ("POST", f"{of}/seal", {"manifest": manifest, "floats": [], "written": [[0, 10]], "followed": True}),
+            ("POST", f"{of}/commit", {"manifest": manifest, "floats": [], "written": [[0, 10]], "followed": True}),
         ]
     return [Request(method, path, body, []) for method, path, body in made]
 
@@ -245,7 +244,7 @@ def commit_whole(client: ServerClient, run: str, step: int, data: bytes) -> Mani
     manifest = manifest_of(run, step, data)
     lease = {"attempt": 1, "nbytes": len(data)}
     upload = client.call("POST", f"/v1/runs/{run}/uploads", lease)["upload"]
-    stream = client.stream(upload)
+    stream = PartStream(client, upload)
     assert list(stream.send([OutgoingPart.whole(0, memoryview(data), checksum(data))]))
     stream.close()
     client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
@@ -258,7 +257,7 @@ def commit_in_place(client: ServerClient, channel: Path, run: str, step: int, da
     leased = client.call("POST", f"/v1/runs/{run}/uploads", lease)
     with session.map_slot(leased["slot"], leased["generation"]) as memory:
         memory[: len(data)] = data
-    client.call("POST", f"/v1/uploads/{leased['upload']}/seal", {"manifest": manifest.to_dict()})
+    client.call("POST", f"/v1/uploads/{leased['upload']}/commit", {"manifest": manifest.to_dict()})
     session.close()
     return manifest
 
@@ -460,7 +459,7 @@ def test_no_frame_makes_other_bytes_count(over_tcp: Target, chance: random.Rando
 def _say(client: ServerClient, upload: str, sent: bytes, digest: str) -> str:
     """What becomes of some bytes on a stream of parts."""
     try:
-        stream = client.stream(upload)
+        stream = PartStream(client, upload)
     except SpotError as error:
         return type(error).__name__
     try:

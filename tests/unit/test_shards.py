@@ -19,12 +19,14 @@ from lightning_spot.image.shards import (
     JoinedImage,
     Status,
     assemble,
+    by_snapshot,
     is_evictable,
     part_bytes_for,
     status,
     why_aborted,
 )
 from tests.support.commit_model import Model, search
+from tests.support.shards import failed_shard, sealed_shard
 
 PART = LEAST_PART_BYTES
 NAME = snapshot_name(7, 2)
@@ -80,6 +82,13 @@ def test_what_may_be_evicted(
     order: Order, state: Status, watermark: Order | None, is_durable: bool, expected: bool
 ) -> None:
     assert is_evictable(order, state, watermark, is_durable=is_durable) is expected
+
+
+def test_whoever_sees_a_failure_of_a_writer_knows_it() -> None:
+    """A place may have been told so before another one had the shard: what came first decided, or last."""
+    there, failure = sealed_shard(1, 0), failed_shard(1, 0)
+    for seen in ((there, failure), (failure, there), (there, failure, there)):
+        assert by_snapshot(seen) == {there.snapshot: [failure]}
 
 
 def test_more_registers_never_turn_committed_into_aborted() -> None:

@@ -152,9 +152,9 @@ def test_shared_data_is_read_only_and_data_read_alone_not_copied(
     snapshot = source.open(manifest, use=Use.SHARE)
     until(lambda: not slot.readers, "the slot to be let go")
     assert snapshot.sealed
-    assert os.pread(snapshot.fd, 10_000, 0) == image_of(1, 1000)
+    assert os.pread(snapshot.fds[0], 10_000, 0) == image_of(1, 1000)
     with pytest.raises(PermissionError):
-        os.pwrite(snapshot.fd, b"x", 0)
+        os.pwrite(snapshot.fds[0], b"x", 0)
     snapshot.close()
     alone = source.open(manifest, use=Use.LOAD)  # a single process has the slot pinned for as long as it reads
     assert not alone.sealed

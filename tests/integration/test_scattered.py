@@ -21,8 +21,8 @@ from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.identity import Identity
 from lightning_spot.run.location import Location
-from lightning_spot.run.sources import StoreSource, Union
-from lightning_spot.run.survey import Survey, union
+from lightning_spot.run.sources import ScatteredSource, StoreSource
+from lightning_spot.run.survey import Survey, scattered
 from tests.support.server import MIB, RUN_ID, Bench, served
 from tests.support.shards import PART, checkpoint_of, failed_shard, sealed_shard, shard_image, whole_of
 
@@ -49,8 +49,8 @@ class Servers:
         return manifest
 
     @property
-    def union(self) -> Union:
-        return Union((source, shard) for source in self.sources for shard in source.survey().shards)
+    def scattered(self) -> ScatteredSource:
+        return ScatteredSource((source, shard) for source in self.sources for shard in source.survey().shards)
 
     def damage(self, number: int, step: int, writer: int) -> None:
         """Change a byte of a shard in the memory of a server."""
@@ -68,16 +68,16 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 def test_shards_of_several_servers_are_one_snapshot(servers: Servers) -> None:
     for writer, at in ((0, 0), (1, 1)):
         servers.put(1, writer, at)
-    assert servers.union.survey().manifests == []
+    assert servers.scattered.survey().manifests == []
     servers.put(1, 2, 2)
-    (manifest,) = servers.union.survey().manifests
+    (manifest,) = servers.scattered.survey().manifests
     assert manifest == whole_of(1, 3)
     moved: list[int] = []
-    with closing(servers.union.open(manifest, moved.append)) as opened:
+    with closing(servers.scattered.open(manifest, moved.append)) as opened:
         assert opened.reader().read() == checkpoint_of(1, 3)
     assert sum(moved) == manifest.nbytes
     answers = [(source, source.survey()) for source in servers.sources]
-    assert [holdings.manifests for _, holdings in union(answers)] == [[manifest]]
+    assert [holdings.manifests for _, holdings in scattered(answers)] == [[manifest]]
 
 
 def test_a_rank_of_another_host_reads_shards_of_several_servers(
@@ -91,7 +91,7 @@ def test_a_rank_of_another_host_reads_shards_of_several_servers(
     ranks, location = cast(Agreement, here), Location.of(str(tmp_path / "run"))
     opening = SharedOpening(ranks, location)
     found = Survey(
-        location, Identity(run_id=RUN_ID), None, None, answers=union([(s, s.survey()) for s in servers.sources])
+        location, Identity(run_id=RUN_ID), None, None, answers=scattered([(s, s.survey()) for s in servers.sources])
     )
     ((manifest, source),) = Restore(ranks, opening, lambda _: None).announced(found).candidates
     with closing(source.open(manifest)):
@@ -103,7 +103,7 @@ def test_a_rank_of_another_host_reads_shards_of_several_servers(
 def test_what_is_whole_at_one_server_is_read_there(servers: Servers) -> None:
     for writer in range(3):
         servers.put(1, writer, 1, *([2] if writer else []))
-    assert servers.union.survey().manifests == []
+    assert servers.scattered.survey().manifests == []
     (manifest,) = servers.sources[1].survey().manifests
     assert manifest == whole_of(1, 3)
     with closing(servers.sources[1].open(manifest)) as opened:
@@ -118,10 +118,10 @@ def test_a_part_is_read_from_another_server_if_one_fails(servers: Servers) -> No
     servers.put(1, 0, 0)
     servers.put(1, 1, 0, 1)
     servers.put(1, 2, 1, 2)
-    (manifest,) = servers.union.survey().manifests
+    (manifest,) = servers.scattered.survey().manifests
     servers.damage(0, 1, 1)
     servers.benches[2].node.remove(f"run@{RUN_ID}", snapshot_name(1, 1))
-    found = servers.union
+    found = servers.scattered
     with closing(found.open(manifest)) as opened:
         assert opened.reader().read() == checkpoint_of(1, 3)
     servers.damage(1, 1, 1)
@@ -132,15 +132,15 @@ def test_a_part_is_read_from_another_server_if_one_fails(servers: Servers) -> No
 def test_a_snapshot_of_which_a_rank_failed_is_none(servers: Servers) -> None:
     for writer, at in ((0, 0), (1, 1), (2, 2)):
         servers.put(1, writer, at)
-    (manifest,) = servers.union.survey().manifests
+    (manifest,) = servers.scattered.survey().manifests
     servers.stores[0].fail(failed_shard(1, 2, 3))  # another server was asked before it had the shard
-    assert servers.union.survey().manifests == []
+    assert servers.scattered.survey().manifests == []
     servers.put(2, 0, 0)
     servers.stores[1].fail(failed_shard(2, 1, 3))
     servers.put(2, 2, 2)
-    assert servers.union.survey().manifests == []
+    assert servers.scattered.survey().manifests == []
     with pytest.raises(SnapshotNotFoundError):
-        servers.union.open(replace(manifest, name=snapshot_name(2, 1)))
+        servers.scattered.open(replace(manifest, name=snapshot_name(2, 1)))
     listed = [item.manifest for item in servers.stores[1].listing() if item.manifest.shard is not None]
     assert any(each.shard is not None and each.shard.failed for each in listed)
 
