@@ -128,7 +128,6 @@ class CopyJob:
         self._lock = threading.Lock()
         self._handed_over = threading.Event()
         self._cuda: CudaCopy | None = None
-        self._before: CopyJob | None = None
         self._is_ordered = True
         self._order_s = NEVER
         self._is_settled = False
@@ -179,15 +178,11 @@ class CopyJob:
         try:
             self._wait_cpu()
         finally:  # also after an error: the slot is given back then, and nothing may come to it later
-            for job in (self._before, self):
-                if job is not None and job._cuda is not None:
-                    job._cuda.wait()
+            if self._cuda is not None:
+                self._cuda.wait()
         self.settle()
         self._check()
         self.pieces = []
-        if self._before is not None:
-            self._before.pieces = []
-            self._before = None
 
     def fail(self, error: Exception) -> None:
         """Nobody may use what was copied, or is yet: the calling thread trains on, and did not wait for it."""
@@ -198,14 +193,6 @@ class CopyJob:
                 if task.taken_by == here:  # the background ends what this thread was at
                     task.taken_by = None
         self._woken()
-
-    def follow(self, first: CopyJob) -> None:
-        """Have :meth:`wait` wait, too, for what another job has ordered on GPUs: its :meth:`wait_cpu` does not.
-
-        Its storages are kept alive until then. One that only the snapshot had may be of another stream than the one
-        that waits for the copy (:meth:`Copier.fence`): its memory would be used again too early.
-        """
-        self._before = first
 
     def settle(self) -> None:
         """Compare the version counters for the last time: from now on the tensors may change.

@@ -166,16 +166,6 @@ def test_storages_are_copied_one_by_one_if_torch_cannot_batch(
     job.wait()
 
 
-def test_a_later_job_is_not_kept_by_one_that_is_held(desk: Desk, copier: Copier) -> None:
-    first = copier.start(desk.pieces[:1], desk.view, schedule=Fixed([(4, 0.0, [Span(0, 0, 3000)])], 1e9))
-    second = copier.start(desk.pieces[2:3], desk.view)
-    second.wait()
-    assert desk.copied(2)
-    assert desk.untouched(0)
-    first.wait_cpu()
-    assert desk.copied(0)
-
-
 def test_closing_copies_what_is_held(desk: Desk) -> None:
     copier = Copier()
     copier.start(desk.pieces, desk.view, schedule=Fixed(IN_TURN, limit_s=1e9))
