@@ -38,7 +38,7 @@ from lightning_spot.image.ranges import Floats, Ranges, in_order
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.say import say
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, CopyJob, watch
+from lightning_spot.staging.copier import Copier, CopyJob, Watches
 from lightning_spot.staging.schedule import Schedule
 
 CHECK_BYTES = 64 * 1024 * 1024
@@ -453,7 +453,7 @@ class Copying:
             view.map[offset : offset + len(data)] = data
         copied.wait_cpu()
         self.copier.fence()  # before what may take longer: a GPU's training would wait for that too
-        watches = watch(itertools.chain.from_iterable(map(owned.__getitem__, watched)))
+        watches = Watches(itertools.chain.from_iterable(map(owned.__getitem__, watched)))
         job = self.copier.start(later, view, watches, self._schedule)
         plan.pieces = ()  # no storage is kept alive longer than its copy takes
         return copied, job

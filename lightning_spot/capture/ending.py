@@ -27,7 +27,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.survey import ask_all
 from lightning_spot.say import say
-from lightning_spot.staging.copier import Watches, watch
+from lightning_spot.staging.copier import Watches
 from lightning_spot.tiers.fences import Owner, Standing
 from lightning_spot.tiers.store import Holdings, on_behalf, retain
 
@@ -325,7 +325,7 @@ class LastState:
     def of(cls, content: Any, manifest: Manifest) -> LastState:
         """Keep a state."""
         whole = content if isinstance(content, dict) else None
-        return cls(whole, manifest, watch(tensors_in(whole)), Glances(tensors_in(whole)))
+        return cls(whole, manifest, Watches(tensors_in(whole)), Glances(tensors_in(whole)))
 
     @property
     def can_be_written(self) -> bool:

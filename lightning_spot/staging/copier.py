@@ -72,29 +72,20 @@ class Watches:
     """Tensors that must not change until they are copied; on any device, and kept alive meanwhile.
 
     Args:
-        tensors: the tensors.
-        versions: their version counters when the copy was ordered.
+        tensors: the tensors, as they are when the copy is ordered. Those of inference have no version counters and are
+            left out: nothing tracks them.
     """
 
     __slots__ = ("_tensors", "_versions")
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = (), versions: Sequence[int] = ()) -> None:
-        self._tensors = list(tensors)
-        self._versions = list(versions)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
 
     def changed(self) -> list[torch.Tensor]:
         """Those that were written to since."""
         pairs = zip(self._tensors, self._versions, strict=True)
         return [tensor for tensor, version in pairs if tensor._version != version]
-
-
-def watch(tensors: Iterable[torch.Tensor]) -> Watches:
-    """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
-    watched = [tensor for tensor in tensors if not tensor.is_inference()]
-    return Watches(watched, [tensor._version for tensor in watched])
 
 
 class CopyJob:
@@ -361,7 +352,7 @@ class Copier:
         Args:
             pieces: storages and their places.
             slot: where to.
-            watches: tensors to compare before and after, see :func:`watch`.
+            watches: tensors to compare before and after.
             schedule: when each of them goes; ``None`` for at once.
         """
         timetable = None
