@@ -38,7 +38,7 @@ from lightning_spot.image.ranges import Floats, Ranges, in_order
 from lightning_spot.memory.host import Host, Lease
 from lightning_spot.say import say
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, CopyJob, watch
+from lightning_spot.staging.copier import Copier, CopyJob, Watches
 from lightning_spot.staging.schedule import Schedule
 
 CHECK_BYTES = 64 * 1024 * 1024
@@ -357,6 +357,8 @@ class Pending:
     Attributes:
         manifest: what it will be.
         lease: its slot.
+        first: copies that were ordered before it was begun. What of them comes from a GPU is waited for as well: its
+            storages may be those of the snapshot only, and of another stream, so that they are kept alive until then.
         job: copies that may go on until the next optimizer step.
         done: becomes the manifest when committed, or the error.
         destinations: tiers below, if not the run's.
@@ -370,6 +372,7 @@ class Pending:
 
     manifest: Manifest
     lease: Lease
+    first: CopyJob
     job: CopyJob
     done: Future[Manifest]
     destinations: list[str] | None
@@ -439,8 +442,8 @@ class Copying:
             say_past_counts(plan.past_counts)
         return plan
 
-    def start(self, plan: CopyPlan, view: SlotView, owned: Owners) -> CopyJob:
-        """Copy now what forward may change, and let the optimizer's own follow until its next step."""
+    def start(self, plan: CopyPlan, view: SlotView, owned: Owners) -> tuple[CopyJob, CopyJob]:
+        """Copy now what forward may change, and let the optimizer's own follow until its next step; both copies."""
         following = owned.keys() - self._unsteady - plan.at_once
         first = [piece for piece in plan.pieces if piece.storage.data_ptr() not in following]
         later = [piece for piece in plan.pieces if piece.storage.data_ptr() in following]
@@ -450,11 +453,10 @@ class Copying:
             view.map[offset : offset + len(data)] = data
         copied.wait_cpu()
         self.copier.fence()  # before what may take longer: a GPU's training would wait for that too
-        watches = watch(itertools.chain.from_iterable(map(owned.__getitem__, watched)))
+        watches = Watches(itertools.chain.from_iterable(map(owned.__getitem__, watched)))
         job = self.copier.start(later, view, watches, self._schedule)
-        job.follow(copied)  # there may be nothing more to copy from its GPUs
         plan.pieces = ()  # no storage is kept alive longer than its copy takes
-        return job
+        return copied, job
 
     def copied(self, pending: Pending) -> None:
         """Return when the tensors of a snapshot may change."""
@@ -485,7 +487,10 @@ class Copying:
             SnapshotFailedError: if that is not what the tensors were.
         """
         found = self.unchanged.written_past_counts(pending.plan, pending.view)
-        pending.job.wait()
+        try:
+            pending.first.wait()
+        finally:
+            pending.job.wait()
         if (torn := pending.torn(found)) is not None:
             if not pending.job.moved:
                 say_past_counts(found)

@@ -27,7 +27,7 @@ from lightning_spot.memory.runs import RunInfo
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.survey import ask_all
 from lightning_spot.say import say
-from lightning_spot.staging.copier import Watches, watch
+from lightning_spot.staging.copier import Watches
 from lightning_spot.tiers.fences import Owner, Standing
 from lightning_spot.tiers.store import Holdings, on_behalf, retain
 
@@ -325,7 +325,7 @@ class LastState:
     def of(cls, content: Any, manifest: Manifest) -> LastState:
         """Keep a state."""
         whole = content if isinstance(content, dict) else None
-        return cls(whole, manifest, watch(tensors_in(whole)), Glances(tensors_in(whole)))
+        return cls(whole, manifest, Watches(tensors_in(whole)), Glances(tensors_in(whole)))
 
     @property
     def can_be_written(self) -> bool:
@@ -371,7 +371,7 @@ class Ending:
         self._url = url
         self._info = info
         self._last = last
-        self._untrained = untrained
+        self._untrained, self._has_left = untrained, False
         self.where = _IN_MEMORY
         self.uploaded_bytes = 0
         self._durable = f"durable in {url}"
@@ -409,12 +409,11 @@ class Ending:
         Args:
             complete: whether nobody needs it any more.
         """
-        if self._writer.link.is_closed:
-            return
         # What another thread is asking now breaks off: that is no loss, and no reason to start a new server.
         self._writer.link.close()
-        if (host := self._writer.host) is not None:
+        if not self._has_left and (host := self._writer.host) is not None:
             leave(host, complete=complete)
+            self._has_left = True
 
     def _where_newest_is(self, deadline_s: float) -> str:
         """Where what was committed last is, now that nothing is owed any more. If it is lost, a warning says why.

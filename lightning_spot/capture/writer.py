@@ -324,11 +324,12 @@ class SnapshotWriter:
             counted = self.layouter.counted(owned, kept)
             plan = self._copying.plan(layout, lease, view, counted, trusts=not manifest.complete)
             self.copied_bytes += plan.nbytes
-            job = self._copying.start(plan, view, owned)
+            first, job = self._copying.start(plan, view, owned)
             floats = floats_of(layout, owned) if self._approximates else ()
             pending = Pending(
                 manifest=laid.manifest,
                 lease=lease,
+                first=first,
                 job=job,
                 done=done,
                 destinations=destinations,

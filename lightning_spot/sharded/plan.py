@@ -257,7 +257,7 @@ class Planner:
         self._world_size = world_size
         self._items = Items()
         self._paths: tuple[Path, ...] = ()
-        self._seen: list[_Seen | None] = []
+        self._seen: list[tuple[Any, Any] | None] = []
         self._plan: Plan | None = None
         self._is_tensor: list[bool] = []
         self._is_value: list[bool] = []
@@ -365,22 +365,12 @@ class Planner:
         return self._boxes[key]
 
 
-class _Seen(NamedTuple):
-    """What is known of a tensor that was planned.
+def _seen(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """What is known of a tensor that was planned: its :func:`spec_of`, and its :func:`_form_of`.
 
     (Not the tensor: ``module.cpu()`` fails for a ``DTensor`` to which there is a weak reference.)
-
-    Attributes:
-        spec: of a ``DTensor``, see :func:`~lightning_spot.sharded.dtensors.spec_of`.
-        form: see :func:`_form_of`.
     """
-
-    spec: Any
-    form: Any
-
-
-def _seen(tensor: torch.Tensor) -> _Seen:
-    return _Seen(spec_of(tensor), _form_of(tensor))
+    return spec_of(tensor), _form_of(tensor)
 
 
 def _kind_without_elements(tensor: torch.Tensor) -> str:

@@ -72,29 +72,20 @@ class Watches:
     """Tensors that must not change until they are copied; on any device, and kept alive meanwhile.
 
     Args:
-        tensors: the tensors.
-        versions: their version counters when the copy was ordered.
+        tensors: the tensors, as they are when the copy is ordered. Those of inference have no version counters and are
+            left out: nothing tracks them.
     """
 
     __slots__ = ("_tensors", "_versions")
 
-    def __init__(self, tensors: Sequence[torch.Tensor] = (), versions: Sequence[int] = ()) -> None:
-        self._tensors = list(tensors)
-        self._versions = list(versions)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
 
     def changed(self) -> list[torch.Tensor]:
         """Those that were written to since."""
         pairs = zip(self._tensors, self._versions, strict=True)
         return [tensor for tensor, version in pairs if tensor._version != version]
-
-
-def watch(tensors: Iterable[torch.Tensor]) -> Watches:
-    """Note the version counters of ``tensors``. Inference tensors have none and are left out: nothing tracks them."""
-    watched = [tensor for tensor in tensors if not tensor.is_inference()]
-    return Watches(watched, [tensor._version for tensor in watched])
 
 
 class CopyJob:
@@ -128,7 +119,6 @@ class CopyJob:
         self._lock = threading.Lock()
         self._handed_over = threading.Event()
         self._cuda: CudaCopy | None = None
-        self._before: CopyJob | None = None
         self._is_ordered = True
         self._order_s = NEVER
         self._is_settled = False
@@ -179,15 +169,11 @@ class CopyJob:
         try:
             self._wait_cpu()
         finally:  # also after an error: the slot is given back then, and nothing may come to it later
-            for job in (self._before, self):
-                if job is not None and job._cuda is not None:
-                    job._cuda.wait()
+            if self._cuda is not None:
+                self._cuda.wait()
         self.settle()
         self._check()
         self.pieces = []
-        if self._before is not None:
-            self._before.pieces = []
-            self._before = None
 
     def fail(self, error: Exception) -> None:
         """Nobody may use what was copied, or is yet: the calling thread trains on, and did not wait for it."""
@@ -198,14 +184,6 @@ class CopyJob:
                 if task.taken_by == here:  # the background ends what this thread was at
                     task.taken_by = None
         self._woken()
-
-    def follow(self, first: CopyJob) -> None:
-        """Have :meth:`wait` wait, too, for what another job has ordered on GPUs: its :meth:`wait_cpu` does not.
-
-        Its storages are kept alive until then. One that only the snapshot had may be of another stream than the one
-        that waits for the copy (:meth:`Copier.fence`): its memory would be used again too early.
-        """
-        self._before = first
 
     def settle(self) -> None:
         """Compare the version counters for the last time: from now on the tensors may change.
@@ -374,7 +352,7 @@ class Copier:
         Args:
             pieces: storages and their places.
             slot: where to.
-            watches: tensors to compare before and after, see :func:`watch`.
+            watches: tensors to compare before and after.
             schedule: when each of them goes; ``None`` for at once.
         """
         timetable = None

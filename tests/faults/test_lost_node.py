@@ -385,11 +385,7 @@ def test_what_a_memory_node_lost_that_was_started_anew_is_named(
         fence=None,
         host=None,
         link=SimpleNamespace(
-            losses=0,
-            is_closed=False,
-            wait=lambda _wait_s: None,
-            close=lambda: None,
-            ask=lambda _question, default: default,
+            losses=0, wait=lambda _wait_s: None, close=lambda: None, ask=lambda _question, default: default
         ),
         settle=lambda _wait_s: None,
     )

@@ -17,7 +17,7 @@ from lightning_spot.exact.compare import differences
 from lightning_spot.image.layout import lay_out
 from lightning_spot.staging import device, schedule
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, watch
+from lightning_spot.staging.copier import Copier, Watches
 from lightning_spot.staging.device import Cuda
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
@@ -35,7 +35,7 @@ def test_copies_are_ordered_before_later_writes() -> None:
     memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
     copier, view = Copier(), SlotView(memory.map)
     copier.pin(view, 0)
-    job = copier.start(layout.pieces, view, watch(tensors))
+    job = copier.start(layout.pieces, view, Watches(tensors))
     copier.fence()
     job.settle()
     for tensor in tensors:
@@ -54,7 +54,7 @@ def test_a_write_before_the_fence_is_seen() -> None:
     layout = lay_out({"w": tensor})
     memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
     copier, view = Copier(), SlotView(memory.map)
-    job = copier.start(layout.pieces, view, watch([tensor]))
+    job = copier.start(layout.pieces, view, Watches([tensor]))
     tensor.add_(1)
     copier.fence()
     job.settle()
@@ -73,7 +73,7 @@ def test_a_slot_is_unpinned_before_it_is_unmapped() -> None:
         view = SlotView(memory.map)
         copier.pin(view, 0)
         assert view.tensor.is_pinned()
-        copier.start(layout.pieces, view, watch([tensor])).wait()
+        copier.start(layout.pieces, view, Watches([tensor])).wait()
         (piece,) = layout.pieces
         copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
         assert torch.equal(copied, tensor.cpu())
@@ -94,7 +94,7 @@ def test_a_slot_that_is_unmapped_but_still_pinned_is_harmless() -> None:
         memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
         view = SlotView(memory.map)
         Copier().pin(view, 0)  # one that is never told to let it go
-        copier.start(layout.pieces, view, watch([tensor])).wait()
+        copier.start(layout.pieces, view, Watches([tensor])).wait()
         (piece,) = layout.pieces
         copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
         assert torch.equal(copied, tensor.cpu())
@@ -112,7 +112,7 @@ def test_memory_that_cannot_be_page_locked_is_copied_anyway(caplog: pytest.LogCa
     locked = Cuda()
     assert locked.pin(view.tensor[4096:8192], 0) == 0
     device._locked.clear()  # nothing knows of it: the whole can't be
-    copier.start(layout.pieces, view, watch([tensor])).wait()
+    copier.start(layout.pieces, view, Watches([tensor])).wait()
     assert "could not be page-locked" in caplog.text
     assert (tensor + 1).sum().item() == (1 << 20) * ((1 << 20) + 1) // 2  # torch would raise it here
     (piece,) = layout.pieces
@@ -142,7 +142,7 @@ def test_the_rest_passes_the_buffer_and_takes_no_more_memory(buffer_bytes: int, 
     before = torch.cuda.memory_allocated()
     for turn in range(3):
         torch.cuda.reset_peak_memory_stats()
-        job = copier.start(layout.pieces, view, watch(tensors), Schedule("eager"))
+        job = copier.start(layout.pieces, view, Watches(tensors), Schedule("eager"))
         job.wait_cpu()
         copier.fence()
         job.settle()
@@ -165,7 +165,7 @@ def test_a_graph_that_is_recorded_gets_nothing_of_ours() -> None:
     layout = lay_out({"w": tensor})
     memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
     copier, view = Copier(buffer_bytes=1 << 20), SlotView(memory.map)
-    job = copier.start(layout.pieces, view, watch([tensor]), Schedule("eager"))
+    job = copier.start(layout.pieces, view, Watches([tensor]), Schedule("eager"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         with pytest.raises(SpotError, match="CUDA graph"):
@@ -174,7 +174,7 @@ def test_a_graph_that_is_recorded_gets_nothing_of_ours() -> None:
         tensor.add_(more)
     with pytest.raises(SpotError, match="CUDA graph"):
         job.wait()
-    job = copier.start(layout.pieces, view, watch([tensor]), Schedule("eager"))
+    job = copier.start(layout.pieces, view, Watches([tensor]), Schedule("eager"))
     graph.replay()
     job.wait()
     (piece,) = layout.pieces

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_spot.image.layout import Layout, lay_out
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import watch
+from lightning_spot.staging.copier import Watches
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.partitions import BESIDE, Mode
 from lightning_spot.staging.schedule import GradientWatch, Schedule
@@ -57,7 +57,7 @@ def test_many_small_tensors(desk: Desk, count: int, buffer_bytes: int) -> None:
         torch.cuda._sleep(SOON)  # type: ignore[no-untyped-call] # a training that is behind its host
         busy.record()
         began_s = time.perf_counter()
-        job = copier.start(layout.pieces, view, watch(tensors), Schedule("eager"))
+        job = copier.start(layout.pieces, view, Watches(tensors), Schedule("eager"))
         job.wait_cpu()
         copier.fence()
         job.settle()
@@ -122,7 +122,7 @@ def test_a_large_state_in_every_mode(
     for _ in range(3):
         gradients.keep(schedule.watched)
         truth = [tensor.detach().clone() for tensor in tensors]
-        job = copier.start(layout.pieces, view, watch(tensors), schedule)
+        job = copier.start(layout.pieces, view, Watches(tensors), schedule)
         schedule.iteration_begins()
         forward_and_backward()
         job.wait_cpu()

@@ -14,7 +14,7 @@ from lightning_spot.fit import snapshotter
 from lightning_spot.image.pieces import Piece
 from lightning_spot.staging import cuda, device
 from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, watch
+from lightning_spot.staging.copier import Copier, Watches
 from lightning_spot.staging.partitions import Partition, Span
 from lightning_spot.staging.schedule import Schedule, Timetable
 from tests.support.fake_device import FakeDevice, StreamOfEachThread
@@ -53,7 +53,7 @@ def test_a_copy_comes_after_the_step_whoever_orders_it(view: SlotView, copiers: 
     pieces = [Piece(tensor.untyped_storage(), 0, NBYTES)]
     for step in (1, 2, 3):
         device.do(lambda step=step: tensor.fill_(step))
-        job = copier.start(pieces, view, watch([tensor]), schedule=Late())
+        job = copier.start(pieces, view, Watches([tensor]), schedule=Late())
         on_another_thread(lambda job=job: job.release(1))  # held copies, which a gradient's hook orders
         job.wait_cpu()
         copier.fence()
@@ -83,7 +83,7 @@ def test_what_is_saved_is_kept_until_it_is_copied(view: SlotView, copiers: list[
     first = copier.start([Piece(tensor.untyped_storage(), 0, 64)], view)
     first.wait_cpu()
     copier.fence()
-    job = copier.start([Piece(owned.untyped_storage(), 64, 64)], view, watch([owned]))
+    job = copier.start([Piece(owned.untyped_storage(), 64, 64)], view, Watches([owned]))
     job.follow(first)
     assert first.pieces
     job.wait()
@@ -106,7 +106,7 @@ def test_many_small_ones_are_written_together(
     copiers.append(copier := Copier(buffer_bytes=buffer_bytes, device=device))
     view = SlotView(mmap.mmap(-1, 2**18))
     pieces = [Piece(tensor.untyped_storage(), 4096 * place, tensor.numel()) for place, tensor in enumerate(tensors)]
-    job = copier.start(pieces, view, watch(tensors), Schedule("eager"))
+    job = copier.start(pieces, view, Watches(tensors), Schedule("eager"))
     job.wait_cpu()
     copier.fence()
     job.settle()
@@ -127,7 +127,7 @@ def test_what_is_held_goes_when_its_time_is_up(view: SlotView, buffer_bytes: int
     device.own([tensor])
     copier = Copier(buffer_bytes=buffer_bytes, device=device, clock=lambda: now[0])
     pieces = [Piece(tensor.untyped_storage(), 0, NBYTES)]
-    job = copier.start(pieces, view, watch([tensor]), Late() if held else Schedule("eager"))
+    job = copier.start(pieces, view, Watches([tensor]), Late() if held else Schedule("eager"))
     latest_s = 1e9 if held else 1.0
     now[0] = latest_s - 0.01
     copier._notify()
@@ -161,7 +161,7 @@ def test_a_step_that_is_recorded_waits_for_the_copies_itself(view: SlotView, cop
     device = FakeDevice()
     device.own([tensor])
     copiers.append(copier := Copier(device=device))
-    job = copier.start([Piece(tensor.untyped_storage(), 0, NBYTES)], view, watch([tensor]), Schedule("eager"))
+    job = copier.start([Piece(tensor.untyped_storage(), 0, NBYTES)], view, Watches([tensor]), Schedule("eager"))
     device.capturing = True
     job.wait_cpu()
     copier.fence()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import mmap
 import os
 import threading
 import time
@@ -15,29 +13,20 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-import torch
 
 from lightning_spot import threads
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.writer import Background
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError
-from lightning_spot.image.coming import Sealing
 from lightning_spot.memory.host import Host
 from lightning_spot.memory.node import Node
 from lightning_spot.service.program import DescriptorChannel
-from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging import copier as copier_module
-from lightning_spot.staging import slot as slot_module
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.slot import SlotMemory
 from lightning_spot.threads import processors, work_together
 from lightning_spot.tiers.local import LocalStore
-from tests.support.copies import Desk, Fixed
 from tests.support.oracle import image_of, run_info
 from tests.support.oracle import manifest_of as sealed_as
 from tests.support.ranks import Desk as WriterDesk
-from tests.support.server import MIB, manifest_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G27")
@@ -49,15 +38,13 @@ def only_one(monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, []
 
     def limited(thread: threading.Thread) -> None:
-        if thread.name.startswith(("spot-copy", "spot-map", "spot-seal", "spot-slots")):
+        if thread.name.startswith(("spot-copy", "spot-slots")):
             if started or thread.name == "spot-slots":
                 raise RuntimeError("can't start new thread")
             started.append(thread)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    for module in (copier_module, slot_module):
-        monkeypatch.setattr(module, "processors", lambda: 4)
 
 
 @pytest.mark.parametrize(
@@ -153,29 +140,6 @@ def test_requests_are_made_in_turn_if_no_thread_can_start(only_one: None) -> Non
     asked: list[int] = []
     threads.all_at_once([functools.partial(asked.append, number) for number in range(5)], "spot-slots")
     assert asked == [0, 1, 2, 3, 4]
-
-
-def test_tensors_are_copied_while_training_stands_still(only_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
-    desk, copier = Desk(), Copier(threads=0)
-    copier.start(desk.pieces, desk.view, schedule=Fixed.still()).wait_cpu()
-    assert all(map(desk.copied, range(4)))
-    copier.close()
-
-
-def test_a_slot_is_made(only_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_module, "_AT_ONCE_BYTES", mmap.PAGESIZE)
-    memory = SlotMemory.create(MIB, None)
-    assert memory.map[-1] == 0
-    memory.close()
-
-
-def test_a_snapshot_is_sealed(only_one: None) -> None:
-    file = io.BytesIO()
-    torch.save([torch.ones(1000) for _ in range(50)], file)
-    image = memoryview(bytearray(file.getvalue()))
-    sealed = Sealing(manifest_of(1, nbytes=len(image)), image).run(4)
-    sealed.verify(image, "here")
 
 
 def test_a_slot_not_made_during_training_is_made_when_needed(only_one: None, tmp_path: Path) -> None:

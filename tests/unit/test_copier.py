@@ -15,7 +15,7 @@ from lightning_spot.staging import batch as batch_module
 from lightning_spot.staging import copier as copier_module
 from lightning_spot.staging import cuda
 from lightning_spot.staging.batch import Batch, SlotView
-from lightning_spot.staging.copier import Copier, watch
+from lightning_spot.staging.copier import Copier, Watches
 from lightning_spot.staging.cuda import CudaCopier
 from lightning_spot.staging.device import DeviceClock
 from lightning_spot.staging.partitions import Span
@@ -43,7 +43,7 @@ IN_TURN = [(0, 0.0, [Span(3, 0, 700)]), (2, 0.0, [Span(0, 0, 3000), Span(1, 0, 1
 
 def test_partitions_go_when_their_place_is_reached(desk: Desk, copier: Copier) -> None:
     schedule = Fixed(IN_TURN, limit_s=100.0)
-    job = copier.start(desk.pieces, desk.view, watch(desk.tensors), schedule)
+    job = copier.start(desk.pieces, desk.view, Watches(desk.tensors), schedule)
     assert schedule.jobs == [job]
     until(lambda: desk.copied(3), "what goes at once")
     job.release(1)
@@ -73,7 +73,7 @@ def test_nothing_is_held_longer_than_an_iteration_takes(desk: Desk, copier: Copi
 
 
 def test_who_needs_the_tensors_copies_what_is_held(desk: Desk, copier: Copier) -> None:
-    job = copier.start(desk.pieces, desk.view, watch(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
+    job = copier.start(desk.pieces, desk.view, Watches(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
     job.wait_cpu()
     assert all(map(desk.copied, range(4)))
     job.settle()
@@ -84,7 +84,7 @@ def test_who_needs_the_tensors_copies_what_is_held(desk: Desk, copier: Copier) -
 
 
 def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> None:
-    job = copier.start(desk.pieces, desk.view, watch(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
+    job = copier.start(desk.pieces, desk.view, Watches(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
     desk.tensors[2].add_(1)
     job.wait_cpu()
     job.wait()
@@ -161,19 +161,9 @@ def test_storages_are_copied_one_by_one_if_torch_cannot_batch(
 ) -> None:
     monkeypatch.delattr(torch, "_foreach_copy_")
     monkeypatch.setattr(batch_module, "_SMALL_BYTES", 0)
-    job = copier.start(desk.pieces, desk.view, watch(desk.tensors))
+    job = copier.start(desk.pieces, desk.view, Watches(desk.tensors))
     until(lambda: all(map(desk.copied, range(4))), "copies in the background")
     job.wait()
-
-
-def test_a_later_job_is_not_kept_by_one_that_is_held(desk: Desk, copier: Copier) -> None:
-    first = copier.start(desk.pieces[:1], desk.view, schedule=Fixed([(4, 0.0, [Span(0, 0, 3000)])], 1e9))
-    second = copier.start(desk.pieces[2:3], desk.view)
-    second.wait()
-    assert desk.copied(2)
-    assert desk.untouched(0)
-    first.wait_cpu()
-    assert desk.copied(0)
 
 
 def test_closing_copies_what_is_held(desk: Desk) -> None:

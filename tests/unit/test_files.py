@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_spot.errors import CorruptSnapshotError
-from lightning_spot.image.coming import Sealing
 from lightning_spot.image.files import FileSpan, cut, pieces
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.untrusted import sealed_json
@@ -120,13 +119,3 @@ def test_an_image_is_cut_into_its_files_whatever_the_parts(
 def _cut_all(made: Manifest, image: bytearray) -> None:
     for _file, data in cut(made.files, [memoryview(image)]):
         list(data)
-
-
-def test_an_image_of_several_files_is_sealed_as_it_is() -> None:
-    """It is no archive: no byte of it is changed."""
-    made = manifest()
-    image = image_of(made)
-    before = bytes(image)
-    sealed = Sealing(made, memoryview(image)).run(2)
-    assert image == before
-    sealed.verify(memoryview(before), "here")

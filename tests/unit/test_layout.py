@@ -194,12 +194,6 @@ def test_torch_computes_no_places_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(found["new"], torch.zeros(5))
 
 
-def test_layout_holds_each_storage_once() -> None:
-    weight = torch.randn(100)
-    layout = lay_out({"a": weight, "b": weight[3:], "c": weight.detach()})
-    assert [piece.nbytes for piece in layout.pieces] == [400]
-
-
 def test_storages_that_stay_keep_their_places() -> None:
     layouter = Layouter()
     weights = {f"w{index}": torch.randn(index + 1) for index in range(20)}

@@ -63,14 +63,6 @@ def test_shares_are_in_proportion_to_idle_time(total: int, idle: list[float]) ->
         assert shares.get(number, 0) == pytest.approx(total * seconds / math.fsum(idle), abs=2, rel=1e-9)
 
 
-def test_small_in_forward_large_in_backward() -> None:
-    windows = [Window(0, 0.0, 0.1), Window(0, 0.1, 0.1), Window(1, 0.0, 0.4), Window(2, 0.0, 0.4)]
-    found = by_idle_time([10 * LEAST_BYTES], windows)
-    assert [(p.point, p.after_s, p.spans[0].nbytes // LEAST_BYTES) for p in found] == [
-        (0, 0.0, 1), (0, 0.1, 1), (1, 0.0, 4), (2, 0.0, 4)
-    ]  # fmt: skip
-
-
 def test_a_window_without_idle_time_gets_nothing() -> None:
     windows = [Window(0, 0.0, 0.0), Window(1, 0.0, 1.0), Window(2, 0.0, math.nan), Window(3, 0.0, -1.0)]
     assert [partition.point for partition in by_idle_time([10 * LEAST_BYTES], windows)] == [1]

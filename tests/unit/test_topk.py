@@ -179,17 +179,6 @@ def test_another_layout_begins_anew(topk: Pair) -> None:
     assert arrive(topk, 2, exact=True) == moved(image, 2)
 
 
-def test_a_pickled_part_that_grows_and_shrinks_stays_exact(topk: Pair) -> None:
-    image, tail = floats(1, NBYTES), 3000
-    commit(topk, 1, image + b"x" * tail)
-    arrive(topk, 1, exact=True)
-    for step, tail in ((2, 9000), (3, 10), (4, 5000)):
-        image = moved(image, step)
-        commit(topk, step, image + bytes([step]) * tail)
-        got = arrive(topk, step, exact=False)
-        assert got[NUMBERS[0].stop :] == (image + bytes([step]) * tail)[NUMBERS[0].stop :]
-
-
 def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     image = begun(topk)
     call, broken = ServerStore._send, threading.Event()

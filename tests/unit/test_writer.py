@@ -51,20 +51,6 @@ def test_a_snapshot_nobody_asks_about_leaves_nothing_in_memory(desk: Desk) -> No
     assert len(desk.writer._pending) == 1
 
 
-def test_a_file_that_grows_and_shrinks(desk: Desk) -> None:
-    for step, extra in enumerate([10, 3_000_000, 10]):
-        desk.begin(step, desk.checkpoint(extra=torch.ones(extra))).result(30)
-        assert same(desk.saved(step), desk.weights, desk.buffer)
-
-
-def test_tensors_that_were_replaced(desk: Desk) -> None:
-    desk.begin(0, desk.checkpoint()).result(30)
-    desk.weights[2] = torch.randn(50, 10)
-    desk.weights.append(torch.randn(7))
-    desk.begin(1, desk.checkpoint()).result(30)
-    assert same(desk.saved(1), desk.weights, desk.buffer)
-
-
 def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.writer.close()
     monkeypatch.setattr(Copier, "_work", lambda _self: None)  # nothing is copied in the background
@@ -131,14 +117,6 @@ def test_a_lost_ring_is_found_again(desk: Desk, monkeypatch: pytest.MonkeyPatch)
     until(lambda: desk.writer.host is not None, "the ring")
     desk.begin(1, desk.checkpoint()).result(30)
     assert same(desk.saved(1), desk.weights, desk.buffer)
-
-
-def test_warm_slots_are_all_there(desk: Desk) -> None:
-    desk.writer.warm(3_000_000)
-    until(lambda: desk.writer.ready, "warm slots")
-    capacities = [slot["capacity_bytes"] for slot in desk.host._node.status()["slots"]]
-    assert min(capacities) >= 3_000_000
-    desk.begin(1, desk.checkpoint()).result(30)
 
 
 def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
