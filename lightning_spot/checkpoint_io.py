@@ -370,8 +370,6 @@ class FolderWriter(SnapshotWriter):
         info: as above; its attempt fences writers of earlier processes.
     """
 
-    _leases_ahead = False  # files come seldom
-
     def __init__(self, folder: str, host: Host, info: RunInfo, reconnect: Callable[[], Host] | None) -> None:
         super().__init__(host, reconnect)
         self.info = info

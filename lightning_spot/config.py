@@ -82,44 +82,14 @@ _MOST_BYTES = 2**63
 _LEAST_WITHOUT_A_UNIT = 2**20
 _MOST_NAMED = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Of object stores, which have buckets."""
+BUCKET_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+"""Of object stores, whose libraries have an object appear whole or not at all. Other file systems are refused."""
 _AZURE = frozenset({"az", "abfs", "abfss"})
 _DIRECTORIES = frozenset({"file", "local"})
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})")
 _AZURES_OWN = re.compile(r"^(?:az|abfss?)://\$(?:web|root|logs)(?=[@/]|$)", re.IGNORECASE)
 """Containers that Azure has named itself."""
-_NO_STORES = {
-    **dict.fromkeys(
-        ("ftp", "sftp", "ssh"), "it uses one connection for all threads, so uploads and look-ups beside each other fail"
-    ),
-    **dict.fromkeys(
-        ("data", "dvc", "gist", "git", "github", "http", "https", "libarchive", "reference", "tar", "zip"),
-        "it cannot be written to, or not by several at once",
-    ),
-    **dict.fromkeys(("hf", "lakefs", "wandb"), "each file is a version in a repository, which keeps all of them"),
-    **dict.fromkeys(("memory", "pyscript"), "it is memory of one process, and nothing there outlives it"),
-    **dict.fromkeys(
-        (
-            *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "dir", "filecache"),
-            *("generic", "simplecache"),
-        ),
-        "it stands before another file system, with copies or names of its own",
-    ),
-    **dict.fromkeys(
-        ("cos", "obs", "oci", "ocilake", "oss", "tos", "tosfs"),
-        "its library is untried here. It speaks the protocol of S3, too: give s3:// and set AWS_ENDPOINT_URL",
-    ),
-    **dict.fromkeys(
-        (
-            *("adl", "arrow_hdfs", "box", "dbfs", "dropbox", "gdrive", "hdfs", "jlab", "jupyter", "root", "smb"),
-            *("webdav", "webhdfs"),
-        ),
-        "nobody has tried whether what it stores stays whole",
-    ),
-}
-"""File systems of fsspec that cannot keep snapshots, and why. The others pass the tests of a tier."""
 _PASSWORD = re.compile(r"(?<=://)(?<!spot://)[^/@]*:.*(?=@)|(?<=spot://)(?![^/@]*:\d+/)[^/@]*:.*(?=@)")
 """Up to the last @: who writes no %40 for one in a password has it as it is. A run of a server has an @ of its own."""
 _BARE_PASSWORD = re.compile(r"^[^/@]*:.*(?=@)")
@@ -439,9 +409,11 @@ def _why_no_store(url: str) -> str:
     """Why the file system of a URL cannot keep snapshots, ``""`` if it may."""
     scheme, separator, _ = url.partition("://")
     first, *others = scheme.lower().split("::")
-    if (separator or others) and (why := _NO_STORES.get(first)):
-        name = first + ("::" if others else "://")
-        return f"{name} cannot keep snapshots: {why}. Give a directory, of a mount too, or a bucket"
+    if separator and first not in (*BUCKET_SCHEMES, *_DIRECTORIES, "spot"):
+        return (
+            f"{first}{'::' if others else '://'} cannot keep snapshots. Give a directory, of a mount too, or a bucket:"
+            " gs://, az:// or s3://, which is for other stores that speak S3, too (set AWS_ENDPOINT_URL)"
+        )
     if separator and "::" in url:
         return "'::' makes fsspec take it for several file systems, one upon the other: give the URL of one"
     return ""

@@ -27,6 +27,7 @@ import hypothesis
 import pytest
 
 from lightning_spot.client import starting
+from lightning_spot.config import BUCKET_SCHEMES
 from lightning_spot.goodput.records import begin_unix_s
 from tests.support import folders, warm
 from tests.support.server import Bench, RunningNode
@@ -37,6 +38,7 @@ Cli = Callable[..., str]
 _WARM = pytest.StashKey[str]()
 
 fsspec.register_implementation("kept", "tests.support.store.Kept")
+BUCKET_SCHEMES.add("kept")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are small: more threads only get into each other's way
 

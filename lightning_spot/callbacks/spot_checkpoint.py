@@ -42,7 +42,7 @@ class SpotCheckpoint(SpotCallback):
     """Makes a training run survive its machine: snapshots beside training, and a resume by the same command.
 
     Args:
-        dirpath: directory or fsspec URL in which the run is stored, such as ``checkpoints/run-1`` or
+        dirpath: directory, or URL in a bucket, in which the run is stored, such as ``checkpoints/run-1`` or
             ``s3://bucket/run-1``.
         servers: ``spot://host:port`` of one or several snapshot servers on other hosts, to which the server on this
             host sends each snapshot; default none. Of several servers, a run uses one (with ``replicas``, so many),

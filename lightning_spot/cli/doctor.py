@@ -30,8 +30,8 @@ from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.retry import DEFAULT_POLICY, unless_silent
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.service.flags import seconds
-from lightning_spot.tiers.fsspec_client import open_filesystem, speaks, tier_errors
-from lightning_spot.tiers.s3 import S3, aborts_unfinished
+from lightning_spot.tiers.fsspec_client import is_s3, open_filesystem, tier_errors
+from lightning_spot.tiers.s3 import aborts_unfinished
 from lightning_spot.tiers.store import Holdings, Store
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def together(servers: Sequence[str], speed: Callable[[str], float]) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
-    parser.add_argument("url", metavar="RUN", help="directory or fsspec URL that snapshots are to go to")
+    parser.add_argument("url", metavar="RUN", help="directory, or URL in a bucket, that snapshots are to go to")
     parser.add_argument(
         "--server",
         action="append",
@@ -326,7 +326,7 @@ def _advice(
 def _of_unfinished_uploads(url: str) -> list[str]:
     """What is to be said of uploads to S3 that killed processes left: a rule of the bucket must abort them."""
     files, path = open_filesystem(url)
-    if not speaks(files, S3):
+    if not is_s3(files):
         return []
     try:
         with tier_errors(url):

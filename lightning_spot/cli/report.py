@@ -21,7 +21,7 @@ _PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
-    parser.add_argument("url", metavar="RUN", help="the run's directory or fsspec URL")
+    parser.add_argument("url", metavar="RUN", help="the run's directory, or URL in a bucket")
     parser.add_argument("--plot", metavar="FILE", help="draw the run (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 

@@ -12,7 +12,7 @@ from lightning_spot.tiers.store import Store
 
 
 def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
-    """The store of a run's URL: a directory, ``spot://host:port/run``, or any fsspec URL.
+    """The store of a run's URL: a directory, ``spot://host:port/run``, or a URL in a bucket.
 
     Args:
         url: of the run.

@@ -8,6 +8,7 @@ time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.errors import MalformedError, SettingsError, TierError
 from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account_after
 from lightning_spot.image.manifest import Manifest
@@ -29,10 +31,10 @@ from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.say import recovered, say
 from lightning_spot.tiers.fences import ATTEMPTS_DIR
-from lightning_spot.tiers.fsspec_client import make_parent, open_filesystem, tier_errors
-from lightning_spot.tiers.object_files import write_small
-from lightning_spot.tiers.posix import temporary_name
-from lightning_spot.untrusted import LARGE_BYTES, as_object, plain, read_object, read_sealed, sealed_json
+from lightning_spot.tiers.local import LocalStore
+from lightning_spot.tiers.objects import ObjectStore
+from lightning_spot.tiers.store import Folder
+from lightning_spot.untrusted import LARGE_BYTES, as_object, read_object, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +56,7 @@ def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
     Raises:
         TierError: if the tier fails.
     """
-    data = sealed_json(record).encode()
-    with tier_errors(run_url):
-        files, root = open_filesystem(run_url)
-        path = f"{root}/{ATTEMPTS_DIR}/attempt-{attempt:04d}.progress.json"
-        make_parent(files, path)
-        write_small(files, path, data, f"{root}/{ATTEMPTS_DIR}/{temporary_name(attempt, '')}")
+    _folder(run_url).write(_name(attempt), memoryview(sealed_json(record).encode()))
 
 
 def newest_record(run_url: str, before: int | None = None) -> AttemptRecord | None:
@@ -72,13 +69,10 @@ def newest_record(run_url: str, before: int | None = None) -> AttemptRecord | No
     Raises:
         TierError: if the tier fails.
     """
-    with tier_errors(run_url):
-        files, paths = _listed(run_url)
-        older = [item for item in paths if before is None or item[0] < before]
-        for attempt, path in reversed(older[-_MOST_DAMAGED:]):
-            if (record := _read(files, path, attempt)) is not None:
-                return record
-    return None
+    folder = _folder(run_url)
+    older = [attempt for attempt in _attempts(folder) if before is None or attempt < before]
+    found = (_read(folder, attempt) for attempt in reversed(older[-_MOST_DAMAGED:]))
+    return next((record for record in found if record is not None), None)
 
 
 def read_records(run_url: str) -> list[AttemptRecord]:
@@ -87,27 +81,28 @@ def read_records(run_url: str) -> list[AttemptRecord]:
     Raises:
         TierError: if the tier fails.
     """
-    with tier_errors(run_url):
-        files, paths = _listed(run_url)
-        with ThreadPoolExecutor(_READERS) as pool:
-            found = pool.map(lambda item: _read(files, item[1], item[0]), paths)
-            return [record for record in found if record is not None]
+    folder = _folder(run_url)
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = pool.map(functools.partial(_read, folder), _attempts(folder))
+        return [record for record in found if record is not None]
 
 
-def _listed(run_url: str) -> tuple[Any, list[tuple[int, str]]]:
-    files, root = open_filesystem(run_url)
+def _folder(run_url: str) -> Folder:
+    store = ObjectStore(run_url) if scheme_of(run_url) else LocalStore(directory_of(run_url))
+    return store.folder(ATTEMPTS_DIR, attempt=0, run_id="")
+
+
+def _name(attempt: int) -> str:
+    return f"attempt-{attempt:04d}.progress.json"
+
+
+def _attempts(folder: Folder) -> list[int]:
+    return sorted(int(match[1]) for name in folder.sizes() if (match := _RECORD.fullmatch(name)) is not None)
+
+
+def _read(folder: Folder, attempt: int) -> AttemptRecord | None:
     try:
-        found = files.ls(f"{root}/{ATTEMPTS_DIR}", detail=True)
-    except FileNotFoundError:
-        return files, []
-    names = [item["name"] for item in found if item["type"] == "file"]  # a pipe of that name would keep us for ever
-    matches = ((str(name), _RECORD.fullmatch(str(name).rpartition("/")[2])) for name in names)
-    return files, sorted((int(match[1]), name) for name, match in matches if match is not None)
-
-
-def _read(files: Any, path: str, attempt: int) -> AttemptRecord | None:
-    try:
-        record = AttemptRecord.from_dict(read_sealed(files.cat_file(path, start=0, end=_MOST_BYTES + 1), _MOST_BYTES))
+        record = AttemptRecord.from_dict(read_sealed(folder.read(_name(attempt), 0, _MOST_BYTES + 1), _MOST_BYTES))
         if record.attempt != attempt:
             raise MalformedError(f"it is that of attempt {record.attempt}")
         return record
@@ -118,7 +113,7 @@ def _read(files: Any, path: str, attempt: int) -> AttemptRecord | None:
             logging.WARNING,
             "goodput-damaged",
             "the record of attempt {attempt}, {about}, is damaged: {error}. The time of that attempt is not counted.",
-            about=plain(path),
+            about=_name(attempt),
             attempt=attempt,
             error=error,
         )

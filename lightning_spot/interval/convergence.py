@@ -138,21 +138,14 @@ class CurveFit:
     Attributes:
         drops: factor of each shape, shape ``(shapes,)``.
         shares: how probable each shape is; they sum to 1.
-        floor: what the most probable one falls to.
     """
 
     drops: Array
     shares: Array
-    floor: float
 
     def speed(self, x: Array) -> Array:
         """How fast the metric falls at ``x``, in its own unit per run: at least 0, of the shape of ``x``."""
         return (self.drops * self.shares) @ _slopes(x)
-
-    def value(self, x: Array) -> Array:
-        """The most probable curve at ``x``."""
-        best = int(np.argmax(self.shares))
-        return self.floor + self.drops[best] * _values(x)[best]  # type: ignore[no-any-return]
 
 
 class LossCurve:
@@ -216,7 +209,7 @@ class LossCurve:
         self.fit = fit
 
 
-BREAK = CurveFit(np.zeros(0), np.zeros(0), 0.0)
+BREAK = CurveFit(np.zeros(0), np.zeros(0))
 """Stands for: the curve broke off lately."""
 
 
@@ -240,7 +233,7 @@ def fit_points(x: Array, y: Array, counts: Array) -> CurveFit | None:
     shapes = _values(x)
     robust = np.ones_like(y)
     for _ in range(3):  # iteratively reweighted: Huber's loss
-        floors, drops, residuals = _least_squares(shapes, y, weights * robust)
+        drops, residuals = _least_squares(shapes, y, weights * robust)
         losses = (weights * robust * residuals**2).sum(axis=1)
         losses = np.where(drops > 0, losses, np.inf)
         if not np.isfinite(losses).any():
@@ -256,18 +249,18 @@ def fit_points(x: Array, y: Array, counts: Array) -> CurveFit | None:
     if abs(miss) > max(BROKEN * sigma / math.sqrt(tail.sum()), 0.1):
         return BREAK
     shares = np.exp(-(losses - losses[best]) / (2 * sigma**2))
-    return CurveFit(np.maximum(drops, 0.0) * spread, shares / shares.sum(), lowest + float(floors[best]) * spread)
+    return CurveFit(np.maximum(drops, 0.0) * spread, shares / shares.sum())
 
 
-def _least_squares(shapes: Array, y: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """Floor and drop of each shape, and what is left, of shape ``(shapes, points)``."""
+def _least_squares(shapes: Array, y: Array, weights: Array) -> tuple[Array, Array]:
+    """Drop of each shape, and what is left, of shape ``(shapes, points)``."""
     share = weights / weights.sum()
     centre, mean = (shapes * share).sum(axis=1, keepdims=True), float((y * share).sum())
     varied = shapes - centre
     variance = (share * varied**2).sum(axis=1)
     drops = (share * varied * (y - mean)).sum(axis=1) / np.maximum(variance, 1e-300)
     floors = mean - drops * centre[:, 0]
-    return floors, drops, y - floors[:, None] - drops[:, None] * shapes
+    return drops, y - floors[:, None] - drops[:, None] * shapes
 
 
 def _falls(y: Array, weights: Array, sigma: float) -> bool:

@@ -158,16 +158,10 @@ def time_of(fact: dict[str, Any]) -> float:
     return 0.0
 
 
-def speaks(files: Any, protocols: frozenset[str] = BUCKET_SCHEMES) -> bool:
-    """Whether a file system is of one of these protocols; default: whether it is an object store with buckets."""
+def is_s3(files: Any) -> bool:
+    """Whether a file system is that of S3."""
     own = files.protocol
-    return bool(protocols & frozenset(own if isinstance(own, (tuple, list)) else (own,)))
-
-
-def make_parent(files: Any, path: str) -> None:
-    """Make the folder of a path where there are real folders; object stores have none, and s3fs would make a bucket."""
-    if not speaks(files):
-        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    return not {"s3", "s3a"}.isdisjoint(own if isinstance(own, (tuple, list)) else (own,))
 
 
 def check_bucket(files: Any, root: str, url: str) -> None:
@@ -176,8 +170,6 @@ def check_bucket(files: Any, root: str, url: str) -> None:
     Raises:
         TierError: in that case.
     """
-    if not speaks(files):
-        return
     bucket = root.split("/")[0]
     try:
         there = files.exists(bucket)

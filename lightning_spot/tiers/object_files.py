@@ -1,4 +1,4 @@
-"""Objects of any fsspec file system, read and written, one or several at once: each appears whole or not at all."""
+"""Objects of a bucket, read and written, one or several at once: each appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-
-from fsspec.spec import AbstractFileSystem
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError
@@ -21,8 +18,8 @@ from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.shards import Image, JoinedImage, cut_out, slices
 from lightning_spot.retry import retried
 from lightning_spot.tiers import s3, store
-from lightning_spot.tiers.fsspec_client import Job, make_parent, move, open_filesystem, speaks, tier_errors
-from lightning_spot.tiers.s3 import S3, MultipartUpload, block_bytes, regrouped, upload
+from lightning_spot.tiers.fsspec_client import Job, is_s3, move, open_filesystem, tier_errors
+from lightning_spot.tiers.s3 import MultipartUpload, block_bytes, regrouped, upload
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +49,13 @@ class ObjectFiles:
         url: the same, without a slash at its end.
         fs: the file system.
         root: path in it.
+        is_s3: whether it is that of S3.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.fs, self.root = open_filesystem(url)
-        self._is_s3 = speaks(self.fs, s3.S3)
+        self.is_s3 = is_s3(self.fs)
 
     def path(self, below: str) -> str:
         """Where an object is in the file system."""
@@ -83,7 +81,7 @@ class ObjectFiles:
             logger.debug("%s: %s; tried again", self.url, error)
 
         # Every library has errors of its own.
-        pauses_s = () if self._is_s3 else _PAUSES_S
+        pauses_s = () if self.is_s3 else _PAUSES_S
         return retried(action, pauses_s, lambda error: not isinstance(error, _ANSWERS), note)
 
     def twice(self, action: Callable[[], Result]) -> Result:
@@ -94,7 +92,7 @@ class ObjectFiles:
         try:
             return self.patiently(action)
         except FileNotFoundError:
-            if self._is_s3:
+            if self.is_s3:
                 raise
             return self.patiently(action)
 
@@ -140,33 +138,24 @@ class ObjectFiles:
                 self.fs.rm_file(path)
 
     def remove_all(self, belows: Sequence[str]) -> None:
-        """Remove objects: at S3 by one request, elsewhere in an object store side by side.
+        """Remove objects: at S3 by one request, elsewhere side by side.
 
         Raises:
             Exception: if one could not be removed.
         """
-        if self._is_s3:
+        if self.is_s3:
             s3.remove_objects(self.fs, [self.path(below) for below in belows])
-        elif speaks(self.fs):
-            s3.remove_each(self.remove, belows)
         else:
-            for below in belows:
-                self.remove(below)
-
-    def remove_directory(self, name: str) -> None:
-        """Object stores have no directories; elsewhere one that is not empty stays."""
-        if not speaks(self.fs) and not self.names(name):  # some remove one with all that is in it
-            with contextlib.suppress(OSError, NotImplementedError):
-                self.fs.rmdir(self.path(name))
+            s3.remove_each(self.remove, belows)
 
 
 def list_folder(files: Any, path: str) -> list[dict[str, Any]]:
-    """What lies in a folder of a file system, each with its path as ``name``, and with its ``size``.
+    """What lies in a folder of a bucket, each with its path as ``name``, and with its ``size``.
 
     Raises:
-        FileNotFoundError: if there is no such folder, where there are folders.
+        FileNotFoundError: if nothing does, or there is no such bucket.
     """
-    if speaks(files, s3.S3):
+    if is_s3(files):
         return s3.list_folder(files, path)
     return list(files.ls(path, detail=True))
 
@@ -189,35 +178,17 @@ class _Once:
                 self._is_done = True
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WriteHooks:
-    """What is asked, and told, while objects are written.
-
-    Attributes:
-        temporary: makes the path of a temporary file, where they are written aside.
-        ready: called when the bytes of the first of them are there, before it becomes visible. Both are called on any
-            thread.
-    """
-
-    temporary: Callable[[], str]
-    ready: Callable[[], None] = lambda: None
-
-    def once(self) -> WriteHooks:
-        """The same, but what is to be done first is done once, however many objects follow."""
-        return replace(self, ready=_Once(self.ready))
-
-
 class _SideBySide:
     """Objects on their way to S3, each in one request or in blocks. The next one begins when a connection is free.
 
     Args:
         files: an s3fs file system.
         objects: their bytes, by path.
-        hooks: what is asked and told; it is ready each time that one is about to become visible.
+        ready: called each time that one is about to become visible.
     """
 
-    def __init__(self, files: Any, objects: Mapping[str, Image], hooks: WriteHooks) -> None:
-        self._files, self._objects, self._hooks = files, objects, hooks
+    def __init__(self, files: Any, objects: Mapping[str, Image], ready: Callable[[], None]) -> None:
+        self._files, self._objects, self._ready = files, objects, ready
         self._begun: dict[str, MultipartUpload] = {}
         self._left: dict[str, int] = {}  # blocks of each upload that are not there yet
         self._lock = threading.Lock()
@@ -249,7 +220,7 @@ class _SideBySide:
 
     def _put(self, path: str, data: Image) -> None:
         content = bytes(data[0 : len(data)])
-        self._hooks.ready()
+        self._ready()
         self._files.pipe_file(path, content)
 
     def _send(self, path: str, number: int, block: Image) -> None:
@@ -258,12 +229,12 @@ class _SideBySide:
             self._left[path] -= 1
             is_last = not self._left[path]
         if is_last:
-            self._hooks.ready()
+            self._ready()
             self._begun[path].complete()
             del self._begun[path]
 
 
-def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, hooks: WriteHooks) -> None:
+def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, ready: Callable[[], None]) -> None:
     """Write the files of an image: side by side if it is whole, see :func:`write_whole`, else one after the other.
 
     Args:
@@ -271,7 +242,7 @@ def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, hooks: 
         root: of the run.
         manifest: of the image.
         parts: its bytes.
-        hooks: what is asked and told meanwhile.
+        ready: called once, on any thread: when the bytes of the first file are there, before it becomes visible.
 
     Raises:
         CorruptSnapshotError: if a byte that is in no file is not zero.
@@ -279,82 +250,57 @@ def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, hooks: 
     """
     paths = {span: f"{root}/{manifest.path_of(span)}" for span in manifest.spans}
     if not isinstance(parts, (memoryview, JoinedImage)):
-        hooks = hooks.once()
+        once = _Once(ready)
         for span, of_file in cut(manifest.spans, parts):
-            write_object(files, paths[span], of_file, span.nbytes, hooks)
+            write_object(files, paths[span], of_file, span.nbytes, once)
         return
     for gap, start, stop in pieces(manifest.spans, 0, len(parts)):
         if gap is None:
             check_zero(parts[start:stop])
-    write_whole(files, {path: cut_out(parts, span.offset, span.stop) for span, path in paths.items()}, hooks)
+    write_whole(files, {path: cut_out(parts, span.offset, span.stop) for span, path in paths.items()}, ready)
 
 
-def write_whole(files: Any, objects: Mapping[str, Image], hooks: WriteHooks) -> None:
-    """Write several objects, each as by :func:`write_object`: side by side in an object store, else in turn.
+def write_whole(files: Any, objects: Mapping[str, Image], ready: Callable[[], None]) -> None:
+    """Write several objects side by side, each as by :func:`write_object`.
 
     Args:
         files: the file system.
         objects: their bytes, by path.
-        hooks: what is asked and told meanwhile.
+        ready: see :func:`write_files`.
 
     Raises:
         Exception: whatever failed; none is being written any more.
     """
-    hooks = hooks.once()
-    if speaks(files, S3):
-        _SideBySide(files, objects, hooks).write()
+    once = _Once(ready)
+    if is_s3(files):
+        _SideBySide(files, objects, once).write()
         return
 
     def write(path: str, data: Image) -> None:
-        write_object(files, path, slices(data, PART_BYTES), len(data), hooks)
+        write_object(files, path, slices(data, PART_BYTES), len(data), once)
 
-    if not speaks(files):  # not every library of a file system may be used by several threads
-        for path, data in objects.items():
-            write(path, data)
-        return
     # Of what its library sends, it has a copy of so many bytes.
     jobs = ((min(len(data), _WRITE_BYTES), functools.partial(write, path, data)) for path, data in objects.items())
     move(jobs, _WRITE_BYTES)
 
 
-def write_object(files: Any, path: str, parts: Iterable[memoryview], nbytes: int, hooks: WriteHooks) -> None:
-    """Write an object in place of what is there.
-
-    S3 in parallel; other object stores through the upload of their own library, which appears when it is complete;
-    file systems with real folders by a temporary file that is renamed.
+def write_object(files: Any, path: str, parts: Iterable[memoryview], nbytes: int, ready: Callable[[], None]) -> None:
+    """Write an object in place of what is there: at S3 in parallel, elsewhere through the upload of its library.
 
     Args:
         files: the file system.
         path: of the object.
         parts: its bytes, each part done with when the next one is asked for.
         nbytes: how many, about; decides into how many blocks they are cut.
-        hooks: what is asked and told; it is ready when all bytes are there.
+        ready: called when all bytes are there, before the object becomes visible.
 
     Raises:
         Exception: whatever failed; what was there before is there still.
     """
-    if speaks(files, S3):
-        _write_to_s3(files, path, parts, nbytes, hooks.ready)
-    elif speaks(files):
-        _write_in_turn(files, path, parts, hooks.ready)
+    if is_s3(files):
+        _write_to_s3(files, path, parts, nbytes, ready)
     else:
-        temporary = hooks.temporary()
-        with _renamed(files, temporary, path):
-            _write_in_turn(files, temporary, parts, lambda: None)
-            hooks.ready()
-
-
-def write_small(files: Any, path: str, data: bytes, temporary: str) -> None:
-    """Write a manifest, claim or record, whole or not at all, in place of what is there.
-
-    Raises:
-        Exception: whatever failed.
-    """
-    if speaks(files):
-        files.pipe_file(path, data)
-        return
-    with _renamed(files, temporary, path):
-        files.pipe_file(temporary, data)
+        _write_in_turn(files, path, parts, ready)
 
 
 def try_writing(url: str) -> None:
@@ -367,7 +313,6 @@ def try_writing(url: str) -> None:
     files, root = open_filesystem(url)
     path = f"{root}/{_TRIAL}"
     with tier_errors(url):
-        make_parent(files, path)
         files.pipe_file(path, b"lightning_spot")
         with contextlib.suppress(Exception):  # another server may have removed it, or nothing may be removed there
             files.rm_file(path)
@@ -395,32 +340,6 @@ def _write_in_turn(files: Any, path: str, parts: Iterable[memoryview], ready: Ca
         # Closing would complete the object with what came so far.
         with contextlib.suppress(Exception):
             file.discard()
-        with contextlib.suppress(AttributeError):  # a plain file: its temporary is removed
-            file.closed = True
+        file.closed = True
         raise
     file.close()
-
-
-@contextlib.contextmanager
-def _renamed(files: Any, temporary: str, path: str) -> Iterator[None]:
-    """Rename what is written here, or leave nothing of it."""
-    try:
-        yield
-        _rename(files, temporary, path)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            files.rm_file(temporary)
-        raise
-
-
-def _rename(files: Any, source: str, target: str) -> None:
-    if type(files).mv is AbstractFileSystem.mv:
-        # The base class copies what a pattern matches, and a run's path may look like one.
-        files.cp_file(source, target)
-        files.rm_file(source)
-        return
-    try:
-        files.mv(source, target)
-    except FileExistsError:
-        files.rm_file(target)
-        files.mv(source, target)

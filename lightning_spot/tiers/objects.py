@@ -1,4 +1,4 @@
-"""A store on any fsspec file system (S3, GCS, Azure, …): an object appears whole or not at all; manifest last."""
+"""A store in a bucket of S3, Google Cloud or Azure: an object appears whole or not at all; manifest last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, TierError
 from lightning_spot.image.coming import NotedParts
 from lightning_spot.image.files import FileSpan, is_own_file, pieces
-from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.image.shards import Image, JoinedImage, slices
 from lightning_spot.say import say
 from lightning_spot.threads import all_at_once, both
@@ -24,9 +24,7 @@ from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim
 from lightning_spot.tiers.fsspec_client import (
     Job,
     check_bucket,
-    make_parent,
     move,
-    speaks,
     tier_errors,
     words_of,
 )
@@ -34,12 +32,9 @@ from lightning_spot.tiers.object_files import (
     READERS,
     ObjectFiles,
     Parts,
-    WriteHooks,
     write_files,
-    write_small,
     write_whole,
 )
-from lightning_spot.tiers.posix import is_left, temporary_name, temporary_owner
 from lightning_spot.tiers.s3 import abort_dead_uploads
 from lightning_spot.tiers.store import FileStore, Holdings, Progress
 
@@ -72,7 +67,7 @@ class _Noted:
 
 
 class ObjectStore(FileStore):
-    """Snapshots of one run below an fsspec URL; implements :class:`~lightning_spot.tiers.store.Store`.
+    """Snapshots of one run in a bucket; implements :class:`~lightning_spot.tiers.store.Store`.
 
     Credentials and endpoints come from where the file system's own library looks (environment, config files). A
     bucket is never made.
@@ -125,7 +120,7 @@ class ObjectStore(FileStore):
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> ObjectFolder:
         """See :meth:`HasFolders.folder`."""
-        return ObjectFolder(self._files, name, attempt=attempt, run_id=run_id)
+        return ObjectFolder(self._files, name)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -137,8 +132,7 @@ class ObjectStore(FileStore):
             claimed, existing = both(self.claimed, lambda: self._claim_of(claim.attempt), "spot-ask")
             fences.check_fence(claim.location, claim.attempt, claimed)
             if existing is None:
-                make_parent(self._fs, self._files.path(below))
-                self._create(below, claim.to_json().encode(), claim)
+                self._create(below, claim.to_json().encode())
                 existing = self._claim_of(claim.attempt)  # of two writers, the last one may have won
             fences.check_claim(claim, existing)
 
@@ -167,7 +161,6 @@ class ObjectStore(FileStore):
         with tier_errors(self.url):
             self._files.remove(manifest.manifest_path)  # and never at once with the others: not without its bytes
             self._files.remove_all([*map(manifest.path_of, manifest.spans)])
-            self._files.remove_directory(OWN_DIR if manifest.is_file else manifest.name)
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """See :meth:`Store.sweep`. Unfinished uploads, and what whole snapshots hold, are looked at once an attempt."""
@@ -175,14 +168,12 @@ class ObjectStore(FileStore):
         seen, is_first = seen or self.survey(), self._swept_for != current.attempt
         with tier_errors(self.url):
             _sweep_run(self._files, current, seen, is_first=is_first)
-            if speaks(self._fs, s3.S3) and is_first:
+            if self._files.is_s3 and is_first:
                 abort_dead_uploads(self._fs, self._root, current)
             self._swept_for = current.attempt
 
     def sweep_files(self) -> None:
-        """See :meth:`Store.sweep_files`."""
-        with tier_errors(self.url):
-            _sweep_folder(self._files)
+        """See :meth:`Store.sweep_files`. In a bucket nothing is written aside."""
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -251,17 +242,14 @@ class ObjectStore(FileStore):
                 marks[-1] = self._files.mark(manifest.path_of(span))
         return marks
 
-    def _create(self, below: str, data: bytes, claim: Claim) -> None:
+    def _create(self, below: str, data: bytes) -> None:
         """Create an object unless there is one."""
         path = self._files.path(below)
-        if speaks(self._fs):
-            with contextlib.suppress(NotImplementedError):
-                s3.create_object(self._fs, path, data)
-                return
-        if not self._fs.exists(path):
-            write_small(
-                self._fs, path, data, f"{path.rpartition('/')[0]}/{temporary_name(claim.attempt, claim.run_id)}"
-            )
+        try:
+            s3.create_object(self._fs, path, data)
+        except NotImplementedError:
+            if not self._fs.exists(path):
+                self._fs.pipe_file(path, data)
 
     def _commit(
         self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int, seen: _Noted | None = None
@@ -299,25 +287,20 @@ class ObjectStore(FileStore):
                     self._fs.rm_file(commit)
 
         with tier_errors(self.url):
-            temporary = f"{commit.rpartition('/')[0]}/{temporary_name(attempt, manifest.run_id)}"
             try:
-                make_parent(self._fs, commit)
-                write_files(self._fs, self._root, manifest, parts, WriteHooks(temporary=lambda: temporary, ready=ready))
+                write_files(self._fs, self._root, manifest, parts, ready)
                 sealed = seal()
             except BaseException:
                 with contextlib.suppress(Exception):
                     if before is not None and before[1] == self._marks(manifest):  # nothing was replaced
-                        write_small(self._fs, commit, before[0], temporary)
-                with contextlib.suppress(Exception):
-                    if not manifest.is_file:
-                        self._files.remove_directory(manifest.name)
+                        self._fs.pipe_file(commit, before[0])
                 raise
             for span, size in zip(manifest.spans, self._sizes(manifest), strict=True):
                 if size != span.nbytes:
                     what = manifest.path_of(span)
                     raise TierError(f"{self.url} shows {size} of {span.nbytes} bytes of {what}", tier=self.url)
             self.check_owner()
-            write_small(self._fs, commit, sealed.to_json().encode(), temporary)
+            self._fs.pipe_file(commit, sealed.to_json().encode())
             return sealed
 
 
@@ -415,18 +398,15 @@ class Fetching:
 
 
 class ObjectFolder:
-    """A folder on an fsspec file system; see :class:`Folder`.
+    """A folder in a bucket; see :class:`Folder`.
 
     Args:
         objects: the run's.
         name: of the snapshot.
-        attempt: on whose behalf it is written to.
-        run_id: of its run.
     """
 
-    def __init__(self, objects: ObjectFiles, name: str, *, attempt: int, run_id: str) -> None:
-        self._objects, self._name = objects, name
-        self._url, self._attempt, self._run_id = objects.url, attempt, run_id
+    def __init__(self, objects: ObjectFiles, name: str) -> None:
+        self._objects, self._name, self._url = objects, name, objects.url
 
     def sizes(self) -> dict[str, int]:
         """See :meth:`Folder.sizes`."""
@@ -440,9 +420,8 @@ class ObjectFolder:
     def write_all(self, contents: Mapping[str, Image]) -> None:
         """See :meth:`Folder.write_all`."""
         with tier_errors(self._url):
-            make_parent(self._objects.fs, self._path("any"))
-            hooks = WriteHooks(temporary=lambda: self._path(temporary_name(self._attempt, self._run_id)))
-            write_whole(self._objects.fs, {self._path(name): data for name, data in contents.items()}, hooks)
+            objects = {self._path(name): data for name, data in contents.items()}
+            write_whole(self._objects.fs, objects, lambda: None)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """See :meth:`Folder.read`."""
@@ -459,40 +438,26 @@ class ObjectFolder:
 
 
 def _sweep_run(objects: ObjectFiles, current: Manifest, seen: Holdings, *, is_first: bool) -> None:
-    """Remove temporaries, uncommitted snapshots older than ``current``, and claims that nobody asks for any more.
+    """Remove uncommitted snapshots older than ``current``, and claims that nobody asks for any more.
 
     Args:
         objects: of the run.
         current: a snapshot that is committed.
         seen: what has just been listed.
-        is_first: whether also snapshots that are whole are looked into, in a bucket: nothing is written aside there.
+        is_first: whether also snapshots that are whole are looked into.
     """
-    names, attempts = seen.names, seen.attempts
-    older = [name for name in names if (order := snapshot_order(name)) is not None and order < current.order]
-    if speaks(objects.fs) and not is_first:
+    older = [name for name in seen.names if (order := snapshot_order(name)) is not None and order < current.order]
+    if not is_first:
         older = [name for name in older if name in seen.unfinished]
     insides = all_at_once([functools.partial(objects.names, name) for name in older], "spot-list", READERS)
     for name, inside in zip(older, insides, strict=True):
         _sweep_snapshot(objects, name, inside, current)
-    _sweep_temporaries(objects, "", names, current)
-    _sweep_temporaries(objects, f"{ATTEMPTS_DIR}/", attempts, current)
-    _sweep_temporaries(objects, f"{OWN_DIR}/", objects.names(OWN_DIR) if OWN_DIR in names else [], current)
-    objects.remove_all([f"{ATTEMPTS_DIR}/{name}" for name in fences.forgettable(attempts)])
-
-
-def _sweep_folder(objects: ObjectFiles) -> None:
-    """Remove temporaries in a folder in which other processes may save, too."""
-    for below in [*objects.names(""), *(f"{OWN_DIR}/{name}" for name in objects.names(OWN_DIR))]:
-        name = below.rpartition("/")[2]
-        if is_left(name, functools.partial(objects.is_settled, below)):
-            objects.remove(below)
+    objects.remove_all([f"{ATTEMPTS_DIR}/{name}" for name in fences.forgettable(seen.attempts)])
 
 
 def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: Manifest) -> None:
     """Remove an uncommitted snapshot that holds nothing but our own files."""
-    _sweep_temporaries(objects, f"{name}/", names, current)
     order = snapshot_order(name)
-    names = [item for item in names if temporary_owner(item) is None]
     if not names or not all(map(is_own_file, names)) or order is None or order[0] > current.attempt:
         return
     paths = [f"{name}/{item}" for item in names]
@@ -500,11 +465,3 @@ def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: 
         return
     if not objects.fs.exists(objects.path(f"{name}/{MANIFEST_FILE}")):  # a listing may be older than the manifest
         objects.remove_all(paths)
-        objects.remove_directory(name)
-
-
-def _sweep_temporaries(objects: ObjectFiles, folder: str, names: list[str], current: Manifest) -> None:
-    for name in names:
-        is_settled = functools.partial(objects.is_settled, f"{folder}{name}")
-        if is_left(name, is_settled, current.run_id, current.attempt):
-            objects.remove(f"{folder}{name}")

@@ -24,8 +24,6 @@ from lightning_spot.tiers.fsspec_client import Job, move
 
 logger = logging.getLogger(__name__)
 
-S3 = frozenset({"s3", "s3a"})
-
 _MOST_REMOVED = 1000  # in one request
 
 BLOCK_BYTES = 8 * 1024 * 1024

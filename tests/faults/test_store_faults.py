@@ -205,15 +205,14 @@ def each_call(tmp_path: Path, kind: str, span: int, stride: int, one: Callable[[
 
 @ALL_OR_SOME
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("protocol", ["faulty", "faulty-objects"])
-def test_every_call_to_a_file_system(tmp_path: Path, protocol: str, kind: str, span: int, stride: int) -> None:
+def test_every_call_to_a_bucket(tmp_path: Path, kind: str, span: int, stride: int) -> None:
     if span == 0 and kind in ("missing", "stale"):
         pytest.skip("a tier that says for ever that nothing is there cannot be told from an empty one")
 
     def one(root: Path, fault: Plan) -> Run:
         root.parent.mkdir()
         faulty.use(fault)
-        run = Run(open_store(f"{protocol}://{root}"), stale=kind == "stale")
+        run = Run(open_store(f"faulty-objects:/{root}"), stale=kind == "stale")
         try:
             run.play()
         finally:

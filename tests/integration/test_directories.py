@@ -275,14 +275,14 @@ def test_the_thousandth_attempt_starts_like_the_second(tmp_path: Path) -> None:
         begun = Begun()
         faulty.use(Plan(only=("ls", "info", "modified", "cat_file")))  # not what is noted beside training
         try:
-            spot = SpotCheckpoint(f"faulty://{root}", local_server=False, interval=EverySteps(1000))
+            spot = SpotCheckpoint(f"faulty-objects:/{root}", local_server=False, interval=EverySteps(1000))
             trainer(spot, begun, max_steps=1).fit(Net(), data())
         finally:
             faulty.use(Plan())
         calls[attempts] = begun.calls
         assert spot.attempt == attempts + 1
     assert calls[1000] <= calls[1] + 2, calls
-    newest = newest_record(f"faulty://{root}")
+    newest = newest_record(f"faulty-objects:/{root}")
     assert newest is not None
     account = newest.earlier
     assert account is not None
@@ -297,7 +297,7 @@ def earlier(root: Path, attempts: int) -> None:
     begun_s, previous = time.time() - 10.0 * attempts, None
     for number in range(1, attempts + 1):
         at_s = begun_s + 10.0 * (number - 1)
-        claim = claim_of(number, run_id="0123456789ab", location=f"faulty://{root}")
+        claim = claim_of(number, run_id="0123456789ab", location=f"faulty-objects:/{root}")
         (root / "attempts" / claim_name(number)).write_text(claim.to_json())
         previous = AttemptRecord(
             attempt=number, begun_unix_s=at_s, trained_unix_s=at_s + 1, from_step=number, step=number + 1,

@@ -15,6 +15,7 @@ from fsspec.registry import known_implementations
 from lightning_spot import SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli import main
 from lightning_spot.client.stores import open_store
+from lightning_spot.config import BUCKET_SCHEMES
 from lightning_spot.errors import SettingsError
 from lightning_spot.memory.runs import refusal
 from lightning_spot.run.location import Location, local_file_system
@@ -31,7 +32,7 @@ PASSES = {
 }
 """Which of the stores of ``test_stores`` stands for a kind of URL. ``spot://`` is ours, and no durable tier."""
 
-REFUSED = sorted({*fsspec.available_protocols(), "cos", "obs"} - {*PASSES, "kept"})
+REFUSED = sorted({*fsspec.available_protocols(), "cos", "obs"} - {*PASSES, *BUCKET_SCHEMES})
 
 SECRET = "hunter2"
 WITH_SECRETS = [

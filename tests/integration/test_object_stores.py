@@ -34,7 +34,7 @@ from lightning_spot.tiers.s3 import list_folder, remove_objects
 from lightning_spot.tiers.store import retain
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
-from tests.support.store import fetched, put, snapshot
+from tests.support.store import Kept, fetched, put, snapshot
 from tests.support.waiting import until
 
 KIB, MIB = 2**10, 2**20
@@ -75,7 +75,7 @@ def test_many_blocks_over_many_connections(bucket: str) -> None:
     manifest = put(store, 1, nbytes=42 * KIB + 1)
     manifest.verify(fetched(store, manifest), "s3")
     again, image = snapshot(2, nbytes=33 * KIB)
-    assert store.put_parts(replace(again, checksums=()), parts_of(image, KIB), attempt=1) == again
+    assert store.put_parts(replace(again, checksums=()), parts_of(image, 256), attempt=1) == again
     again.verify(fetched(store, again), "s3")
 
 
@@ -89,13 +89,16 @@ def test_a_retried_request_draws_no_random_number_of_a_training(bucket: str) -> 
 
 
 @pytest.mark.parametrize("fail_at", [0, 3, 20])
-def test_an_error_in_the_middle_leaves_what_was_there(bucket: str, raw: s3fs.S3FileSystem, fail_at: int) -> None:
+@pytest.mark.parametrize("kind", ["s3", "kept"])
+def test_an_error_in_the_middle_leaves_what_was_there(
+    kind: str, bucket: str, raw: s3fs.S3FileSystem, fail_at: int
+) -> None:
     """Leaving ``with fs.open(…)`` by an exception completed the object: 67 of 105 MB replaced the good file."""
-    store = ObjectStore(f"{bucket}/checkpoints")
+    store = ObjectStore(f"{bucket if kind == 's3' else f'kept://in-the-middle-{fail_at}'}/checkpoints")
     first = put(store, 1, nbytes=30 * KIB, name="last.ckpt", file="")
     second, image = snapshot(2, nbytes=40 * KIB, name="last.ckpt", file="")
     with pytest.raises(SpotError, match="source is gone"):
-        store.put_parts(replace(second, checksums=()), parts_of(image, KIB, fail_at), attempt=1)
+        store.put_parts(replace(second, checksums=()), parts_of(image, 256, fail_at), attempt=1)
     assert store.has(first)
     first.verify(fetched(store, first), "s3")
     assert uploads_of(raw, bucket) == []
@@ -105,7 +108,7 @@ def test_parts_that_are_not_those_announced_never_appear(bucket: str, raw: s3fs.
     store = ObjectStore(f"{bucket}/run-1")
     manifest, image = snapshot(1, nbytes=30 * KIB)
     with pytest.raises(SpotError, match="not committed"):
-        store.put_parts(replace(manifest, checksums=()), parts_of(image[: 25 * KIB], KIB), attempt=1)
+        store.put_parts(replace(manifest, checksums=()), parts_of(image[: 25 * KIB], 256), attempt=1)
     assert raw.find(f"{bucket}/run-1") == []
     assert uploads_of(raw, bucket) == []
 
@@ -363,14 +366,14 @@ def test_a_file_another_saved_meanwhile_gets_no_wrong_manifest(monkeypatch: pyte
     ours, theirs = ObjectStore(url), ObjectStore(url)
     others = put(theirs, 1, name="mine.ckpt", file="")
     theirs.delete(others)
-    writes, small = objects.write_files, objects.write_small
+    writes, pipe = objects.write_files, Kept.pipe_file
 
     def late(*arguments: Any, **more: Any) -> None:
         monkeypatch.setattr(objects, "write_files", writes)
         put(theirs, 1, name="mine.ckpt", file="")
         writes(*arguments, **more)
         if fails:
-            monkeypatch.setattr(objects, "write_small", broken)
+            monkeypatch.setattr(Kept, "pipe_file", broken)
 
     def broken(*_: Any) -> None:
         raise OSError("its link is cut")
@@ -378,7 +381,7 @@ def test_a_file_another_saved_meanwhile_gets_no_wrong_manifest(monkeypatch: pyte
     monkeypatch.setattr(objects, "write_files", late)
     with pytest.raises(TierError) if fails else contextlib.nullcontext():
         put(ours, 2, nbytes=1200, name="mine.ckpt", file="")
-    monkeypatch.setattr(objects, "write_small", small)
+    monkeypatch.setattr(Kept, "pipe_file", pipe)
     there = ours._noted(others).manifest
     assert (there is None) is fails
     if there is not None:

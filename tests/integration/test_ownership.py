@@ -251,7 +251,7 @@ class Careless(ObjectStore):
 
     gate = threading.Barrier(1)
 
-    def _create(self, below: str, data: bytes, claim: Any) -> None:
+    def _create(self, below: str, data: bytes) -> None:
         self.gate.wait(30.0)  # all have looked
         self._fs.pipe_file(self._files.path(below), data)
 

@@ -193,27 +193,23 @@ def test_a_linked_directory_and_one_with_special_characters(run: Path) -> None:
 
 
 UNREADABLE = [
-    pytest.param(
-        scheme, kind, only, id=f"{scheme}-{kind}-{what}", marks=[] if index % 4 == 0 or index == 5 else pytest.mark.soak
-    )
-    for index, (scheme, kind, (what, only)) in enumerate(
-        (scheme, kind, item)
-        for scheme, kind in (("faulty", "EIO"), ("faulty", "EACCES"), ("faulty-objects", "ESTALE"))
+    pytest.param(kind, only, id=f"{kind}-{what}", marks=[] if index % 4 == 0 or index == 5 else pytest.mark.soak)
+    for index, (kind, (what, only)) in enumerate(
+        (kind, item)
+        for kind in ("EIO", "EACCES", "ESTALE")
         for item in {"listing": ("ls",), "reading": ("cat_file",), "everything": ()}.items()
     )
 ]
 
 
-@pytest.mark.parametrize(("scheme", "kind", "only"), UNREADABLE)
-def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(
-    run: Path, scheme: str, kind: str, only: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("kind", "only"), UNREADABLE)
+def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(run: Path, kind: str, only: tuple[str, ...]) -> None:
     before = names(run)
     faulty.use(Plan(kind=kind, span=0, only=only))
-    assert begins(f"{scheme}://{run}") in (TierError, CorruptSnapshotError)
+    assert begins(f"faulty-objects:/{run}") in (TierError, CorruptSnapshotError)
     faulty.use(Plan())
     assert names(run) == before
-    assert begins(f"{scheme}://{run}") == 9
+    assert begins(f"faulty-objects:/{run}") == 9
 
 
 def test_a_full_disk_for_server_records_blocks_no_resume(
@@ -289,10 +285,10 @@ def test_a_tier_that_is_dead_for_some_calls_costs_no_step(run: Path, at: int, sp
     """It is asked again; or it is an error, and the next start goes on from the newest."""
     before = names(run)
     faulty.use(Plan(kind="EIO", at=at, span=span, only=("ls", "cat_file", "info")))
-    first = begins(f"faulty://{run}")
+    first = begins(f"faulty-objects:/{run}")
     faulty.use(Plan())
     assert first in (9, TierError, CorruptSnapshotError)
-    assert begins(f"faulty://{run}") in (9, 10)
+    assert begins(f"faulty-objects:/{run}") in (9, 10)
     assert set(before) <= set(names(run)) | {name for name in before if "000000003" in name or "000000006" in name}
 
 

@@ -1,7 +1,7 @@
-"""Tiers that fail on demand: an fsspec file system ``faulty://`` over a directory, and the system calls of a store.
+"""Tiers that fail on demand: buckets, and the system calls of a store.
 
-``faulty:///path`` has real folders, ``faulty-objects:///path`` behaves like an object store (an object appears when it
-is complete), ``faulty-s3://bucket`` is S3 itself. All count their calls and strike by a :class:`Plan`. In another
+``faulty-objects://path`` is a directory that behaves like a bucket (an object appears when it is complete),
+``faulty-s3://bucket`` is S3 itself. All count their calls and strike by a :class:`Plan`. In another
 process (a node) :func:`environment` makes them known and names a file with the plan.
 """
 
@@ -25,6 +25,8 @@ import fsspec
 import s3fs
 from fsspec.asyn import sync_wrapper
 from fsspec.spec import AbstractFileSystem
+
+from lightning_spot.config import BUCKET_SCHEMES
 
 ERRORS = {"EIO": errno.EIO, "EACCES": errno.EACCES, "ESTALE": errno.ESTALE, "ENOSPC": errno.ENOSPC}
 KINDS = (*ERRORS, "missing", "lost", "short", "stale")
@@ -84,7 +86,7 @@ def use(new: Plan) -> Plan:
 
 
 def environment(folder: Path, new: Plan) -> dict[str, str]:
-    """Environment for another process of this Python in which ``faulty://`` is known, under a plan of its own."""
+    """Environment for another process of this Python in which these are known, under a plan of its own."""
     values = asdict(new)
     (folder / "plan.json").write_text(json.dumps({name: values[name] for name in values if name != "struck"}))
     (folder / "sitecustomize.py").write_text("import tests.support.faulty\n")
@@ -100,12 +102,11 @@ def raised(kind: str, path: str) -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
-class FaultyFileSystem(AbstractFileSystem):
-    """A directory as a file system that counts its calls and fails by plan."""
+class FaultyObjects(AbstractFileSystem):
+    """A directory as a bucket that counts its calls and fails by plan: an object appears when its file is closed."""
 
-    protocol: Any = "faulty"
+    protocol = ("faulty-objects", "gcs")
     cachable = False
-    whole = False  # whether an object appears only when it is complete
     _before: ClassVar[dict[str, list[str]]] = {}  # listings before the last change, for stale ones
 
     @classmethod
@@ -125,7 +126,8 @@ class FaultyFileSystem(AbstractFileSystem):
             self._fail(kind, path)
             names = sorted(os.listdir(path))
         found = [f"{path}/{name}" for name in names]
-        return [self._info(item) for item in found if os.path.lexists(item)] if detail else found
+        there = [self._info(item) for item in found if _holds_a_file(item)]
+        return there if detail else [item["name"] for item in there]
 
     def info(self, path: str, **_: Any) -> Any:
         path = self._strip_protocol(path)
@@ -152,25 +154,11 @@ class FaultyFileSystem(AbstractFileSystem):
         def write() -> None:
             _replace(path, bytes(value))
 
-        self._change(
-            "pipe_file", path, write, lambda: None if self.whole else _replace(path, bytes(value)[: len(value) // 2])
-        )
+        self._change("pipe_file", path, write)
 
     def rm_file(self, path: str) -> None:
         path = self._strip_protocol(path)
         self._change("rm_file", path, lambda: os.unlink(path))
-
-    def rmdir(self, path: str) -> None:
-        path = self._strip_protocol(path)
-        self._change("rmdir", path, lambda: os.rmdir(path))
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        path = self._strip_protocol(path)
-        self._change("makedirs", path, lambda: os.makedirs(path, exist_ok=exist_ok))
-
-    def mv(self, path1: str, path2: str, **_: Any) -> None:
-        source, target = self._strip_protocol(path1), self._strip_protocol(path2)
-        self._change("mv", source, lambda: os.replace(source, target))
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         if "r" in mode:
@@ -191,15 +179,21 @@ class FaultyFileSystem(AbstractFileSystem):
         if kind and kind not in ("short", "slow"):
             raise raised(kind, path)
 
-    def _change(self, name: str, path: str, act: Callable[[], None], half: Callable[[], None] = lambda: None) -> None:
+    def exists(self, path: str, **_: Any) -> bool:
+        return "/" not in str(path).strip("/") or os.path.lexists(self._strip_protocol(path)) or self._missing(path)
+
+    def _missing(self, path: str) -> bool:
+        self._fail(plan.strike("info"), path)
+        return False
+
+    def _change(self, name: str, path: str, act: Callable[[], None]) -> None:
         kind = plan.strike(name)
         if kind == "short":
-            half()
             raise raised("EIO", path)
         if kind and kind not in ("lost", "slow"):
             raise raised(kind, path)
         self._remember(path)
-        if self.whole and name == "pipe_file":
+        if name == "pipe_file":
             os.makedirs(os.path.dirname(path), exist_ok=True)
         act()
         if kind == "lost":
@@ -209,24 +203,6 @@ class FaultyFileSystem(AbstractFileSystem):
         for folder in (os.path.dirname(path), os.path.dirname(os.path.dirname(path))):
             with contextlib.suppress(OSError):
                 self._before[folder] = sorted(os.listdir(folder))
-
-
-class FaultyObjects(FaultyFileSystem):
-    """The same as an object store: no folders to make, an object appears when its file is closed."""
-
-    protocol = ("faulty-objects", "gcs")
-    whole = True
-
-    def ls(self, path: str, detail: bool = True, **more: Any) -> Any:
-        found = super().ls(path, detail, **more)
-        return [item for item in found if _holds_a_file(item["name"] if detail else item)]
-
-    def exists(self, path: str, **_: Any) -> bool:
-        return "/" not in str(path).strip("/") or os.path.lexists(self._strip_protocol(path)) or self._missing(path)
-
-    def _missing(self, path: str) -> bool:
-        self._fail(plan.strike("info"), path)
-        return False
 
 
 class FaultyS3(s3fs.S3FileSystem):
@@ -270,27 +246,16 @@ class FaultyS3(s3fs.S3FileSystem):
 class _Written:
     """A file opened for writing."""
 
-    def __init__(self, files: FaultyFileSystem, path: str) -> None:
+    def __init__(self, files: FaultyObjects, path: str) -> None:
         self._files, self._path, self._data = files, path, bytearray()
         self.closed = False
-        if not files.whole:
-            files._change("open", path, lambda: _replace(path, b""))
 
     def write(self, data: Any) -> int:
         def all_of_it() -> None:
             self._data += bytes(data)
-            self._show()
 
-        def half() -> None:
-            self._data += bytes(data)[: len(data) // 2]
-            self._show()
-
-        self._files._change("write", self._path, all_of_it, half)
+        self._files._change("write", self._path, all_of_it)
         return len(data)
-
-    def _show(self) -> None:
-        if not self._files.whole:
-            _replace(self._path, bytes(self._data))
 
     def discard(self) -> None:
         self._data.clear()
@@ -304,8 +269,7 @@ class _Written:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
             _replace(self._path, bytes(self._data))
 
-        if self._files.whole:
-            self._files._change("close", self._path, complete)
+        self._files._change("close", self._path, complete)
 
     def __enter__(self) -> _Written:
         return self
@@ -398,8 +362,9 @@ def _short(name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> A
 
 
 def _register() -> None:
-    for name, made in (("faulty", FaultyFileSystem), ("faulty-objects", FaultyObjects), ("faulty-s3", FaultyS3)):
+    for name, made in (("faulty-objects", FaultyObjects), ("faulty-s3", FaultyS3)):
         fsspec.register_implementation(name, made, clobber=True)
+        BUCKET_SCHEMES.add(name)
     if named := os.environ.get(_PLAN_VARIABLE):
         values = json.loads(Path(named).read_text())
         use(Plan(**{**values, "only": tuple(values["only"])}))

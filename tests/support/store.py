@@ -40,13 +40,37 @@ def fetched(store: Store, manifest: Manifest) -> memoryview:
 
 
 class Kept(MemoryFileSystem):
-    """Like any file system that a user has registered; ``conftest`` does."""
+    """A bucket in memory, not of S3: an object appears when it is complete. ``conftest`` registers it."""
 
     protocol = "kept"
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
         return super()._strip_protocol(str(path).removeprefix("kept://"))
+
+    def info(self, path: str, **more: Any) -> Any:
+        found = super().info(path, **more)
+        return {**found, "ETag": hash(self.cat_file(path))} if found["type"] == "file" else found
+
+    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        return _Coming(self, path) if mode == "wb" and "data" not in more else super().open(path, mode, **more)
+
+
+class _Coming:
+    """An object on its way."""
+
+    def __init__(self, files: Kept, path: str) -> None:
+        self._files, self._path, self._data, self.closed = files, path, bytearray(), False
+
+    def write(self, data: memoryview) -> None:
+        self._data += data
+
+    def discard(self) -> None:
+        self._data.clear()
+
+    def close(self) -> None:
+        self.closed = True
+        self._files.pipe_file(self._path, bytes(self._data))
 
 
 class GatedStore(LocalStore):

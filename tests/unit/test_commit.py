@@ -32,7 +32,7 @@ NAME = snapshot_name(1, 1)
 
 @pytest.fixture(params=["directory", "objects"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    where = str(tmp_path / "run") if request.param == "directory" else f"kept://{tmp_path}/run"
+    where = str(tmp_path / "run") if request.param == "directory" else f"kept:/{tmp_path}/run"
     return open_store(where)
 
 

@@ -122,14 +122,14 @@ def test_a_writer_fenced_after_its_upload_commits_nothing(monkeypatch: pytest.Mo
     url = f"kept://runs/{os.urandom(6).hex()}"
     store = mine(url)
     store.claim(claim_of(1, token="mine"))
-    copy = Kept.cp_file
+    pipe = Kept.pipe_file
 
-    def then_overtaken(files: Kept, source: str, target: str, **more: Any) -> None:
-        copy(files, source, target, **more)
-        if target.endswith(OTHER.data_path):
+    def then_overtaken(files: Kept, path: str, value: bytes, **more: Any) -> None:
+        pipe(files, path, value, **more)
+        if path.endswith(OTHER.data_path):
             take_over(url)
 
-    monkeypatch.setattr(Kept, "cp_file", then_overtaken)
+    monkeypatch.setattr(Kept, "pipe_file", then_overtaken)
     with pytest.raises(FencedError):
         store.put(OTHER, memoryview(MORE), attempt=1)
     assert store.survey().manifests == []

@@ -22,7 +22,7 @@ NBYTES = 5_000_000
 
 @pytest.fixture
 def source(tmp_path: Path) -> StoreSource:
-    store = ObjectStore(f"file://{tmp_path}/run")
+    store = ObjectStore(f"kept:/{tmp_path}/run")
     store.claim(claim_of(1))
     return StoreSource(store, "durable")
 
@@ -58,10 +58,10 @@ def test_every_byte_is_received(
         snapshot.close()
 
 
-def test_what_is_damaged_is_not_opened(source: StoreSource, tmp_path: Path) -> None:
+def test_what_is_damaged_is_not_opened(source: StoreSource) -> None:
     manifest, data = stored(source, 1)
-    path = tmp_path / "run" / manifest.data_path
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert isinstance(source.store, ObjectStore)
+    source.store._fs.pipe_file(source.store._files.path(manifest.data_path), data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CorruptSnapshotError, match="part 4"):
         source.open(manifest)
 
