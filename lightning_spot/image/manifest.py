@@ -24,7 +24,9 @@ OWN_DIR = ".lightning_spot"
 Order = tuple[int, int, int]
 """Sort key of a snapshot, see :attr:`Manifest.order`."""
 
-_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
+_SNAPSHOT_NAME = re.compile(  # as it is written: two names never say the same
+    r"step-(\d{9}|[1-9]\d{9,17})-attempt-(\d{4}|[1-9]\d{4,8})(-inexact|-complete)?", re.ASCII
+)
 _RANKS = {"-inexact": 0, None: 2, "-complete": 4}
 _SHARD = "-shard-"
 
