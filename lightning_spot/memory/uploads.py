@@ -438,12 +438,15 @@ class Uploads:
             raise
 
     def _check_register(self, upload: Upload, manifest: Manifest) -> None:
-        """A register is written once: whoever saw it, and counts on it, is not to be wrong."""
-        known = self._ring.find(upload.run, manifest.name) if manifest.shard is not None else None
+        """A register is written once, and fits the others: whoever saw it, and counts on it, is not to be wrong."""
+        if manifest.shard is None:
+            return
+        known = self._ring.find(upload.run, manifest.name)
         if known is not None and known.manifest not in (None, manifest):
             raise SnapshotFailedError(
                 f"{manifest.name} is there already, and is another one", reason=FailureReason.SHARD_MISSING
             )
+        self._ring.check_fits(upload.run, manifest)
 
     # -- they end -------------------------------------------------------------------------------------------------
 
