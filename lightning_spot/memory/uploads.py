@@ -33,7 +33,7 @@ from lightning_spot.image.sealing import Sealing, sealing_threads
 from lightning_spot.image.written import Ranges
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Base, Ring, SlotsAhead
-from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.runs import is_own_folder, key_of
 from lightning_spot.memory.slots import Making, Slot
 from lightning_spot.memory.upload import Upload, writer_of
 from lightning_spot.say import say
@@ -432,6 +432,10 @@ class Uploads:
                 raise SettingsError(
                     f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
                     f" opened for: {upload.name} of attempt {upload.attempt} of {upload.run!r}"
+                )
+            if manifest.is_file and is_own_folder(manifest.name):
+                raise SettingsError(
+                    f"{manifest.name!r} cannot name a file: a run has a directory of that name. Save it under another"
                 )
         except SpotError:
             self.abort(upload.id)
