@@ -12,9 +12,10 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from lightning_spot.client.node_client import NodeClient, quoted
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
+from lightning_spot.image.manifest import MOST_STEPS
 from lightning_spot.memory.runs import LAST
 from lightning_spot.protocol.wire import Address, answered, file_path, parse_spot_url
-from lightning_spot.untrusted import file_name
+from lightning_spot.untrusted import MOST_BYTES, MOST_UNIX_S, file_name, integer, number, text, texts
 
 BLOCK_BYTES = 8 * 1024 * 1024
 
@@ -96,7 +97,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             with answered(str(self.client.address)):
                 return {
                     "name": path,
-                    "size": int(headers["content-length"]),
+                    "size": integer({"size": int(headers["content-length"])}, "size", None, 0, MOST_BYTES),
                     "type": "file",
                     "created": float(headers["spot-created"]),
                     "etag": headers["etag"],
@@ -169,9 +170,8 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
     def _listing(self, run: str) -> dict[str, Any]:
         listing = self.client.call("GET", f"/v1/runs/{quoted(run)}/files")
         with answered(str(self.client.address)):
-            for item in listing["files"]:
-                file_path(item["path"])
-        return listing
+            last = text(listing, "last") if listing["last"] is not None else ""
+            return {"files": [_file(item) for item in listing["files"]], "last": last}
 
     def _files(self, run: str) -> list[dict[str, Any]]:
         return [
@@ -202,6 +202,18 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         if not children and below:
             return [self._file_info(path)]  # the alias, or nothing
         return [children[name] for name in sorted(children)]
+
+
+def _file(item: dict[str, Any]) -> dict[str, Any]:
+    """What a server says of a file, checked."""
+    return {
+        "path": file_path(item["path"]),
+        "nbytes": integer(item, "nbytes", None, 0, MOST_BYTES),
+        "created_unix_s": number(item, "created_unix_s", None, 0, MOST_UNIX_S),
+        "dirty": texts(item, "dirty"),
+        "safe": texts(item, "safe"),
+        "step": integer(item, "step", None, 0, MOST_STEPS),
+    }
 
 
 def _directory(name: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from hypothesis import given, strategies
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli.command import main
 from lightning_spot.client.embedded import Session
+from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.node_client import NodeClient
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.errors import (
@@ -426,6 +427,36 @@ def test_an_answer_that_is_none_is_one_error(answer: dict[str, Any], monkeypatch
     assert str(caught.value).isprintable()
     with pytest.raises((ServerUnreachableError, SnapshotNotFoundError)):
         NodeStore("spot://127.0.0.1:1/run").survey()
+
+
+LISTED = {"path": f"{snapshot_name(5, 1)}/model.ckpt", "nbytes": 3, "created_unix_s": 1.0, "dirty": [], "step": 5}
+FILES = {"files": [{**LISTED, "safe": ["s3://bucket/run"]}], "last": LISTED["path"]}
+HELD = {
+    "attempt": 1,
+    "committed": "",
+    "snapshots": [{"manifest": SHARD.to_dict(), "dirty": ["s3://bucket"], "safe": []}],
+}
+
+
+def test_what_a_server_lists_is_right_or_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = [FILES]
+    monkeypatch.setattr(NodeClient, "call", lambda *_what, **_how: said[-1])
+    monkeypatch.setattr(NodeClient, "head", lambda *_what, **_how: {})
+    files = SpotFileSystem(host="127.0.0.1", port=1, skip_instance_cache=True)
+    assert files.find("run") == [f"run/{LISTED['path']}"]
+    for wrong in wrongly(FILES):
+        said.append(wrong)
+        with contextlib.suppress(ServerUnreachableError, SnapshotNotFoundError):
+            for entry in files.find("run", detail=True).values():
+                assert entry["size"] >= 0
+            for entry in files.ls(f"run/{snapshot_name(5, 1)}"):
+                assert all(isinstance(url, str) for url in [*entry.get("dirty", []), *entry.get("safe", [])])
+            files.info("run/last.ckpt")
+    for wrong in wrongly(HELD):
+        said.append(wrong)
+        with contextlib.suppress(ServerUnreachableError):
+            for item in NodeStore("spot://127.0.0.1:1/run").listing():
+                assert all(isinstance(url, str) for url in [*item.dirty, *item.safe])
 
 
 @pytest.mark.parametrize(
