@@ -42,6 +42,7 @@ MOST_UNIX_S = 253_402_300_799.0
 """The end of the year 9999: later times have no date."""
 
 _MOST_DEPTH = 32
+_MOST_TEXTS = 1024
 _LONGEST_NUMBER = 40
 _CHECKSUM = "checksum"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]", re.ASCII)
@@ -270,6 +271,15 @@ def items(fields: Mapping[str, Any], name: str, most: int) -> list[Any]:
     if not isinstance(value, list | tuple) or len(value) > most:
         raise MalformedError(f"{name} is no list of at most {most}")
     return list(value)
+
+
+def texts(fields: Mapping[str, Any], name: str, most: int = _MOST_TEXTS) -> list[str]:
+    """A list of bounded length of texts, see :func:`text`; empty if it is missing.
+
+    Raises:
+        MalformedError: if it is something else.
+    """
+    return [text({name: item}, name, None) for item in items(fields, name, most)]
 
 
 def whole(low: int, high: int) -> Read:

@@ -38,7 +38,7 @@ from lightning_spot.untrusted import LARGE_BYTES, as_object, read_object, read_s
 
 logger = logging.getLogger(__name__)
 
-_RECORD = re.compile(r"attempt-(\d{1,9})\.progress\.json")
+_RECORD = re.compile(r"attempt-(\d{1,9})\.progress\.json", re.ASCII)
 _READERS = 16
 _MOST_DAMAGED = 8
 _MOST_BYTES = 2**22

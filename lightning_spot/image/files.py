@@ -15,8 +15,8 @@ FILE_ALIGNMENT_BYTES = 4096
 
 _CHECKED_BYTES = 1024 * 1024
 _MOST_FILES = 2**16
-_NOTE = re.compile(r"(shard|failed)-\d{5}\.json")
-_SHARDED_FILE = re.compile(r"\.metadata|meta\.pt|shards\.json|rank-\d{4,6}\.pt|__\d{1,6}_\d{1,6}\.distcp")
+_NOTE = re.compile(r"(shard|failed)-\d{5}\.json", re.ASCII)
+_SHARDED_FILE = re.compile(r"\.metadata|meta\.pt|shards\.json|rank-\d{4,6}\.pt|__\d{1,6}_\d{1,6}\.distcp", re.ASCII)
 
 
 def is_data_file(name: str) -> bool:

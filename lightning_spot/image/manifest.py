@@ -24,7 +24,9 @@ OWN_DIR = ".lightning_spot"
 Order = tuple[int, int, int]
 """Sort key of a snapshot, see :attr:`Manifest.order`."""
 
-_SNAPSHOT_NAME = re.compile(r"step-(\d{1,18})-attempt-(\d{1,9})(-inexact|-complete)?")
+_SNAPSHOT_NAME = re.compile(  # as it is written: two names never say the same
+    r"step-(\d{9}|[1-9]\d{9,17})-attempt-(\d{4}|[1-9]\d{4,8})(-inexact|-complete)?", re.ASCII
+)
 _RANKS = {"-inexact": 0, None: 2, "-complete": 4}
 _SHARD = "-shard-"
 
@@ -35,7 +37,7 @@ MOST_WRITERS = 65536
 _PART_BYTES = (1, 2**30)
 _MOST_PARTS = 2**20
 _MOST_SMALL_PARTS = 2**17  # of less than the usual size: who makes a manifest large says so of the snapshot, too
-_MOST_STEPS = 10**18
+MOST_STEPS = 10**18
 _MOST_RANKS = 10**7
 _MOST_VERSIONS = 64
 _LAST_WITHOUT_CHECKSUM = 3  # format of manifests that have no checksum of themselves
@@ -73,7 +75,7 @@ def shard_name(snapshot: str, writer: int) -> str:
     return f"{snapshot}{_SHARD}{writer:05d}"
 
 
-_Step = Annotated[int, untrusted.whole(0, _MOST_STEPS)]
+_Step = Annotated[int, untrusted.whole(0, MOST_STEPS)]
 
 
 @dataclass(frozen=True, slots=True)

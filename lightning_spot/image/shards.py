@@ -197,6 +197,20 @@ def assemble(shards: Iterable[Manifest]) -> Manifest:
     return Manifest.from_dict(whole.to_dict())  # what strangers' shards make is checked as any manifest is
 
 
+def check_of_one(shards: Sequence[Manifest]) -> None:
+    """Refuse shards that can never be one image, whichever others come. Their writers have agreed on all of it.
+
+    Raises:
+        CorruptSnapshotError: if they are not of one snapshot, or one failed, or does not end with a part.
+    """
+    name = shards[0].snapshot if shards else ""
+    agreed = {(m.run_id, m.lineage, m.snapshot, m.part_bytes, *_agreed(_shard(m))) for m in shards}
+    if len(agreed) > 1 or any(manifest.why_failed for manifest in shards):
+        raise CorruptSnapshotError(f"the shards of {name} are not of one snapshot")
+    if any(manifest.nbytes % manifest.part_bytes for manifest in shards):
+        raise CorruptSnapshotError(f"a shard of {name} does not end with a part")
+
+
 class Image(Protocol):
     """The bytes of an image, wherever they lie."""
 
@@ -308,13 +322,9 @@ def _all_of(shards: Iterable[Manifest]) -> list[Manifest]:
     if not by_writer:
         raise CorruptSnapshotError("there are no shards to put together")
     first = by_writer[0]
-    agreed = {(m.run_id, m.lineage, m.snapshot, m.part_bytes, *_agreed(_shard(m))) for m in by_writer}
-    if len(agreed) > 1 or any(manifest.why_failed for manifest in by_writer):
-        raise CorruptSnapshotError(f"the shards of {first.snapshot} are not of one snapshot")
+    check_of_one(by_writer)
     if [_shard(manifest).writer for manifest in by_writer] != list(range(_shard(first).writers)):
         raise CorruptSnapshotError(f"the shards of {first.snapshot} are not those of all writers once")
-    if any(manifest.nbytes % manifest.part_bytes for manifest in by_writer):
-        raise CorruptSnapshotError(f"a shard of {first.snapshot} does not end with a part")
     return by_writer
 
 

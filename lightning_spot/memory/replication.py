@@ -29,7 +29,7 @@ from lightning_spot.retry import growing, pause_after
 from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.threads import all_at_once
 from lightning_spot.tiers import commit
-from lightning_spot.tiers.store import Store
+from lightning_spot.tiers.store import Store, put_together
 
 logger = logging.getLogger(__name__)
 
@@ -254,12 +254,13 @@ class Registers:
         nodes = [node for node in self._nodes if node.away_until_s <= now_s]
         listings = all_at_once([functools.partial(self._listing, node) for node in nodes], "spot-registers")
         seen = by_snapshot(item.manifest for listed in listings for item in listed)
-        for name, (first, *others) in seen.items():
-            registers = registers_of([first, *others])
-            if status(registers, first.order) is Status.COMMITTED:
-                self._ring.mark_committed(self._key, first.lineage, first.order)
-            elif name in names:
-                self._ring.see(self._key, name, registers)
+        for name, shards in seen.items():
+            registers, lineage, order = registers_of(shards), shards[0].lineage, shards[0].order
+            if status(registers, order) is not Status.COMMITTED:
+                if name in names:
+                    self._ring.see(self._key, name, registers)
+            elif order not in self._ring.known.committed.get((self._key, lineage), ()) and put_together(shards):
+                self._ring.mark_committed(self._key, lineage, order)
 
     def _listing(self, node: Peer) -> list[Listed]:
         try:

@@ -33,9 +33,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, SpotError
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    FencedError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+)
 from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
-from lightning_spot.image.shards import Image, JoinedImage, Status, assemble, failed, status
+from lightning_spot.image.shards import (
+    Image,
+    JoinedImage,
+    Status,
+    assemble,
+    check_of_one,
+    failed,
+    registers_of,
+    status,
+)
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
     MOST_SLOTS,
@@ -321,17 +337,43 @@ class SlotTable:
     def _as_one(self, group: Group) -> tuple[Held, Manifest] | None:
         """A snapshot of which all shards are here; ``None`` if they do not fit each other."""
         manifests = tuple(slot.manifest for slot in group.slots if slot.manifest is not None)
-        key = group.slots[0].run, group.manifest.snapshot
+        try:
+            return Held(group.slots, manifests), self._whole(group.slots[0].run, manifests)
+        except CorruptSnapshotError as error:
+            logger.debug("%s: %s", group.manifest.snapshot, error)
+            return None
+
+    def _whole(self, run: str, shards: tuple[Manifest, ...]) -> Manifest:
+        """The manifest of a snapshot, of those of its shards."""
+        key = run, shards[0].snapshot
         known = self._assembled.get(key)
-        if known is None or known[0] != manifests:
-            try:
-                known = self._assembled[key] = manifests, assemble(manifests)
-            except CorruptSnapshotError as error:
-                logger.debug("%s: %s", key[1], error)
-                return None
+        if known is None or known[0] != shards:
             here = {(slot.run, slot.manifest.snapshot) for slot in self.slots if slot.manifest is not None}
             self._assembled = {key: each for key, each in self._assembled.items() if key in here}
-        return Held(group.slots, manifests), known[1]
+            known = self._assembled[key] = shards, assemble(shards)
+        return known[1]
+
+    def check_fits(self, run: str, manifest: Manifest) -> None:
+        """Refuse a shard that was forged: a snapshot of which all registers are here can be put together.
+
+        Raises:
+            SnapshotFailedError: if the shards of its snapshot that are here, and it, can never be one image.
+        """
+        with self.changed:
+            of_it = {w: slot.manifest for w, slot in self.registers(run, manifest.snapshot).items() if slot.manifest}
+            of_it |= {writer: manifest for writer in registers_of([manifest])}
+            shards = tuple(of_it[writer] for writer in sorted(of_it))
+            state = status(registers_of(shards), manifest.order)
+            try:
+                if state is Status.COMMITTED:
+                    self._whole(run, shards)
+                elif state is Status.PENDING:
+                    check_of_one(shards)
+            except CorruptSnapshotError as error:
+                raise SnapshotFailedError(
+                    f"{manifest.name} does not fit what is here of its snapshot: {error}",
+                    reason=FailureReason.SHARD_MISSING,
+                ) from error
 
     def find(self, run: str, name: str) -> Slot | None:
         """The slot that holds a committed snapshot, if any."""
@@ -594,21 +636,24 @@ class Ring(SlotTable):
     def fail(self, run: str, manifest: Manifest) -> None:
         """Note why a shard will never be there. Nothing happens if something is known of that shard already.
 
-        Of a writer, the last few stay, with what is here of their snapshots: no other limit holds for them.
+        One says it for its snapshot, and of a run the last few stay, with what is here of their snapshots: whoever
+        writes the run may say it of 65,536 writers, and no other limit holds for these.
 
         Args:
             run: key of the run.
             manifest: of the shard, of no bytes; its ``shard.failed`` says why.
         """
         with self.changed:
-            if manifest.shard is None or self._named(run, manifest.name):
+            of_it = self.registers(run, manifest.snapshot)
+            is_failed = any(slot.shard is not None and slot.shard.failed for slot in of_it.values())
+            if manifest.shard is None or is_failed or manifest.shard.writer in of_it:
                 return
             free = (slot for slot in self.slots if slot.state is SlotState.FREE and not (slot.capacity or slot.readers))
             slot = next(free, None) or self._new_slot()
             self._sequence += 1
             slot.run, slot.writer, slot.manifest, slot.sequence = run, manifest.shard.writer, manifest, self._sequence
             slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
-            mine = [each.manifest for each in self.committed(run) if each.writer == slot.writer]
+            mine = [each.manifest for each in self.committed(run)]
             failures = [each for each in mine if each is not None and each.why_failed]
             for each in failures[_MOST_ABORTED:]:
                 for other in self.registers(run, each.snapshot).values():  # without it, they would be waiting for it

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
+from lightning_spot import untrusted
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST, MOST_SERVERS, check_run_name, directory_of, scheme_of
 from lightning_spot.errors import ServerRefusedError, SettingsError
 from lightning_spot.image.manifest import MOST_WRITERS, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.image.packing import Compression
 from lightning_spot.tiers.fences import ATTEMPTS_DIR, Claim, digest_of
-from lightning_spot.untrusted import LONGEST_NAME, items, number, short, text, whole
+from lightning_spot.untrusted import LONGEST_NAME, number, short, text, whole
 
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
@@ -80,7 +81,7 @@ def texts(fields: Mapping[str, Any], name: str, _default: object = None) -> tupl
     Raises:
         MalformedError: otherwise.
     """
-    return tuple(text({name: item}, name, None) for item in items(fields, name, MOST_SERVERS))
+    return tuple(untrusted.texts(fields, name, MOST_SERVERS))
 
 
 def _seconds(fields: Mapping[str, Any], name: str, _default: object) -> float:

@@ -12,6 +12,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.ranges import Floats
 from lightning_spot.memory.ring import FindEarlier, nothing_earlier
 from lightning_spot.memory.runs import Opened, RunInfo, key_of
+from lightning_spot.untrusted import texts
 
 
 @dataclass(slots=True)
@@ -56,7 +57,10 @@ class Listed(NamedTuple):
     @classmethod
     def all_of(cls, listing: dict[str, Any]) -> list[Listed]:
         """All that a server has answered."""
-        return [cls(Manifest.from_dict(item["manifest"]), item["dirty"], item["safe"]) for item in listing["snapshots"]]
+        return [
+            cls(Manifest.from_dict(item["manifest"]), texts(item, "dirty"), texts(item, "safe"))
+            for item in listing["snapshots"]
+        ]
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ from lightning_spot.image.parts import part_ranges
 from lightning_spot.image.ranges import Floats, Ranges
 from lightning_spot.memory.registry import Registry
 from lightning_spot.memory.ring import Base, Ring, SlotsAhead
-from lightning_spot.memory.runs import key_of
+from lightning_spot.memory.runs import is_own_folder, key_of
 from lightning_spot.memory.slots import Making, Slot
 from lightning_spot.memory.upload import Upload, writer_of
 from lightning_spot.say import say
@@ -431,17 +431,24 @@ class Uploads:
                     f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
                     f" opened for: {upload.name} of attempt {upload.attempt} of {upload.run!r}"
                 )
+            if manifest.is_file and is_own_folder(manifest.name):
+                raise SettingsError(
+                    f"{manifest.name!r} cannot name a file: a run has a directory of that name. Save it under another"
+                )
         except SpotError:
             self.abort(upload.id)
             raise
 
     def _check_register(self, upload: Upload, manifest: Manifest) -> None:
-        """A register is written once: whoever saw it, and counts on it, is not to be wrong."""
-        known = self._ring.find(upload.run, manifest.name) if manifest.shard is not None else None
+        """A register is written once, and fits the others: whoever saw it, and counts on it, is not to be wrong."""
+        if manifest.shard is None:
+            return
+        known = self._ring.find(upload.run, manifest.name)
         if known is not None and known.manifest not in (None, manifest):
             raise SnapshotFailedError(
                 f"{manifest.name} is there already, and is another one", reason=FailureReason.SHARD_MISSING
             )
+        self._ring.check_fits(upload.run, manifest)
 
     # -- they end -------------------------------------------------------------------------------------------------
 

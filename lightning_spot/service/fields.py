@@ -45,6 +45,8 @@ _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
 _MOST_VALUES = 2**21  # in a body: each takes some 100 bytes, and a microsecond in which nobody else is answered
 _MOST_SMALL_PARTS = 4096
 _LEAST_PART_BYTES = 2**20
+_FEW_FILES = 64  # of a shard: its writer has three
+_LEAST_FILE_BYTES = 2**20  # of each beyond these
 
 
 async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) -> dict[str, Any]:
@@ -144,7 +146,8 @@ def manifest(fields: Mapping[str, Any]) -> Manifest:
 
     Raises:
         CorruptSnapshotError: if it is none.
-        SettingsError: if its parts are too large to be made up in memory, or so small that nobody could read of them.
+        SettingsError: if its parts are too large to be made up in memory, or so small that nobody could read of them,
+            or if it has more files than any writer: what is held of them would be larger than its slot.
     """
     read = Manifest.from_dict(fields.get("manifest"))
     parts = -(-read.nbytes // read.part_bytes)
@@ -153,6 +156,8 @@ def manifest(fields: Mapping[str, Any]) -> Manifest:
             f"{read.name} has {parts} parts of {read.part_bytes} bytes: they have from {_LEAST_PART_BYTES} to"
             f" {MOST_PART_BYTES}, and fewer only if they are no more than {_MOST_SMALL_PARTS}"
         )
+    if len(read.files) > (most := _FEW_FILES + read.nbytes // _LEAST_FILE_BYTES):
+        raise SettingsError(f"{read.name} of {read.nbytes} bytes has {len(read.files)} files, more than {most}")
     return read
 
 

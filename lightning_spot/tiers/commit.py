@@ -39,6 +39,10 @@ from lightning_spot.tiers.store import LONGEST_MANIFEST_BYTES, Folder, HasFolder
 
 logger = logging.getLogger(__name__)
 
+_MOST_NOTES_BYTES = 2 * LONGEST_MANIFEST_BYTES  # of one snapshot: its manifest has what they have, and is no longer
+
+_MOST_FAILED = 64
+
 Shard = tuple[Manifest, Image]
 """Manifest and bytes of what one writer has of a snapshot."""
 
@@ -89,12 +93,14 @@ def look(store: Store, name: str, known: Mapping[int, Manifest] | None = None) -
     if MANIFEST_FILE in sizes:
         found.manifest = read_twice(lambda: Manifest.from_json(folder.read(MANIFEST_FILE)))
         return found
-    there = [file for file, nbytes in sizes.items() if is_note(file) and nbytes <= LONGEST_MANIFEST_BYTES]
+    there = _readable(sizes)
     writers = max((shard.writers for shard in found.registers.values()), default=0)
     mine = {note_name(writer, failed=bool(shard.failed)) for writer, shard in found.registers.items()}
     # To read those of thousands takes long: as long as some are missing, only why there will be none is read.
     is_complete = len(there) >= writers
-    wanted = [file for file in there if file not in mine and (is_complete or file.startswith("failed"))]
+    wanted = [file for file in there if file not in mine and is_complete and file.startswith("shard")]
+    # The last ones: of a writer with both, all see the failure. One that says why is enough.
+    wanted += [file for file in there if file not in mine and file.startswith("failed")][:_MOST_FAILED]
     for note in all_at_once([functools.partial(_note, folder, name, file) for file in wanted], "spot-note"):
         if note is not None and note.shard is not None:
             found.notes[note.shard.writer] = note
@@ -186,6 +192,18 @@ def _note(folder: Folder, name: str, file: str) -> Manifest | None:
         return None
     is_meant = note.shard is not None and note_name(note.shard.writer, failed=bool(note.shard.failed)) == file
     return note if is_meant and note.snapshot == name else None
+
+
+def _readable(sizes: Mapping[str, int]) -> list[str]:
+    """The notes of a folder, as many as may be read at once: strangers may have written there, too."""
+    found: list[str] = []
+    left = _MOST_NOTES_BYTES
+    for file in sorted(filter(is_note, sizes), key=sizes.__getitem__):
+        left -= sizes[file]
+        if left < 0 or sizes[file] > LONGEST_MANIFEST_BYTES:
+            break
+        found.append(file)
+    return found
 
 
 def _has_notes(found: Look, notes: Mapping[int, Manifest]) -> bool:

@@ -22,8 +22,8 @@ KEPT_ATTEMPTS = 100
 
 _MOST_FORGOTTEN = 20
 _MOST_DAMAGED = 8
-_CLAIM = re.compile(r"attempt-(\d{1,9})\.json")
-_OF_ATTEMPT = re.compile(r"attempt-(\d{1,9})(?:\.progress)?\.json")
+_CLAIM = re.compile(r"attempt-(\d{1,9})\.json", re.ASCII)
+_OF_ATTEMPT = re.compile(r"attempt-(\d{1,9})(?:\.progress)?\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,9 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,14 +22,16 @@ from lightning_spot.errors import (
     SnapshotFailedError,
     SnapshotNotFoundError,
 )
-from lightning_spot.image.files import MODEL_FILE
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.files import MODEL_FILE, FileSpan
+from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.replication import Registers
+from lightning_spot.memory.tier import Listed
 from lightning_spot.run.export import Exporter, import_snapshot
 from lightning_spot.run.sources import HOST, MemorySource, Use
 from tests.support.server import RUN_ID, Bench, named_run
-from tests.support.shards import checkpoint_of, failed_shard, shard_image, shard_manifest, whole_of
+from tests.support.shards import PART, checkpoint_of, failed_shard, sealed_shard, shard_image, shard_manifest, whole_of
 from tests.support.small_trainer import info_of
 
 pytestmark = pytest.mark.guarantee("G10")
@@ -50,6 +53,8 @@ class Ranks:
 
     def write(self, step: int, rank: int, **fields: object) -> Manifest:
         """Fill a slot with the shard of a rank, and seal it."""
+        if fields.get("complete"):
+            fields["name"] = shard_name(snapshot_name(step, 1, complete=True), rank)
         manifest = shard_manifest(step, rank, self.writers, **fields)
         upload = self.node.lease(RUN, 1, manifest.nbytes, session=f"rank-{rank}", writer=rank)
         with upload.slot.view(manifest.nbytes) as view:
@@ -61,6 +66,20 @@ class Ranks:
 
     def names(self) -> list[str]:
         return [manifest.name for _, manifest in self.node.ring.readable(RUN_ID)]
+
+
+@dataclass
+class Showing:
+    """A server that holds some registers of the run."""
+
+    held: list[Listed]
+    away_until_s: float = 0.0
+
+    def tier(self) -> Showing:
+        return self
+
+    def listing(self) -> list[Listed]:
+        return self.held
 
 
 @pytest.fixture
@@ -120,6 +139,47 @@ def test_a_register_is_written_once(ranks: Ranks) -> None:
     with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
         ranks.write(1, 2)
     assert not len(ranks.node.uploads)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"lineage": "2" * 12},
+        {"part_bytes": 2 * PART},
+        {"shard": ShardOf(2, 3, "plan", start=5 * PART)},
+        {"files": (FileSpan(MODEL_FILE, 0, PART), FileSpan("rank-00001.pt", PART, 100))},
+        {"files": (FileSpan("rank-00002.pt", 0, 100), FileSpan(MODEL_FILE, PART, PART))},
+    ],
+    ids=["lineage", "parts", "gap", "a file twice", "the checkpoint twice"],
+)
+def test_a_shard_that_does_not_fit_is_no_register(ranks: Ranks, forged: dict[str, Any]) -> None:
+    ranks.write(1, 0)
+    ranks.write(1, 1)
+    with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
+        ranks.write(1, 2, **forged)
+    assert ranks.status(1)[0] is Status.PENDING
+    assert not len(ranks.node.uploads)
+    ranks.write(1, 2)
+    assert ranks.status(1)[0] is Status.COMMITTED
+    assert ranks.names() == [snapshot_name(1, 1)]
+
+
+def test_failures_of_many_writers_take_the_room_of_one(ranks: Ranks) -> None:
+    for step in range(1, 41):
+        for writer in (0, 7, 1999):
+            ranks.node.fail(RUN, 1, failed_shard(step, writer, 2000))
+    assert len(ranks.node.ring.slots) < 20
+    assert ranks.status(40)[0] is Status.ABORTED
+    assert ranks.status(30)[0] is Status.ABORTED
+
+
+def test_registers_at_servers_that_do_not_fit_do_not_count(ranks: Ranks) -> None:
+    """What fits those at each server does not fit those of all."""
+    shards = [sealed_shard(1, writer, 3, part_bytes=2 * PART if writer == 1 else PART) for writer in range(3)]
+    for seen, is_committed in ((shards, False), ([sealed_shard(1, writer, 3) for writer in range(3)], True)):
+        peers = [Showing([Listed(each, [], [])]) for each in seen]
+        Registers(ranks.node.ring, RUN_ID, peers).look(set())  # type: ignore[arg-type]
+        assert bool(ranks.node.ring.newest_committed(RUN_ID, elsewhere=True)) is is_committed
 
 
 def test_a_rank_that_ends_leaves_the_snapshot_to_the_next_one(ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from hypothesis import given, strategies
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli.command import main
 from lightning_spot.client.embedded import Session
+from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import (
@@ -45,11 +47,13 @@ from lightning_spot.errors import (
 )
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import Journal, write_record
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.image.files import FileSpan, note_name
+from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.image.shards import failed
 from lightning_spot.protocol.wire import Address, error_body, error_from_body, file_path
 from lightning_spot.run import survey
 from lightning_spot.service.program import DescriptorChannel
+from lightning_spot.tiers.commit import commit_left, put_shards
 from lightning_spot.tiers.fences import Claim, claim_name, first_readable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.untrusted import (
@@ -61,11 +65,13 @@ from lightning_spot.untrusted import (
     plain,
     read_json,
     read_object,
+    sealed_json,
     short,
     whole,
 )
 from tests.conftest import Cli
 from tests.support.server import Bench
+from tests.support.shards import PART, failed_shard, sealed_apart, shard_image
 from tests.support.trainer import Net, trainer
 from tests.support.trainer import data as examples
 from tests.support.waiting import new_process, until
@@ -217,6 +223,7 @@ def test_any_mutation_of_json_is_read_or_one_error(cases: int, seed: int) -> Non
     seeds = [
         manifest().to_json().encode(),
         SHARD.to_json().encode(),
+        failed(SHARD, "no memory").to_json().encode(),
         b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}',
     ]
     for _ in range(cases):
@@ -260,6 +267,63 @@ def mutated(rnd: random.Random, data: bytes, pieces: tuple[bytes, ...] = ()) -> 
         else:
             del changed[at:]
     return bytes(changed)
+
+
+# -- registers at storage ---------------------------------------------------------------------------------------------
+
+LIKELY: tuple[Any, ...] = (0, 1, 2, 3, 2**46, PART, 2 * PART, "", "plan", "1" * 12, "model.ckpt", "__0_0.distcp", False)
+
+
+def forged(rnd: random.Random, fields: Any) -> Any:
+    """The same JSON with one of its values, wherever it is, replaced by one that is wrong, or likely."""
+    changed = copy.copy(fields)
+    key = rnd.choice(list(changed) if isinstance(changed, dict) else range(len(changed)))
+    if isinstance(changed[key], dict | list | tuple) and changed[key] and rnd.random() < 0.8:
+        changed[key] = list(changed[key]) if isinstance(changed[key], tuple) else changed[key]
+        changed[key] = forged(rnd, changed[key])
+    else:
+        changed[key] = rnd.choice(WRONG + LIKELY)
+    return changed
+
+
+@few_or(20_000, few=300)
+def test_any_registers_at_storage_are_a_snapshot_or_refused(tmp_path: Path, cases: int, seed: int) -> None:
+    """Damaged, and forged with fresh checksums: what is committed is what the registers that were read make."""
+    rnd, store, name = random.Random(seed), LocalStore(tmp_path / "run"), snapshot_name(1, 1)
+    put_shards(
+        store, [(each, memoryview(shard_image(each))) for each in (sealed_apart(1, 0), sealed_apart(1, 1))], attempt=1
+    )
+    folder = tmp_path / "run" / name
+    (folder / MANIFEST_FILE).unlink()
+    fates: Counter[str] = Counter()
+    for _ in range(cases):
+        notes = {note_name(writer): sealed_apart(1, writer).to_dict() for writer in range(2)}
+        if rnd.random() < 0.2:
+            notes[note_name(1, failed=True)] = failed_shard(1, 1).to_dict()
+        for file in list(notes):
+            how = rnd.random()
+            if how < 0.5:
+                notes[file] = forged(rnd, notes[file])
+            with contextlib.suppress(ValueError):  # no number of JSON
+                (folder / file).write_bytes(data := sealed_json(notes[file]).encode())
+                if how > 0.9:
+                    (folder / file).write_bytes(mutated(rnd, data))
+        try:
+            made = commit_left(store, name)
+            fates["nothing" if made is None else "committed"] += 1
+        except (CorruptSnapshotError, SnapshotFailedError) as error:
+            fates[type(error).__name__] += 1
+            made = None
+        if made is not None:
+            assert store.survey().manifests == [made]
+            image = bytearray(made.nbytes)
+            with contextlib.suppress(CorruptSnapshotError):
+                store.fetch(made, memoryview(image))
+        for file in folder.glob("*.json"):
+            file.unlink()
+    print(dict(fates))
+    assert fates["committed"] > cases / 20
+    assert fates["nothing"] > cases / 20
 
 
 # -- claims, greetings, answers ---------------------------------------------------------------------------------------
@@ -363,6 +427,36 @@ def test_an_answer_that_is_none_is_one_error(answer: dict[str, Any], monkeypatch
     assert str(caught.value).isprintable()
     with pytest.raises((ServerUnreachableError, SnapshotNotFoundError)):
         ServerStore("spot://127.0.0.1:1/run").survey()
+
+
+LISTED = {"path": f"{snapshot_name(5, 1)}/model.ckpt", "nbytes": 3, "created_unix_s": 1.0, "dirty": [], "step": 5}
+FILES = {"files": [{**LISTED, "safe": ["s3://bucket/run"]}], "last": LISTED["path"]}
+HELD = {
+    "attempt": 1,
+    "committed": "",
+    "snapshots": [{"manifest": SHARD.to_dict(), "dirty": ["s3://bucket"], "safe": []}],
+}
+
+
+def test_what_a_server_lists_is_right_or_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = [FILES]
+    monkeypatch.setattr(ServerClient, "call", lambda *_what, **_how: said[-1])
+    monkeypatch.setattr(ServerClient, "head", lambda *_what, **_how: {})
+    files = SpotFileSystem(host="127.0.0.1", port=1, skip_instance_cache=True)
+    assert files.find("run") == [f"run/{LISTED['path']}"]
+    for wrong in wrongly(FILES):
+        said.append(wrong)
+        with contextlib.suppress(ServerUnreachableError, SnapshotNotFoundError):
+            for entry in files.find("run", detail=True).values():
+                assert entry["size"] >= 0
+            for entry in files.ls(f"run/{snapshot_name(5, 1)}"):
+                assert all(isinstance(url, str) for url in [*entry.get("dirty", []), *entry.get("safe", [])])
+            files.info("run/last.ckpt")
+    for wrong in wrongly(HELD):
+        said.append(wrong)
+        with contextlib.suppress(ServerUnreachableError):
+            for item in ServerStore("spot://127.0.0.1:1/run").listing():
+                assert all(isinstance(url, str) for url in [*item.dirty, *item.safe])
 
 
 @pytest.mark.parametrize(

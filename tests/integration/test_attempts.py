@@ -19,7 +19,7 @@ from lightning_spot.capture import writer
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.capture.layouts import CheckpointLayouter
-from lightning_spot.client.remote import NodeStore
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     FailureReason,
@@ -152,11 +152,11 @@ def test_servers_hear_of_all_hosts_with_what_goes_past_memory(tmp_path: Path, mo
     """They heard of one host, as was known when the attempt was begun."""
     heard: list[RunInfo] = []
 
-    def opened(_store: NodeStore, info: RunInfo) -> None:
+    def opened(_store: ServerStore, info: RunInfo) -> None:
         heard.append(info)
         raise ServerUnreachableError("it has gone")
 
-    monkeypatch.setattr(NodeStore, "open_run", opened)
+    monkeypatch.setattr(ServerStore, "open_run", opened)
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed(), RING)
     attempt.info = replace(attempt.info, nodes=("spot://127.0.0.1:9",), hosts=2)
     try:

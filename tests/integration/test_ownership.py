@@ -21,8 +21,8 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import PROTOCOL_VERSION, take_environment
-from lightning_spot.errors import FencedError, ServerRefusedError, SpotError, TierError, TierReason
+from lightning_spot.config import HIGHEST_ATTEMPT, PROTOCOL_VERSION, take_environment
+from lightning_spot.errors import FencedError, ServerRefusedError, SettingsError, SpotError, TierError, TierReason
 from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_name
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.node import Node
@@ -164,6 +164,18 @@ def test_no_run_lies_in_a_folder_of_ours(name: str) -> None:
         assert name in refusal(place, ["/runs", "s3://bucket"])
     with pytest.raises(SpotError):
         parse_run(name)
+
+
+@pytest.mark.parametrize("name", [OWN_DIR, ATTEMPTS_DIR, snapshot_name(1, HIGHEST_ATTEMPT)])
+def test_no_file_is_named_like_a_folder_of_ours(lent: Lent, name: str) -> None:
+    """By the name of a snapshot, attempts are counted: no later start would find a number."""
+    place = lent.root / "run"
+    lent.open("run", place, claimed=True)
+    with pytest.raises(SettingsError):
+        lent.put("run", name)
+    assert lent.flush() == []
+    assert not [path for path in place.iterdir() if path.is_file()]
+    assert LocalStore(place).survey().highest_attempt == 1
 
 
 def test_a_claim_holds_no_token(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.image.delta import MOST_RANGES, Coding, decode
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory import node, registry, ring
@@ -192,6 +193,17 @@ def test_parts_of_a_size_that_nobody_sends_are_refused(nbytes: int, part_bytes: 
         open_run(client)
         with pytest.raises((SettingsError, CorruptSnapshotError), match="parts"):
             begin(client, nbytes, name=plain.name, manifest=plain.to_dict())
+
+
+def test_a_slot_holds_no_more_names_than_bytes() -> None:
+    """A server keeps the manifest of each slot in memory of its own, and lists it to whoever asks."""
+    spans = tuple(FileSpan(f"__{number}_0.distcp", 0, 0) for number in range(3000))
+    empty = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=1, files=spans[:50])
+    with asked(node_of()) as client:
+        open_run(client)
+        begin(client, 1, name=empty.name, manifest=empty.to_dict())
+        with pytest.raises(SettingsError, match="files"):
+            begin(client, 1, name=empty.name, manifest=replace(empty, files=spans).to_dict())
 
 
 def test_where_no_memory_is_left_beside_the_slots_parts_go_whole(monkeypatch: pytest.MonkeyPatch) -> None:

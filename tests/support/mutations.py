@@ -931,6 +931,14 @@ CHECKSUMS = [
         _of("registers", "a_register_is_written_once"),
     ),
     Mutation(
+        "registers fit each other",
+        "memory.uploads",
+        "        self._ring.check_fits(upload.run, manifest)\n",
+        "",
+        "a snapshot counts that nobody can put together",
+        _of("registers", "a_shard_that_does_not_fit_is_no_register[gap]"),
+    ),
+    Mutation(
         "checksum at verify, and at resume from memory",
         "run.sources",
         "    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)",

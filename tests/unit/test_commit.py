@@ -120,6 +120,40 @@ def test_what_nobody_is_left_to_commit_is_committed_by_who_looks(store: Store, l
     assert note_name(0) not in sizes(store)
 
 
+def test_a_failure_counts_whatever_else_its_writer_has(store: Store, left: Manifest) -> None:
+    folder = store.folder(NAME, attempt=1, run_id=RUN_ID)  # type: ignore[attr-defined]
+    folder.write(note_name(3, failed=True), memoryview(failed_shard(1, 3, WRITERS).to_json().encode()))
+    assert look(store, NAME).why_aborted
+    assert commit_left(store, NAME) is None
+    assert not store.has(left)
+
+
+def test_strangers_notes_cost_no_more_than_some_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write to the bucket makes no resume read gigabytes, or thousands of objects."""
+    store, read = open_store(str(tmp_path / "run")), list[int]()
+    put_shards(store, shards_of(*range(WRITERS - 1)), attempt=1)
+    for number in range(200, 500):
+        (tmp_path / "run" / NAME / note_name(number, failed=True)).write_text("{}")
+    for number in range(10, 20):
+        with open(tmp_path / "run" / NAME / note_name(number), "wb") as file:
+            file.truncate(60 * 2**20)
+    real = store.folder(NAME, attempt=1, run_id=RUN_ID)  # type: ignore[attr-defined]
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def read(self, name: str) -> bytes:
+            data: bytes = real.read(name)
+            read.append(len(data))
+            return data
+
+    monkeypatch.setattr(store, "folder", lambda *_args, **_more: Counting())
+    assert len(look(store, NAME).notes) == WRITERS - 1
+    assert sum(read) <= 128 * 2**20
+    assert len(read) < 100
+
+
 def test_who_cannot_write_there_knows_that_all_of_it_is_there(
     store: Store, left: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

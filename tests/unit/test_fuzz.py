@@ -26,9 +26,10 @@ from lightning_spot.client.embedded import Session
 from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.errors import SpotError
+from lightning_spot.errors import SnapshotNotFoundError, SpotError
 from lightning_spot.image.delta import Coding, changed_ranges, encode
-from lightning_spot.image.manifest import Manifest, shard_name, snapshot_name
+from lightning_spot.image.files import FileSpan
+from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.image.packing import can_pack
 from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.record import ServerRecord
@@ -120,15 +121,24 @@ def _flipped(data: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
+def register_of(step: int, writer: int, nbytes: int = 100) -> Manifest:
+    """The manifest of a writer's shard of a snapshot, without checksums."""
+    shard = ShardOf(writer, 2, "plan", start=nbytes * (1 - writer))
+    name, files = shard_name(snapshot_name(step, 1), writer), (FileSpan("model.ckpt", 0, nbytes),)
+    fields: dict[str, Any] = {"run": "fuzzed", "run_id": "ba9876543210", "name": name, "step": step, "attempt": 1}
+    return Manifest(**fields, nbytes=nbytes, part_bytes=nbytes, files=files, shard=shard)
+
+
 def requests(uploads: list[str], chance: random.Random, *, near: bool, session: str) -> list[Request]:
     """Every request that a node knows, as it is meant."""
-    name = snapshot_name(chance.randrange(1, 5), 1)
-    manifest = Manifest(run="fuzzed", run_id="ba9876543210", name=name, step=1, attempt=1, nbytes=100).to_dict()
+    step = chance.randrange(1, 5)
+    name = snapshot_name(step, 1)
+    manifest = Manifest(run="fuzzed", run_id="ba9876543210", name=name, step=step, attempt=1, nbytes=100).to_dict()
     upload = chance.choice(uploads) if uploads else "0" * 32
     run, of, files = f"/v1/runs/{FUZZED}", f"/v1/uploads/{upload}", f"/v1/files/{FUZZED}"
     lease = {"attempt": 1, "nbytes": 100, "wait_s": 0.0, "committed": name}
-    shard: dict[str, Any] = {"writer": 1, "writers": 2, "digest": "d", "start": 0, "persist": True, "failed": "why"}
-    failed = {**manifest, "name": shard_name(name, 1), "nbytes": 0, "shard": shard}
+    register = register_of(step, chance.randrange(2)).to_dict()
+    failed = {**register, "nbytes": 0, "files": [], "shard": {**register["shard"], "failed": "why"}}
     made = [
         ("GET", "/healthz", {}),
         ("GET", "/readyz", {}),
@@ -140,20 +150,25 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("GET", f"{run}/snapshots", {}),
         ("POST", f"{run}/uploads", lease),
         ("POST", f"{run}/uploads", {**lease, "manifest": manifest}),
+        ("POST", f"{run}/uploads", {**lease, "manifest": register}),
         ("POST", f"{run}/fail", {"attempt": 1, "manifest": failed}),
         ("POST", f"{of}/stream", {}),
         ("POST", f"{of}/commit", {"manifest": {**manifest, "checksums": [checksum(bytes(100))]}}),
+        ("POST", f"{of}/commit", {"manifest": {**register, "checksums": [checksum(bytes(100))]}}),
         ("DELETE", of, {"untouched": True}),
         ("POST", "/v1/flush", {"run": FUZZED, "wait_s": 0.0}),
         ("GET", f"{files}/{name}/model.ckpt", {}),
+        ("GET", f"{files}/{register['name']}/model.ckpt", {}),
         ("DELETE", f"{files}/notes-{chance.randrange(5)}", {"unseen": False}),
         ("DELETE", f"{files}/{name}", {}),
     ]
     if near:
         made += [
             ("POST", f"{run}/uploads", {**lease, "session": session, "making": "never", "writer": 1}),
+            ("POST", f"{run}/uploads", {**lease, "writer": register["shard"]["writer"]}),
             ("POST", f"{run}/awaited", {"name": name, "wait_s": 0.0}),
             ("POST", f"{of}/commit", {"manifest": manifest, "floats": [], "written": [[0, 10]], "followed": True}),
+            ("POST", f"{of}/commit", {"manifest": register, "floats": [], "written": None, "followed": False}),
         ]
     return [Request(method, path, body, []) for method, path, body in made]
 
@@ -263,13 +278,18 @@ def commit_in_place(client: ServerClient, channel: Path, run: str, step: int, da
 
 
 class Target:
-    """A node in a process of its own, that has a snapshot which nobody may change."""
+    """A node in a process of its own, that has a snapshot which nobody may change.
 
-    def __init__(self, address: Address, pid: int, log: Path, channel: Path | None = None) -> None:
+    It may leave memory for storage, where there is any: leases that nobody fills take the memory for two minutes.
+    """
+
+    def __init__(
+        self, address: Address, pid: int, log: Path, channel: Path | None = None, storage: Path | None = None
+    ) -> None:
         self.client = ServerClient(address, TOKEN)
         self.answers: Counter[str] = Counter()
         self.process = psutil.Process(pid)
-        self._address, self._log = address, log
+        self._address, self._log, self._storage = address, log, storage
         for run, token in ((KEPT, "of the one that stays"), (FUZZED, "t")):
             self.client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": token})
         self.client.speak_for(1, "of the one that stays")
@@ -317,13 +337,21 @@ class Target:
         )
         # What is no HTTP at all is aiohttp's to refuse.
         assert [line for line in raised if not line.startswith("aiohttp.http_exceptions.")] == []
-        read = bytearray(len(self._data))
-        self.client.receive(f"/v1/files/{KEPT}/{self._kept}", 0, memoryview(read))
-        assert bytes(read) == self._data
+        assert self._read() == self._data
         rss, threads, files = (now - before for now, before in zip(self._costs(), self._before, strict=True))
         assert rss < 300 * MIB
         assert threads < 300
         assert files < 300
+
+    def _read(self) -> bytes:
+        read = bytearray(len(self._data))
+        try:
+            self.client.receive(f"/v1/files/{KEPT}/{self._kept}", 0, memoryview(read))
+        except SnapshotNotFoundError:
+            if self._storage is None:
+                raise
+            return (self._storage / KEPT / self._kept).read_bytes()
+        return bytes(read)
 
 
 def is_ours(got: bytes) -> bool:
@@ -349,7 +377,7 @@ def environment(root: Path) -> dict[str, str]:
 def over_tcp(tmp_path: Path) -> Iterator[Target]:
     flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", str(tmp_path / "below")]
     node = RunningNode(flags, tmp_path / "node.log", environment(tmp_path)).wait_listening()
-    yield Target(parse_spot_url(node.url)[0], node.process.pid, node.log)
+    yield Target(parse_spot_url(node.url)[0], node.process.pid, node.log, storage=tmp_path / "below")
     node.stop(9)
 
 
@@ -428,16 +456,20 @@ def frame_of(chance: random.Random, new: bytes, base: bytes) -> bytes:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [300, pytest.param(6000, marks=pytest.mark.soak)])
 def test_no_frame_makes_other_bytes_count(over_tcp: Target, chance: random.Random, count: int) -> None:
-    """What is committed is what its sender announced, whatever came before."""
-    client, base, step, sent = over_tcp.client, chance.randbytes(20_000), 1, 0
-    commit_whole(client, FUZZED, step, base)
+    """What is committed is what its sender announced, whatever came before: a snapshot, or a writer's shard of one."""
+    client, step, sent = over_tcp.client, 1, 0
+    bases = [chance.randbytes(20_000)] * 3  # of snapshots of one writer, and of each of two writers' shards
+    commit_whole(client, FUZZED, step, bases[0])
     while sent < count:
         step += 1
-        new = bytearray(base)
+        kind = chance.randrange(3)
+        new = bytearray(base := bases[kind])
         for _ in range(20):
             new[chance.randrange(len(new))] ^= 255
         new_bytes = bytes(new)
         manifest = manifest_of(FUZZED, step, new_bytes)
+        if kind:
+            manifest = register_of(step, kind - 1, len(new)).sealed(memoryview(new_bytes))
         lease = {"attempt": 1, "nbytes": len(new), "name": manifest.name, "wait_s": 10.0}
         plain = {**asdict(manifest), "checksums": []}
         upload = client.call("POST", f"/v1/runs/{FUZZED}/uploads", {**lease, "manifest": plain})["upload"]
@@ -450,7 +482,7 @@ def test_no_frame_makes_other_bytes_count(over_tcp: Target, chance: random.Rando
         read = bytearray(len(new_bytes))
         client.receive(f"/v1/files/{FUZZED}/{manifest.data_path}", 0, memoryview(read))
         assert read == new_bytes
-        base = new_bytes
+        bases[kind] = new_bytes
     over_tcp.check()
     assert over_tcp.answers["as announced"] > count / 100
     assert over_tcp.answers["hung up"] > count / 20

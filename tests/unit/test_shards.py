@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lightning_spot.errors import CorruptSnapshotError
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, Order, ShardOf, shard_name, snapshot_name
+from lightning_spot.image.files import FileSpan, is_own_file
+from lightning_spot.image.manifest import Manifest, Order, ShardOf, shard_name, snapshot_name, snapshot_order
 from lightning_spot.image.shards import (
     LEAST_PART_BYTES,
     JoinedImage,
@@ -101,6 +101,21 @@ def test_more_registers_never_turn_committed_into_aborted() -> None:
             for left_out in seen:
                 fewer = status({w: each for w, each in seen.items() if w != left_out}, ORDER)
                 assert fewer in (Status.PENDING, whole)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["step-7-attempt-2", "step-0000000007-attempt-0002", "step-000000007-attempt-00002", "step-00000000٧-attempt-0002"],
+)
+def test_no_two_names_are_of_one_snapshot(name: str) -> None:
+    assert snapshot_order(NAME) == ORDER
+    assert snapshot_order(name) is None
+    assert snapshot_order(snapshot_name(10**17, 10**8)) == (10**8, 10**17, 2)
+
+
+@pytest.mark.parametrize("name", ["shard-0000٠.json", "rank-0000١.pt", "__٠_0.distcp"])
+def test_only_digits_of_ascii_name_a_file(name: str) -> None:
+    assert not is_own_file(name)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
