@@ -34,7 +34,7 @@ from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.made_of import FixedSteps, differences
 from lightning_spot.exact.module_state import PreTrainingEffects, UntrackedAttributes, owners_of
 from lightning_spot.exact.optimizers import keep_dtypes, names_of, precise_of
-from lightning_spot.exact.own_parameters import what_hooks_begin_anew, what_is_the_first_ranks, what_other_ranks_kept
+from lightning_spot.exact.own_parameters import what_is_rank_0s
 from lightning_spot.exact.per_trainer import OfTrainer, PerTrainer
 from lightning_spot.exact.position import (
     PositionedLoader,
@@ -149,9 +149,8 @@ class FitState(PerTrainer):
         anew = [
             *builtin_callbacks.what_begins_anew(trainer),
             *self._untracked.begin_anew([*restoring.lost, *made]),
-            *what_is_the_first_ranks(due.get("own_parameters", {}), due.get("own_values", {})),
+            *what_is_rank_0s(trainer),
             *(run(private.HOOKED, lambda: list(what_is_apart(trainer, owners_of(parts.module), self._shared))) or ()),
-            *what_hooks_begin_anew(trainer),
             *parts.hooked.what_waits(),
             *parts.hooked.what_is_apart(),
         ]
@@ -553,9 +552,6 @@ class OtherRanks:
         values["gradients"] = self._gradients(trainer)
         if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
             values["buffers"] = self._ranks[0]["buffers"]
-            values["own_parameters"] = self._ranks[0].get("own_parameters", {})
-        values.pop("own_values", None)
-        self.reasons += what_other_ranks_kept([state.get("own_values", {}) for state in self._ranks])
         return values
 
     def gather_anew(self, values: State, *, is_over: bool) -> None:

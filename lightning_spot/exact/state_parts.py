@@ -49,7 +49,6 @@ from lightning_spot.exact.logged_values import (
 )
 from lightning_spot.exact.module_state import ModuleState
 from lightning_spot.exact.optimizers import restore_toggled, toggled
-from lightning_spot.exact.own_parameters import OwnParameters, capture_values, restore_values
 from lightning_spot.exact.per_trainer import OfTrainer
 from lightning_spot.exact.randomness import Generators, State, restore_random
 from lightning_spot.exact.sharded import gradient_like, local_gradient
@@ -183,7 +182,6 @@ class StateParts(OfTrainer):
         generators: those of the process.
         buffers: of the module.
         hooked: what hooks change.
-        own: parameters that each rank has for itself.
         gradient_order: in which DDP's gradients become ready.
         loaders: of the fit; ``None`` where they are not followed, as in one that takes no snapshots.
         at_end: whether what is captured is that of a run at its end, outside any epoch.
@@ -195,7 +193,6 @@ class StateParts(OfTrainer):
         self.generators = Generators()
         self.buffers = Buffers()
         self.hooked = ModuleState()
-        self.own = OwnParameters()
         self.gradient_order = GradientOrder()
         self.loaders: Loaders | None = None
         self.at_end = False
@@ -341,10 +338,6 @@ def _restore_stop(trainer: pl.Trainer, saved: bool) -> None:
     trainer.should_stop = saved
 
 
-def _restore_own(parts: StateParts, saved: State) -> None:
-    parts.own.restore(parts.trainer, saved)
-
-
 def _restore_buffers(parts: StateParts, saved: State) -> None:
     parts.buffers.restore(parts.module, saved)
 
@@ -374,14 +367,6 @@ PARTS = (
     StatePart("logged", private.LOGGED, _of(capture_last), _to(restore_last, Stage.FIRST_BATCH, Stage.END)),
     StatePart("results", private.LOGGED, _of(capture_results), _to(restore_results, Stage.FIRST_BATCH)),
     StatePart("in_epoch", private.LOGGED, _of(is_in_epoch), _to(restore_in_epoch, Stage.FIRST_BATCH)),
-    StatePart(
-        "own_parameters",
-        None,
-        lambda parts: parts.own.capture(parts.trainer),
-        dict.fromkeys((Stage.TRAIN_START, Stage.UNTRAINED), _restore_own),
-    ),
-    # Strategies with shards have had optimizers loaded by then; hooks look at them next.
-    StatePart("own_values", None, _of(capture_values), _to(restore_values, Stage.LOAD)),
     StatePart(
         "checkpoints",
         "ModelCheckpoint's last score",

@@ -222,22 +222,6 @@ EXACT = [
         _of("overwritten", "a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight:-more0]"),
     ),
     Mutation(
-        "own parameters",
-        "exact.state_parts",
-        "(Stage.TRAIN_START, Stage.UNTRAINED), _restore_own",
-        "(Stage.UNTRAINED,), _restore_own",
-        _OTHER + "ranks with parameters of their own",
-        _of("own_parameters", "each_rank_goes_on_with_its_own[ddp]"),
-    ),
-    Mutation(
-        "own values of optimizers",
-        "exact.state_parts",
-        ", _to(restore_values, Stage.LOAD)",
-        "",
-        _OTHER + "ranks whose optimizers keep values of their own",
-        _of("own_parameters", "each_rank_goes_on_with_its_own[kernels]"),
-    ),
-    Mutation(
         "requires_grad",
         "exact.module_state",
         "                parameters[name].requires_grad_(trains)",
