@@ -70,20 +70,13 @@ class Manual(Own):
 class OnShards(ByParameter):
     """Works on this rank's part, as those with kernels of their own do: what it keeps is no DTensor."""
 
-    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
-        super().__init__(parameters, {"lr": lr, "seen": 0.0})
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
 
     def update(self, group: dict[str, Any], parameter: Any, state: dict[str, Any]) -> None:
         weight, gradient = parameter.to_local(), parameter.grad.to_local()
-        if not state:
-            state.update(momentum=torch.zeros_like(weight), norm=None, more={}, ring=[0.0, torch.zeros(())])
-        state["momentum"].mul_(0.9).add_(gradient)
-        state["norm"] = 0.9 * (state["norm"] or 0.0) + float(gradient.norm())
-        state["more"]["mean"] = state["more"].get("mean", 0.0) + gradient.mean()
-        state["ring"] = [state["norm"], state["ring"][1] + gradient.max()]
-        group["seen"] += state["norm"]
-        scale = 1 + state["norm"] + float(state["more"]["mean"]) + 0.01 * group["seen"] + 0.1 * float(state["ring"][1])
-        weight.sub_(group["lr"] * state["momentum"] / scale)
+        state["momentum"] = state.get("momentum", torch.zeros_like(weight)).mul_(0.9).add_(gradient)
+        weight.sub_(group["lr"] * state["momentum"])
 
 
 class Kernels(Own):
@@ -111,38 +104,29 @@ def strategy_of(name: str, ranks: int) -> Any:
     return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
 
 
-def train(root: Path, name: str, rows: int, *callbacks: pl.Callback, seed: int) -> dict[str, torch.Tensor]:
-    """What this rank has of its embedding in the end, and its buffers."""
+def train(root: Path, name: str, *callbacks: pl.Callback, seed: int) -> dict[str, torch.Tensor]:
+    """The buffers of this rank in the end."""
     new_process()
     pl.seed_everything(seed, verbose=False)
-    module = {"manual": Manual, "kernels": Kernels}.get(name, Own)(rows)
+    module = {"manual": Manual, "kernels": Kernels}.get(name, Own)(ROWS)
     spot = SpotCheckpoint(str(root), interval=EverySteps(2), on_full="wait", run_name="run")
     trainer = quiet(*callbacks, spot, devices=2, strategy=strategy_of(name, 2), max_epochs=-1, max_steps=8)
     trainer.fit(module, loader())
-    if name == "kernels":
-        (optimizer,) = trainer.optimizers
-        kept = [value for state in optimizer.state.values() for value in (state["momentum"].flatten(), state["norm"])]
-        weights = [parameter.to_local().flatten() for parameter in module.parameters()]
-        seen = torch.tensor([each for each in kept if isinstance(each, float)] + [optimizer.param_groups[0]["seen"]])
-        moments = torch.cat([each for each in kept if isinstance(each, torch.Tensor)])
-        return {"weight": torch.cat(weights).detach(), "moments": moments, "seen": seen}
-    states = trainer.optimizers[0].state[module.own.weight]
-    return {"weight": module.own.weight.detach(), **states, **dict(module.named_buffers())}
+    return dict(module.named_buffers())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=Path)
     parser.add_argument("strategy", choices=("ddp", "manual", "fsdp2", "kernels"))
-    parser.add_argument("--rows", type=int, default=ROWS)
     given = parser.parse_args()
-    whole = train(given.root / "whole", given.strategy, given.rows, seed=11)
+    whole = train(given.root / "whole", given.strategy, seed=11)
     stopped = given.root / "stopped"
     try:
-        train(stopped, given.strategy, given.rows, StopAfter(5), seed=11)
+        train(stopped, given.strategy, StopAfter(5), seed=11)
     except Stop:
         print("it was stopped", flush=True)
-    found = train(stopped, given.strategy, given.rows, seed=99)
+    found = train(stopped, given.strategy, seed=99)
     differ = [key for key, value in whole.items() if not torch.equal(value, found[key])]
     print(f"of {', '.join(sorted(whole))} there differ: {differ}", flush=True)
 
