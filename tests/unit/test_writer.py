@@ -167,8 +167,10 @@ def test_a_gpu_start_waits_only_for_tensors_that_forward_changes(desk: Desk) -> 
         (device.training if device.training.is_ready else side).advance()
     weights = [weight.clone() for weight in desk.weights]
     assert side.done < len(side.work) - 3, "forward has waited for the weights"
+    (pending,) = desk.writer._pending
     desk.writer.copied()
     done.result(30)
+    assert pending.first.pieces == pending.job.pieces == []  # both are waited for, and kept alive until then
     assert same(desk.saved(0), weights, torch.zeros(10))
 
 
