@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _LOOK_S = 10.0
-_OTHERS_S, _AGAIN_S = 30.0, 0.5
+OTHERS_S, _AGAIN_S = 30.0, 0.5
 _BEFORE = "The run resumes from the snapshot before it"
 _IN_MEMORY = "committed in memory, and not known to be durable"
 _GOES_ON = "The server that has it retries"
@@ -401,7 +401,7 @@ class Ending:
 
     def _comes(self, manifest: Manifest, deadline_s: float) -> bool:
         """Whether storage lists a snapshot. Of several ranks', another host may have to commit it yet."""
-        until_s = min(deadline_s, time.monotonic() + _OTHERS_S) if manifest.shard is not None else 0.0
+        until_s = min(deadline_s, time.monotonic() + OTHERS_S) if manifest.shard is not None else 0.0
         while not (there := self._see(manifest.snapshot, deadline_s)) and time.monotonic() < until_s:
             time.sleep(_AGAIN_S)
         return bool(there)
