@@ -54,6 +54,7 @@ class Place:
 
 PLACES = {
     "one host": Place({}),
+    "ranges": Place({"width": 4096}),
     "rings of their own": Place({"local_server": False}),
     "two hosts": Place({"hosts": 2}),
     "two hosts and zero": Place({"hosts": 2, "optimizer": "zero"}),
@@ -92,7 +93,7 @@ class Training:
 
     def twin(self, **more: Any) -> Outcome:
         """The same, undisturbed, on one host: the bits are the same."""
-        how = {key: value for key, value in self.place.how.items() if key in ("sharded", "optimizer")}
+        how = {key: value for key, value in self.place.how.items() if key in ("sharded", "optimizer", "width")}
         return self._twin(train, **how, **more)
 
     def at_servers(self) -> dict[int, dict[str, Any]]:
@@ -151,7 +152,7 @@ def test_snapshots_hold_the_parameters_of_their_steps(training: Training, place:
         ("two hosts and zero", 2, 1),
         *(
             soak(place, 4, who)
-            for place in ("two hosts and a server", "shards", "shards and a server")
+            for place in ("ranges", "two hosts and a server", "shards", "shards and a server")
             for who in (0, 1, 3)
         ),
     ],
