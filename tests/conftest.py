@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,6 +264,28 @@ def warm_python(request: pytest.FixtureRequest) -> Iterator[str]:
     assert held is not None
     with held:
         yield python
+
+
+@pytest.fixture(scope="session")
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Any:
+    """Runs a training, see ``tests/support/program.py``, undisturbed, once for all that ask for it."""
+    from tests.support.program import Outcome, command, run
+
+    home = tmp_path_factory.getbasetemp()
+    home = home.parent if hasattr(request.config, "workerinput") else home
+
+    @functools.cache
+    def of(function: Callable[..., Any], **arguments: Any) -> Outcome:
+        root = home / f"twin-{zlib.crc32(' '.join(command('', function, home, **arguments)).encode()):08x}"
+        with open(f"{root}.lock", "w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            if not (root / "ended").exists():
+                shutil.rmtree(root, ignore_errors=True)
+                run(warm_python, function, root, **arguments)
+                (root / "ended").touch()
+        return Outcome(root)
+
+    return of
 
 
 @pytest.fixture(scope="session", autouse=True)

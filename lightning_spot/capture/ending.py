@@ -33,7 +33,7 @@ from lightning_spot.tiers.store import Holdings, on_behalf, retain
 
 _POLL_S = 0.05
 _LOOK_S = 10.0
-_OTHERS_S, _AGAIN_S = 30.0, 0.5
+OTHERS_S, _AGAIN_S = 30.0, 0.5
 _AWAY_S = 30.0  # a server that failed is not tried before; training waits for each try
 _CARRIED_S = 15.0  # for a server that alone has the newest one to be asked to carry the run on
 _BEFORE = "The run resumes from the snapshot before it"
@@ -479,7 +479,7 @@ class Ending:
 
     def _comes(self, manifest: Manifest, deadline_s: float) -> bool:
         """Whether storage lists a snapshot. Of several ranks', another host may have to commit it yet."""
-        until_s = min(deadline_s, time.monotonic() + _OTHERS_S) if manifest.shard is not None else 0.0
+        until_s = min(deadline_s, time.monotonic() + OTHERS_S) if manifest.shard is not None else 0.0
         while not (there := self._see(manifest.snapshot, deadline_s)) and time.monotonic() < until_s:
             if self._is_aborted(manifest):
                 return False

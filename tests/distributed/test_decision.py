@@ -87,7 +87,6 @@ def test_ranks_of_one_place_write_ranges_and_all_know_it(tmp_path: Path) -> None
     made, _ = coordinator(tmp_path, ONE)
     how = made.decide()
     assert how == Decision(writers=4, ranges=(1, 2, 3, 0))
-    assert how is not None
     assert Decision.heard(json.loads(json.dumps(how.plain()))) == how
 
 
@@ -100,7 +99,6 @@ def test_rank_0_writes_alone_what_no_other_can_or_has_room_for(tmp_path: Path) -
     made, writer = coordinator(tmp_path, ONE)
     writer.layouter.why_alone = "it is serialised with plain torch.save"
     assert made.decide() == Decision(writers=4, ranges=(0,))
-    assert made.attempt is not None
     made.attempt.lacks_memory = True
     assert made.decide() == Decision()  # with what the others know, gathered: it is streamed to a server or storage
     made._is_sharded = True
@@ -216,6 +214,5 @@ def _no_thread(*_: Any, **__: Any) -> Any:
 
 def test_snapshots_that_never_count_were_not_taken(tmp_path: Path) -> None:
     made, writer = coordinator(tmp_path, ONE)
-    assert made.attempt is not None
     made._begun, made.attempt.skipped, writer.dropped = 5, 1, 2
     assert (made.taken, made.dropped) == (2, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +15,37 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.exact import logged_values
 from lightning_spot.exact.dataloader import PositionedLoader, batches_done, loader_itself, position_of
 from lightning_spot.exact.elastic import OtherRanks, random_of
 from lightning_spot.exact.randomness import capture_random
 from lightning_spot.exact.rank_states import are_these, share_of
-from tests.support.elastic_trainer import LENGTH, Numbers, train
+from tests.support.exact_cases import KillAt
+from tests.support.program import run
 from tests.support.said import said
+from tests.support.trainer import trainer as quiet
+from tests.support.waiting import new_process
 
 State = dict[str, Any]
+LENGTH = 144
+
+
+class Numbers(Dataset[int]):
+    """Each sample is its index."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class Ranks:
@@ -171,21 +189,6 @@ class Half(SingleDeviceStrategy):
     distributed_sampler_kwargs: ClassVar[Any] = {"num_replicas": 2, "rank": 0}
 
 
-def stop_at_the_fourth(trainer: pl.Trainer, *_: Any) -> None:
-    if trainer.global_step == 3:
-        raise InterruptedError
-
-
-def test_a_rank_that_has_another_share_of_the_data_now_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(InterruptedError):
-        train(tmp_path, 1, "first", more=[LambdaCallback(on_before_backward=stop_at_the_fourth)])
-    train(tmp_path, 1, "then", max_steps=6, strategy=Half("cpu"))
-    (facts,) = said(caplog, "not-exact")
-    assert any("is not known over all ranks" in each for each in facts["findings"])
-
-
 def test_samples_of_a_rank_with_workers_are_dealt_to_new_workers(seed: int) -> None:
     torch.manual_seed(seed)
     alone = Ranks(1, 40, num_workers=1)
@@ -268,12 +271,89 @@ def test_what_was_gathered_in_the_epoch_begins_anew_and_is_named(is_over: bool) 
 # -- trainers ---------------------------------------------------------------------------------------------------------
 
 
-def notes_of(root: Path, attempts: list[tuple[str, int]]) -> list[State]:
+class Adds(pl.LightningModule):
+    """What it logs of an epoch is known if every sample is seen once: the sum and the mean of all numbers."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.notes = notes
+        self.layer = torch.nn.Linear(1, 1)
+        self.total = torchmetrics.SumMetric()
+
+    def setup(self, stage: str) -> None:
+        self.file = os.open(f"{self.notes}-{self.trainer.global_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(self, **facts: Any) -> None:
+        os.write(self.file, f"{json.dumps(facts)}\n".encode())
+
+    def on_train_start(self) -> None:
+        self.note(begins_at=self.trainer.global_step)
+
+    def training_step(self, numbers: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        step, epoch = self.trainer.global_step, self.current_epoch
+        self.note(step=step, epoch=epoch, batch=batch_idx, samples=numbers.tolist())
+        self.total.update(numbers)
+        self.log("total", self.total, on_step=False, on_epoch=True)
+        self.log("mean", numbers.float().mean(), on_step=False, on_epoch=True, sync_dist=True)
+        self.log("of this rank", numbers.float().mean(), on_step=False, on_epoch=True)
+        return self.layer(numbers.float().unsqueeze(1) / LENGTH).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        logged = self.trainer.callback_metrics
+        self.note(ended=self.current_epoch, total=float(logged["total"]), mean=float(logged["mean"]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.note(validated=self.current_epoch)
+
+    def validation_step(self, numbers: torch.Tensor, batch_idx: int) -> None:
+        self.log("validated", numbers.float().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def train(
+    root: Path,
+    *callbacks: pl.Callback,
+    notes: str,
+    ranks: int = 1,
+    kill_at: int = -1,
+    every: int = 1,
+    data: State | None = None,
+    **settings: Any,
+) -> None:
+    """Train two epochs, or go on; killed in a batch, the memory of this process goes with it."""
+    new_process()
+    pl.seed_everything(3, verbose=False)
+    loader = DataLoader(Numbers(), 3, shuffle=True, **(data or {}))
+    spot = SpotCheckpoint(str(root / "run"), local_server=False, interval=EverySteps(every), on_full="wait", keep=100)
+    # Raises an error where nothing was logged; where a rank has no number, all of them end.
+    ends = EarlyStopping("of this rank", patience=10**6, check_on_train_epoch_end=True)
+    strategy = DDPStrategy(process_group_backend="gloo") if ranks > 1 else "auto"
+    usual = {"devices": ranks, "strategy": strategy, "num_sanity_val_steps": 0}
+    trainer = quiet(*callbacks, KillAt(kill_at, root / "run"), ends, spot, **{**usual, **settings})
+    trainer.fit(Adds(root / notes), loader, DataLoader(Numbers(), LENGTH // 4))
+
+
+def stopped(root: Path, at: int, **more: Any) -> None:
+    """Train alone up to a step, where the machine breaks: before the next batch, or at the end of the epoch."""
+
+    def breaks(trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == at:
+            raise InterruptedError
+
+    hooks = LambdaCallback(on_train_epoch_end=breaks, on_train_batch_start=breaks)
+    with pytest.raises(InterruptedError):
+        train(root, hooks, notes="first", **more)
+
+
+def notes_of(root: Path, name: str, rank: int) -> list[State]:
+    return [json.loads(line) for line in (root / f"{name}-{rank}").read_text().splitlines()]
+
+
+def counted_of(root: Path, attempts: list[tuple[str, int]]) -> list[State]:
     """What counts of what was noted: an attempt's batches up to the one that the next attempt began with."""
-    noted = [
-        [[json.loads(line) for line in (root / f"{name}-{rank}").read_text().splitlines()] for rank in range(ranks)]
-        for name, ranks in attempts
-    ]
+    noted = [[notes_of(root, name, rank) for rank in range(ranks)] for name, ranks in attempts]
     begins = [ranks[0][0]["begins_at"] for ranks in noted]
     counted = []
     for number, (ranks, until) in enumerate(zip(noted, [*begins[1:], 10**9], strict=True)):
@@ -296,37 +376,25 @@ def check_epochs(notes: list[State], epochs: int, *, fill_up: int = 0) -> None:
                 assert note["mean"] == pytest.approx(sum(gathered) / len(gathered))
 
 
-def killed(python: str, root: Path, ranks: int, kill_at: int, *more: str) -> None:
-    notes = f"notes-{kill_at}"
-    command = [python, "-m", "tests.support.elastic_trainer", str(root), "--ranks", str(ranks), "--notes", notes]
-    done = subprocess.run([*command, "--kill-at", str(kill_at), *more], capture_output=True, text=True, check=False)
-    assert done.returncode == 9, done.stderr[-3000:]
+def test_a_rank_that_has_another_share_of_the_data_now_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped(tmp_path, 3)
+    train(tmp_path, notes="then", max_steps=6, strategy=Half("cpu"))
+    (facts,) = said(caplog, "not-exact")
+    assert any("is not known over all ranks" in each for each in facts["findings"])
 
 
 def test_two_ranks_are_killed_and_one_goes_on(
     warm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    killed(warm_python, tmp_path, 2, 5)
-    train(tmp_path, 1, "notes-last", every=50, max_epochs=1)
-    notes = notes_of(tmp_path, [("notes-5", 2), ("notes-last", 1)])
+    run(warm_python, train, tmp_path, ranks=2, notes="first", kill_at=5, code=None)
+    train(tmp_path, notes="last", every=50, max_epochs=1)
+    notes = counted_of(tmp_path, [("first", 2), ("last", 1)])
     check_epochs(notes, 1)
     assert [note["batch"] for note in notes if "batch" in note][-1] == LENGTH // 3 - 1
     assert "2 ranks -> 1: weights, optimizers" in caplog.text
-
-
-class Broken(pl.Callback):
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        self.is_there = trainer.global_step == self.at
-
-    def on_train_epoch_end(self, *_: object) -> None:
-        assert not self.is_there, "the machine breaks"
-
-    def on_train_batch_start(self, *_: object) -> None:
-        assert not getattr(self, "is_there", False), "the machine breaks"
 
 
 @pytest.mark.parametrize(
@@ -341,17 +409,12 @@ def test_an_epoch_of_which_no_batch_is_left_comes_to_its_end(
     warm_python: str, tmp_path: Path, at: int, data: State, settings: State, validates: bool
 ) -> None:
     """With its validation, if one is due, and what one rank has logged: an ``EarlyStopping`` would miss that."""
-    with pytest.raises(AssertionError, match="the machine breaks"):
-        train(tmp_path, 1, "first", data=data, more=[Broken(at)], **settings)
-    command = [warm_python, "-m", "tests.support.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
-    command += ["--settings", json.dumps(settings), *["--drop-last"] * len(data)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "1 rank -> 2" in done.stderr
-    logged = [json.loads(line) for line in (tmp_path / "first-0").read_text().splitlines()]
-    mean = sum(number for note in logged for number in note.get("samples", ())) / (3 * at)
+    stopped(tmp_path, at, data=data, **settings)
+    done = run(warm_python, train, tmp_path, ranks=2, notes="last", data=data, **settings)
+    assert "1 rank -> 2" in done.log
+    mean = sum(number for note in notes_of(tmp_path, "first", 0) for number in note.get("samples", ())) / (3 * at)
     for rank in range(2):
-        begin, *notes = (json.loads(line) for line in (tmp_path / f"last-{rank}").read_text().splitlines())
+        begin, *notes = notes_of(tmp_path, "last", rank)
         assert begin == {"begins_at": at}
         assert notes[:validates] == [{"validated": 0}] * validates
         end, *_, last = notes[validates:]
@@ -363,59 +426,38 @@ def test_an_epoch_of_which_no_batch_is_left_comes_to_its_end(
 def test_a_validation_that_is_due_for_the_new_ranks_comes_first(warm_python: str, tmp_path: Path) -> None:
     """One rank would have had it after its 9th batch, two have it after their 4th: 8 of one."""
     settings = {"val_check_interval": 0.2, "max_epochs": 1}
-    with pytest.raises(AssertionError, match="the machine breaks"):
-        train(tmp_path, 1, "first", more=[Broken(8)], **settings)
-    command = [warm_python, "-m", "tests.support.elastic_trainer", str(tmp_path), "--ranks", "2", "--notes", "last"]
-    done = subprocess.run(
-        [*command, "--settings", json.dumps(settings)], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    stopped(tmp_path, 8, **settings)
+    run(warm_python, train, tmp_path, ranks=2, notes="last", **settings)
     for rank in range(2):
-        noted = [json.loads(line) for line in (tmp_path / f"last-{rank}").read_text().splitlines()]
+        noted = notes_of(tmp_path, "last", rank)
         assert noted[:2] == [{"begins_at": 8}, {"validated": 0}]
-        batches = [note["batch"] for note in noted if "batch" in note]
-        assert batches == list(range(4, 24))
+        assert [note["batch"] for note in noted if "batch" in note] == list(range(4, 24))
         places = [place for place, note in enumerate(noted) if "validated" in note]
         assert [noted[place - 1].get("batch") for place in places] == [None, 7, 11, 15, 19, 23]
-    check_epochs(notes_of(tmp_path, [("first", 1), ("last", 2)]), 1)
+    check_epochs(counted_of(tmp_path, [("first", 1), ("last", 2)]), 1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("worlds", [(4, 2, 3, 1), (1, 2, 4)])
 @pytest.mark.parametrize(
-    "more",
+    "how",
     [
-        [],
-        ["--workers", "1"],
-        ["--settings", '{"accumulate_grad_batches": 2, "val_check_interval": 0.25}'],
-        [
-            "--settings",
-            '{"max_steps": 99, "max_epochs": -1, "check_val_every_n_epoch": null, "val_check_interval": 5}',
-        ],
-        ["--workers", "1", "--persistent"],
+        {},
+        {"data": {"num_workers": 1}},
+        {"accumulate_grad_batches": 2, "val_check_interval": 0.25},
+        {"max_steps": 99, "max_epochs": -1, "check_val_every_n_epoch": None, "val_check_interval": 5},
+        {"data": {"num_workers": 1, "persistent_workers": True}},
     ],
     ids=["plain", "workers", "accumulation", "by-steps", "persistent-workers"],
 )
-def test_from_ranks_to_ranks(warm_python: str, tmp_path: Path, worlds: tuple[int, ...], more: list[str]) -> None:
-    if "--persistent" in more and worlds[0] == 1:
+def test_from_ranks_to_ranks(warm_python: str, tmp_path: Path, worlds: tuple[int, ...], how: State) -> None:
+    if "persistent_workers" in how.get("data", {}) and worlds[0] == 1:
         pytest.skip("the order of one rank whose workers persist is not known, as a warning says")
-    at, attempts = LENGTH // 3 // worlds[0], []
-    for ranks in worlds[:-1]:
-        at += 4
-        killed(warm_python, tmp_path, ranks, at, *more)
-        attempts.append((f"notes-{at}", ranks))
-    command = [
-        warm_python,
-        "-m",
-        "tests.support.elastic_trainer",
-        str(tmp_path),
-        "--ranks",
-        str(worlds[-1]),
-        "--notes",
-        "last",
-    ]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    notes = notes_of(tmp_path, [*attempts, ("last", worlds[-1])])
-    check_epochs(notes, 2, fill_up=worlds[-1] - 1)
-    assert f"{worlds[-2]} ranks -> {worlds[-1]}" in done.stderr
+    attempts = [(f"notes-{number}", ranks) for number, ranks in enumerate(worlds)]
+    for number, (notes, ranks) in enumerate(attempts):
+        is_last = number == len(worlds) - 1
+        kill_at = -1 if is_last else LENGTH // 3 // worlds[0] + 4 * (number + 1)
+        code = 0 if is_last else None
+        done = run(warm_python, train, tmp_path, ranks=ranks, notes=notes, kill_at=kill_at, code=code, **how)
+    check_epochs(counted_of(tmp_path, attempts), 2, fill_up=worlds[-1] - 1)
+    assert f"{worlds[-2]} ranks -> {worlds[-1]}" in done.log

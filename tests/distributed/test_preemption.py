@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import functools
 import os
 import random
 import re
@@ -20,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
@@ -28,52 +26,51 @@ from lightning_spot.capture.ending import Ending
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.exact.compare import differences
 from lightning_spot.fit.ranks import Meeting, Ranks
+from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.preemption.clouds import AwsSource
 from lightning_spot.preemption.key_value import KeyValueServer
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.tiers.local import LocalStore
-from tests.support.exact_cases import CASES, Model, loader, train
+from tests.support.exact_cases import CASES, KillAt, Model, loader, train, train_case, train_ranks
 from tests.support.metadata_server import MetadataServer
+from tests.support.program import Outcome, run, start
 from tests.support.said import said
-from tests.support.snapshots import read
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import lives, until
 
 pytestmark = pytest.mark.guarantee("G26")
 
+Twin = Callable[..., Outcome]
 LATEST_S = 60.0  # of seconds, however slow the machine; who waits for a rank that has gone waits for minutes
 
 
 class Program:
-    """``tests.support.exact_ddp`` on some ranks, which can be sent signals in a phase of training."""
+    """``train_ranks`` of the exact cases, which can be sent signals in a phase of training."""
 
-    def __init__(self, python: str, root: Path, *arguments: str, ranks: int = 2) -> None:
-        self.root, self.ranks = root, ranks
-        root.mkdir(exist_ok=True)
+    def __init__(self, python: str, root: Path, ranks: int, **arguments: Any) -> None:
+        self.outcome, self.ranks = Outcome(root), ranks
         for diary in root.glob("diary-*"):
             diary.unlink()
-        command = [python, "-m", "tests.support.exact_ddp", str(root), "--ranks", str(ranks), *arguments]
-        with open(root / "log", "w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.process = start(python, train_ranks, root, ranks=ranks, **arguments)
 
-    def lines(self, rank: int) -> list[str]:
-        diary = self.root / f"diary-{rank}"
-        return diary.read_text().splitlines() if diary.exists() else []
+    def notes(self, rank: int) -> list[tuple[str, int]]:
+        diary = self.outcome.root / f"diary-{rank}"
+        lines = diary.read_text().splitlines() if diary.exists() else []
+        return [(phase, int(number)) for phase, number in map(str.split, lines)]
 
     def wait_for(self, phase: str, step: int, rank: int = 0) -> None:
         def reached() -> bool:
-            assert self.process.poll() is None, (self.root / "log").read_text()[-3000:]
-            found = [line.split() for line in self.lines(rank)]
-            return any(name == phase and int(number) >= step for name, number in found)
+            assert self.process.poll() is None, self.outcome.log[-3000:]
+            return any(name == phase and number >= step for name, number in self.notes(rank))
 
         until(reached, f"{phase} of step {step}", 150)
 
-    def signal(self, rank: int, number: int = signal.SIGTERM) -> None:
-        os.kill(self.pids(rank)[0], number)
+    def signal(self, rank: int) -> None:
+        os.kill(self.noted(rank, "pid"), signal.SIGTERM)
 
-    def pids(self, rank: int) -> list[int]:
-        return [int(line.split()[1]) for line in self.lines(rank) if line.startswith("pid ")]
+    def noted(self, rank: int, phase: str) -> int:
+        return next(number for name, number in self.notes(rank) if name == phase)
 
     def end(self) -> int:
         """Wait for all ranks: the first one leaves before the others, and is the one whose code launchers see."""
@@ -81,101 +78,54 @@ class Program:
             code = self.process.wait(120)
         finally:
             self.process.kill()
-        pids = [pid for rank in range(1, self.ranks) for pid in self.pids(rank)]
+        pids = [self.noted(rank, "pid") for rank in range(1, self.ranks)]
         until(lambda: not any(lives(pid) for pid in pids), f"the other ranks {pids} to end", 60)
         return code
 
-    def stopped_at(self, rank: int) -> int:
-        found = [re.fullmatch(r"stopped-by-PreemptedError (\d+)", line) for line in self.lines(rank)]
-        return int(next(match for match in found if match)[1])
 
-
-def final(root: Path) -> dict[str, Any]:
-    manifest = LocalStore(root / "run").survey().manifests[0]
-    assert manifest.complete, (root / "log").read_text()[-3000:]
-    return read(root / "run", manifest)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Any:
-    """Final checkpoint of as many ranks that are left alone: trained once for all workers."""
-    home = tmp_path_factory.getbasetemp()
-    home = home.parent if hasattr(request.config, "workerinput") else home
-
-    @functools.cache
-    def of(ranks: int) -> dict[str, Any]:
-        root = home / f"undisturbed-{ranks}"
-        with open(f"{root}.lock", "w") as turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            if not root.exists():
-                assert Program(warm_python, root, ranks=ranks).end() == 0
-        return final(root)
-
-    return of
-
-
-def check_cell(
-    python: str, root: Path, undisturbed: Callable[..., Any], ranks: int, phase: str, who: str, gap_s: float
-) -> None:
-    program = Program(python, root, "--pace", "0.04", ranks=ranks)
+def check_cell(python: str, root: Path, twin: Twin, ranks: int, phase: str, who: str, gap_s: float) -> None:
+    program = Program(python, root, ranks, pace_s=0.04)
     targets = {"first": [0], "last": [ranks - 1], "all": list(range(ranks))}[who]
     program.wait_for(phase, 0 if phase == "sanity-batch" else 14 // ranks, targets[0])  # in the middle of the run
     started = time.monotonic()
     for rank in targets:
         program.signal(rank)
         time.sleep(gap_s)
-    assert program.end() == 143, (root / "log").read_text()[-3000:]
+    assert program.end() == 143, program.outcome.log[-3000:]
     assert time.monotonic() - started < LATEST_S
-    (step,) = {program.stopped_at(rank) for rank in range(ranks)}
-    held = LocalStore(root / "run").survey().manifests
+    (step,) = {program.noted(rank, "stopped-by-PreemptedError") for rank in range(ranks)}
+    held = program.outcome.snapshots
     assert held[0].step == step if held else step == 0  # all were in the sanity check still: nothing was trained
-    again = Program(python, root, "--seed", "5", ranks=ranks)
-    assert again.end() == 0
-    assert list(differences(undisturbed(ranks), final(root))) == []
+    run(python, train_ranks, root, ranks=ranks, seed=5).check_end(twin(train_ranks, ranks=ranks))
 
 
-@pytest.mark.parametrize(
-    ("phase", "who", "gap_s"),
-    [
-        ("forward", "last", 0.0),
-        ("optimizer", "all", 0.07),
-        ("validation", "first", 0.0),
-        ("sanity-batch", "last", 0.0),
-    ],
-)
+PHASES = [
+    ("forward", "last", 0.0),
+    ("optimizer", "all", 0.07),
+    ("validation", "first", 0.0),
+    ("sanity-batch", "last", 0.0),
+]
+
+
+@pytest.mark.parametrize(("phase", "who", "gap_s"), PHASES)
 def test_two_ranks_stop_at_one_step(
-    warm_python: str, tmp_path: Path, undisturbed: Any, phase: str, who: str, gap_s: float
+    warm_python: str, tmp_path: Path, twin: Twin, phase: str, who: str, gap_s: float
 ) -> None:
-    check_cell(warm_python, tmp_path / "r", undisturbed, 2, phase, who, gap_s)
+    check_cell(warm_python, tmp_path / "r", twin, 2, phase, who, gap_s)
 
 
-def test_the_guard_alone_stops_both_ranks_if_the_second_is_told(
-    warm_python: str, tmp_path: Path, undisturbed: Any
-) -> None:
+def test_the_guard_alone_stops_both_ranks_if_the_second_is_told(warm_python: str, tmp_path: Path, twin: Twin) -> None:
     """It saves beside the ``ModelCheckpoint``, and ``fit(ckpt_path="last")`` goes on from there."""
-    root = tmp_path / "r"
-    program = Program(warm_python, root, "--guard", "--pace", "0.04")
+    program = Program(warm_python, tmp_path, 2, pace_s=0.04, guard=True)
     program.wait_for("forward", 7, 1)
     program.signal(1)
-    assert program.end() == 143, (root / "log").read_text()[-3000:]
-    step = program.stopped_at(0)
-    assert program.stopped_at(1) == step
-    assert torch.load(root / "best" / "last-preempted.ckpt", weights_only=True)["global_step"] == step
-    assert Program(warm_python, root, "--guard", "--seed", "5").end() == 0, (root / "log").read_text()[-3000:]
-    ends = torch.load(root / "final.ckpt", weights_only=True), undisturbed(2)
+    assert program.end() == 143, program.outcome.log[-3000:]
+    (step,) = {program.noted(rank, "stopped-by-PreemptedError") for rank in range(2)}
+    assert torch.load(tmp_path / "best" / "last-preempted.ckpt", weights_only=True)["global_step"] == step
+    run(warm_python, train_ranks, tmp_path, guard=True, seed=5)
+    ends = torch.load(tmp_path / "final.ckpt", weights_only=True), twin(train_ranks, ranks=2).final()
     for part in ("state_dict", "optimizer_states", "global_step"):
         assert list(differences(ends[0][part], ends[1][part])) == []
-
-
-@pytest.mark.slow
-def test_four_ranks_add_up_in_the_order_they_did(warm_python: str, tmp_path: Path, undisturbed: Any) -> None:
-    """From three ranks on, rounding depends on DDP's buckets, which it rebuilds after its first step."""
-    program = Program(warm_python, tmp_path / "r", "--kill-at", "8", ranks=4)
-    assert program.end() != 0
-    again = Program(warm_python, tmp_path / "r", "--seed", "5", ranks=4)
-    assert again.end() == 0
-    assert "resumes at step" in (tmp_path / "r" / "log").read_text()
-    assert list(differences(undisturbed(4), final(tmp_path / "r"))) == []
 
 
 @pytest.mark.soak
@@ -183,15 +133,24 @@ def test_four_ranks_add_up_in_the_order_they_did(warm_python: str, tmp_path: Pat
 @pytest.mark.parametrize(("who", "gap_s"), [("first", 0.0), ("last", 0.0), ("all", 0.0), ("all", 0.07)])
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "validation", "sanity-batch"])
 def test_every_cell(
-    warm_python: str, tmp_path: Path, undisturbed: Any, ranks: int, who: str, gap_s: float, phase: str
+    warm_python: str, tmp_path: Path, twin: Twin, ranks: int, who: str, gap_s: float, phase: str
 ) -> None:
-    check_cell(warm_python, tmp_path / "r", undisturbed, ranks, phase, who, gap_s)
+    check_cell(warm_python, tmp_path / "r", twin, ranks, phase, who, gap_s)
+
+
+@pytest.mark.slow
+def test_four_ranks_add_up_in_the_order_they_did(warm_python: str, tmp_path: Path, twin: Twin) -> None:
+    """From three ranks on, rounding depends on DDP's buckets, which it rebuilds after its first step."""
+    run(warm_python, train_ranks, tmp_path, ranks=4, kill_at=8, code=None)
+    done = run(warm_python, train_ranks, tmp_path, ranks=4, seed=5)
+    assert done.resumed
+    done.check_end(twin(train_ranks, ranks=4))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("quarter", range(4))
-def test_a_hundred_mixed_kills(warm_python: str, tmp_path: Path, seed: int, quarter: int) -> None:
+def test_a_hundred_mixed_kills(warm_python: str, tmp_path: Path, seed: int, twin: Twin, quarter: int) -> None:
     """SIGKILL, SIGTERM and a notice file at random places, over the grid of cases: all end as undisturbed."""
     chance = random.Random(seed)
     kills, number = 0, quarter * len(CASES) // 4
@@ -200,44 +159,29 @@ def test_a_hundred_mixed_kills(warm_python: str, tmp_path: Path, seed: int, quar
         root = tmp_path / f"{number}-{case}"
         number += 1
         kills += _train_with_kills(warm_python, case, root, chance)
-        twin = tmp_path / f"twin-{case}"
-        if not twin.exists():
-            assert _run_case(warm_python, case, twin, 11).wait(120) == 0
-        assert list(differences(final(twin), final(root))) == [], (case, seed)
+        Outcome(root).check_end(twin(train_case, case=case))
 
 
 def _train_with_kills(python: str, case: str, root: Path, chance: random.Random) -> int:
     kills = 0
     for attempt in range(12):
         notice = root / "notice"
-        process = _run_case(python, case, root, 100 + attempt, notice)
-        if attempt >= 3 or not _kill_somewhere(process, notice, chance):
-            code = process.wait(120)
-        else:
+        process = start(python, train_case, root, case=case, seed=100 + attempt, pace_s=0.02, notice=notice)
+        if attempt < 3 and _kill_somewhere(process, notice, chance):
             kills += 1
-            code = process.wait(60)
+        code = process.wait(120)
         notice.unlink(missing_ok=True)
         if code == 0:
             return kills
         # -15: the signal came before training was set up, or after its end.
-        assert code in (143, -9, -15), (root / "log").read_text()[-3000:]
+        assert code in (143, -9, -15), Outcome(root).log[-3000:]
     raise AssertionError("twelve attempts were not enough")
 
 
-def _run_case(python: str, case: str, root: Path, seed: int, notice: Path | None = None) -> subprocess.Popen[bytes]:
-    root.mkdir(exist_ok=True)
-    command = [python, "-m", "tests.support.exact_cases", case, str(root), "--seed", str(seed), "--pace", "0.02"]
-    command += ["--notice", str(notice)] if notice is not None else []
-    with open(root / "log", "a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log)
-
-
 def _kill_somewhere(process: subprocess.Popen[bytes], notice: Path, chance: random.Random) -> bool:
-    deadline = time.monotonic() + chance.uniform(0.2, 5.0)
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            return False
-        time.sleep(0.01)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(chance.uniform(0.2, 5.0))
+        return False
     how = chance.choice(["SIGKILL", "SIGTERM", "notice"])
     if how == "notice":
         notice.write_text("20")
@@ -264,6 +208,10 @@ def term() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def snapshots(root: Path) -> list[Manifest]:
+    return Outcome(root).snapshots
+
+
 def stopping(root: Path, **more: Any) -> SpotCheckpoint:
     settings = {"interval": EverySteps(1000), "on_full": "wait", "notices": "signal", **more}
     return SpotCheckpoint(str(root / "run"), **settings)
@@ -276,7 +224,7 @@ def test_an_urgent_snapshot_and_the_exit_code(tmp_path: Path, caplog: pytest.Log
         trainer(NoticeAt(7, term), spot, logger=CSVLogger(str(tmp_path))).fit(Net(), data())
     assert isinstance(stopped.value, PreemptedError)
     assert stopped.value.code == 143
-    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 8
+    assert snapshots(tmp_path)[0].step == 8
     assert spot.notice is not None
     assert re.search(r"step 8 \(.*\) is safe in \d+\.\d s of (5\d|60) s", caplog.text)
     assert signal.getsignal(signal.SIGTERM) == handler
@@ -351,7 +299,7 @@ def test_a_late_signal_waits_until_the_last_snapshot_is_safe(
     monkeypatch.setattr(LocalStore, "put", put_then)
 
     def passed_on(*_: Any) -> None:
-        there.append([manifest.complete for manifest in LocalStore(tmp_path / "run").survey().manifests])
+        there.append([manifest.complete for manifest in snapshots(tmp_path)])
         may_be_safe.set()
 
     def slow(self: Ending, wait_s: float) -> bool | None:
@@ -369,47 +317,28 @@ def test_a_late_signal_waits_until_the_last_snapshot_is_safe(
     assert there == [[True]] if signals == 1 else there == [[]]  # of two, the second does not wait
 
 
-class AtEnd(pl.Callback):
-    """Told to end, once the last step is done."""
-
-    def on_train_end(self, *_: Any) -> None:
-        term()
-
-
-@pytest.mark.parametrize("more", [[AtEnd()], []])
-def test_a_signal_at_the_end_ends_no_rank_before_the_first_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[pl.Callback]
+@pytest.mark.parametrize("told", [True, False])
+def test_a_signal_at_the_end_is_passed_on_after_the_first_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """Launchers end all ranks once one has ended, and the first one was still bringing the snapshot to safety."""
-    came: list[str] = []
+    """Launchers end all ranks once one has ended, and the first one was still bringing the snapshot to safety.
+
+    A signal behind the last place to stop at was noted, and nobody asked for it: it ended never.
+    """
+    came: list[Any] = []
     monkeypatch.setattr(Ranks, "part", lambda *_: came.append("the first rank is done"))
-    former = signal.signal(signal.SIGTERM, lambda *_: came.append("the signal goes on"))
+    former = signal.signal(
+        signal.SIGTERM, lambda *_: came.append([manifest.complete for manifest in snapshots(tmp_path)])
+    )
+    at_end = LambdaCallback(on_train_end=lambda *_: term() if told else None)
     try:
-        trainer(*more, stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
+        trainer(at_end, stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
     finally:
         signal.signal(signal.SIGTERM, former)
-    assert came == (["the first rank is done", "the signal goes on"] if more else [])
-
-
-def test_a_signal_behind_the_last_place_to_stop_at_is_passed_on(tmp_path: Path) -> None:
-    """It was noted, and nobody asked for it any more: the program went on until it was killed."""
-    there = []
-
-    def passed_on(*_: Any) -> None:
-        there.append([manifest.complete for manifest in LocalStore(tmp_path / "run").survey().manifests])
-
-    former = signal.signal(signal.SIGTERM, passed_on)
-    try:
-        trainer(AtEnd(), stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
-    finally:
-        signal.signal(signal.SIGTERM, former)
-    assert there == [[True]]
+    assert came == (["the first rank is done", [True]] if told else [])
 
 
 def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:
-    class Twice(Exception):
-        pass
-
     def twice() -> None:
         term()
         term()
@@ -418,7 +347,7 @@ def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         trainer(NoticeAt(7, twice), stopping(tmp_path)).fit(Net(), data())
     assert time.monotonic() - started < LATEST_S
-    manifest = LocalStore(tmp_path / "run").survey().manifests[0]
+    manifest = snapshots(tmp_path)[0]
     manifest.verify((tmp_path / "run" / manifest.data_path).read_bytes(), "here")
 
 
@@ -441,105 +370,84 @@ def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> Non
 
     with pytest.raises(SystemExit):
         trainer(Wait(), spot).fit(Net(), data())
-    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 6
+    assert snapshots(tmp_path)[0].step == 6
 
 
 def test_should_stop_and_an_exception_at_the_same_moment(tmp_path: Path) -> None:
-    def both(trainer: pl.Trainer) -> None:
-        trainer.should_stop = True
-        term()
-
-    class Both(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 5:
-                both(trainer)
+    def both(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.should_stop = True
+            term()
 
     with pytest.raises(SystemExit):
-        trainer(Both(), stopping(tmp_path)).fit(Net(), data())
-    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 5
+        trainer(LambdaCallback(on_train_batch_end=both), stopping(tmp_path)).fit(Net(), data())
+    assert snapshots(tmp_path)[0].step == 5
 
-    class Broken(pl.Callback):
-        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-            term()
-            raise ZeroDivisionError
+    def broken(*_: Any) -> None:
+        term()
+        raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        trainer(Broken(), stopping(tmp_path / "b", interval=EverySteps(2))).fit(Net(), data())
+        trainer(LambdaCallback(on_before_backward=broken), stopping(tmp_path / "b")).fit(Net(), data())
 
 
 def test_in_mid_accumulation_nothing_is_lost(tmp_path: Path) -> None:
     """The urgent snapshot holds the gradients of the window that was cut."""
-    settings = {"interval": EverySteps(1000), "local_server": False, "on_full": "wait", "keep": 100}
-    case = CASES["accumulation"]
-    twin = SpotCheckpoint(str(tmp_path / "twin" / "run"), **settings)
-    train(case, tmp_path / "twin", seed=11, spot=twin, max_epochs=1)
 
-    class Term(pl.Callback):
-        def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.total_batch_idx == 7:
-                term()
+    def fit(root: Path, *callbacks: pl.Callback, seed: int = 11) -> Outcome:
+        spot = stopping(root, local_server=False, keep=100)
+        train(CASES["accumulation"], root, *callbacks, seed=seed, spot=spot, max_epochs=1)
+        return Outcome(root)
 
-    root = tmp_path / "r"
+    twin, root = fit(tmp_path / "twin"), tmp_path / "r"
     with pytest.raises(SystemExit):
-        train(case, root, Term(), seed=11, spot=SpotCheckpoint(str(root / "run"), **settings), max_epochs=1)
-    manifest = LocalStore(root / "run").survey().manifests[0]
-    checkpoint = torch.load(root / "run" / manifest.data_path, weights_only=True)
+        fit(root, KillAt(7, number=signal.SIGTERM))
+    (manifest,) = snapshots(root)
     assert manifest.step == 1
-    assert checkpoint["lightning_spot"]["ranks"][0]["gradients"]
-    train(case, root, seed=77, spot=SpotCheckpoint(str(root / "run"), **settings), max_epochs=1)
-    (root / "log").touch()
-    assert list(differences(final(tmp_path / "twin"), final(root))) == []
+    assert Outcome(root).content(manifest)["lightning_spot"]["ranks"][0]["gradients"]
+    fit(root, seed=77).check_end(twin)
+
+
+def guarded(*callbacks: pl.Callback, path: str | None = "last", seed: int = 1, **more: Any) -> pl.Trainer:
+    """Train with a guard, but none of our snapshots, beside checkpoints of Lightning's, and go on from one."""
+    pl.seed_everything(seed, verbose=False)
+    made = trainer(*callbacks, PreemptionGuard("signal"), limit_train_batches=8, **more)
+    made.fit(Model(), loader(), ckpt_path=path)
+    return made
 
 
 def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
-    def fit(*callbacks: pl.Callback, seed: int, ckpt_path: str | None = None) -> pl.Trainer:
-        pl.seed_everything(seed, verbose=False)
+    def fit(*callbacks: pl.Callback, **more: Any) -> dict[str, torch.Tensor]:
         save = ModelCheckpoint(str(tmp_path / "best"), save_last=True)
-        made = trainer(*callbacks, PreemptionGuard("signal"), save, limit_train_batches=8)
-        made.fit(Model(), loader(), ckpt_path=ckpt_path)
-        return made
+        module = guarded(*callbacks, save, **more).lightning_module
+        return {name: value.clone() for name, value in module.state_dict().items()}
 
-    pl.seed_everything(1, verbose=False)
-    twin = fit(seed=1)
-    expected = {name: value.clone() for name, value in twin.lightning_module.state_dict().items()}
+    expected = fit(path=None)
     for path in (tmp_path / "best").iterdir():
         path.unlink()
     with pytest.raises(SystemExit):
-        fit(NoticeAt(11, term), seed=1)
+        fit(NoticeAt(11, term), path=None)
     assert (tmp_path / "best" / "last-preempted.ckpt").exists()
-    resumed = fit(seed=9, ckpt_path="last")
-    assert list(differences(expected, resumed.lightning_module.state_dict())) == []
+    assert list(differences(expected, fit(seed=9))) == []
 
 
 def test_a_folder_that_a_restart_cannot_find_is_named_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def fit(*callbacks: pl.Callback, **more: Any) -> pl.Trainer:
-        made = trainer(*callbacks, PreemptionGuard("signal"), ModelCheckpoint(), limit_train_batches=8, **more)
-        made.fit(Model(), loader(), ckpt_path="last")
-        return made
-
     with pytest.raises(SystemExit):
-        fit(NoticeAt(11, term), logger=CSVLogger(str(tmp_path)))
+        guarded(NoticeAt(11, term), ModelCheckpoint(), logger=CSVLogger(str(tmp_path)))
     assert said(caplog, "folder-changes")
     (saved,) = tmp_path.rglob("last-preempted.ckpt")
     assert saved.is_relative_to(tmp_path / "lightning_logs" / "version_0")
-    resumed = fit(logger=CSVLogger(str(tmp_path)))
-    assert resumed.ckpt_path is None
+    assert guarded(ModelCheckpoint(), logger=CSVLogger(str(tmp_path))).ckpt_path is None
 
 
 def test_a_bucket_lightning_cannot_search_is_named_with_a_fix(s3: str, caplog: pytest.LogCaptureFixture) -> None:
     """``fit(ckpt_path="last")`` began at step 0, though the file was there."""
-
-    def fit(path: str, *callbacks: pl.Callback) -> pl.Trainer:
-        made = trainer(*callbacks, PreemptionGuard("signal"), ModelCheckpoint(f"{s3}/best"), limit_train_batches=8)
-        made.fit(Model(), loader(), ckpt_path=path)
-        return made
-
     saved = f"{s3}/best/last-preempted.ckpt"
     with pytest.raises(SystemExit):
-        fit("last", NoticeAt(11, term))
+        guarded(NoticeAt(11, term), ModelCheckpoint(f"{s3}/best"))
     assert [facts["path"] for facts in said(caplog, "last-not-found")] == [saved]
-    assert fit("last").ckpt_path is None  # if it finds it one day, the warning goes
-    assert fit(saved).ckpt_path == saved
+    assert guarded(ModelCheckpoint(f"{s3}/best")).ckpt_path is None  # if it finds it one day, the warning goes
+    assert guarded(ModelCheckpoint(f"{s3}/best"), path=saved).ckpt_path == saved
 
 
 def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lightning_spot.errors import (
 from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.image.shards import Status
-from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.replication import Registers
 from lightning_spot.memory.tier import Listed
 from lightning_spot.run.export import Exporter, import_snapshot
@@ -287,12 +287,12 @@ def hosts(tmp_path: Path) -> Iterator[Callable[[], EmbeddedHost]]:
     made[0].leave(complete=True)
 
 
-def _written(host: EmbeddedHost, step: int, rank: int) -> Manifest:
+def _written(host: EmbeddedHost, step: int, rank: int) -> Lease:
     manifest = shard_manifest(step, rank, run_id=host.run.partition("@")[2])
     lease = host.lease(manifest.nbytes, 30.0, writer=rank)
     lease.map[: manifest.nbytes] = shard_image(manifest)
     host.seal(lease, manifest)
-    return manifest
+    return lease
 
 
 def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:
@@ -350,10 +350,7 @@ def test_a_shard_that_left_memory_is_said_to_be_gone(hosts: Callable[[], Embedde
 def test_a_shard_that_was_damaged_in_memory_is_not_read(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:
     first, second = hosts(), hosts()
     _written(first, 1, 0)
-    manifest = shard_manifest(1, 1, run_id=second.run.partition("@")[2])
-    lease = second.lease(manifest.nbytes, 30.0, writer=1)
-    lease.map[: manifest.nbytes] = shard_image(manifest)
-    second.seal(lease, manifest)
+    lease = _written(second, 1, 1)
     source = MemorySource(str(tmp_path / "run"), first.run)
     lease.map[7] ^= 1
     with pytest.raises(CorruptSnapshotError):

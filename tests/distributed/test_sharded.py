@@ -38,8 +38,8 @@ from lightning_spot.sharded.file_plan import ShardedLayouter, load_state
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner, tensors_file
 from lightning_spot.sharded.reader import ImageReader, load, load_all, write_plain
-from tests.support.filled import check_archive
-from tests.support.ranks import Shape, Sharded, as_rank, at_rest, fill, on_rank, snapshot, whole
+from tests.support.filled import check_archive, fill
+from tests.support.ranks import Shape, Sharded, as_rank, at_rest, on_rank, snapshot, whole
 
 pytestmark = pytest.mark.guarantee("G12")
 
@@ -209,8 +209,7 @@ def test_storage_slices_and_non_contiguous_tensors_are_saved() -> None:
     piece = written.layout.pieces[0]
     assert piece.storage.data_ptr() + piece.start == padded[2:].data_ptr()  # not copied yet
     padded += 100
-    image = bytearray(written.layout.nbytes)
-    fill(image, written.layout)
+    image = fill(written.layout)
     manifest = Manifest(run="r", name="n", step=0, attempt=0, nbytes=len(image), files=written.files)
     read = load_all(ImageReader(memoryview(image), manifest))
     assert same(read, {"part": padded[2:8].view(2, 3), "turned": state["turned"].contiguous()})
@@ -237,8 +236,7 @@ def test_nothing_in_it_runs_code(one: Any, tmp_path: Path) -> None:
 
     with as_rank(0, (1,)):
         written = ShardedLayouter(0, 1).lay_out({"evil": Evil()}, {})
-    image = bytearray(written.layout.nbytes)
-    fill(image, written.layout)
+    image = fill(written.layout)
     manifest = replace(one[2], nbytes=len(image), files=written.files, checksums=())
     with pytest.raises(CorruptSnapshotError, match="evil"):
         load_all(ImageReader(memoryview(image), manifest))

@@ -26,7 +26,8 @@ from lightning_spot.sharded.file_plan import ShardedLayouter
 from lightning_spot.sharded.plan import Items, Planner
 from lightning_spot.sharded.reader import ImageReader, load_all, load_value
 from lightning_spot.staging.batch import SlotView
-from tests.support.ranks import Sharded, as_rank, fill, on_rank
+from tests.support.filled import fill
+from tests.support.ranks import Sharded, as_rank, on_rank
 
 
 def random_item(dice: Random, depth: int) -> Any:
@@ -73,8 +74,7 @@ def test_two_items_of_one_name_are_named() -> None:
 def image_of(layouter: ShardedLayouter, state: Any) -> tuple[bytes, str]:
     """What a layouter makes of a state."""
     written = layouter.lay_out(state, {"epoch": 3})
-    image = bytearray(written.layout.nbytes)
-    fill(image, written.layout)
+    image = fill(written.layout)
     return bytes(image), written.digest
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,73 +20,19 @@ from lightning_spot.exact.compare import differences
 from lightning_spot.exact.compare import main as compare_files
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.selection import load_shards
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.sharded.file_plan import load_state
-from lightning_spot.sharded.reader import ImageReader, consolidated, load_all, read_folder, write_plain
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.sharded.reader import read_folder, write_plain
+from tests.distributed.test_trainings import without_what_came_later
 from tests.support.exact_cases import loader
-from tests.support.exact_sharded import Sharded, train, train_with, undisturbed_and_stopped
-from tests.support.trainer import digest, trainer
-from tests.support.waiting import kept_port, new_process
+from tests.support.exact_sharded import Sharded, train, train_ranks, train_with, undisturbed_and_stopped
+from tests.support.program import Outcome, launch, run
+from tests.support.trainer import trainer
+from tests.support.waiting import new_process
 
-
-def snapshots(root: Path) -> list[Manifest]:
-    return LocalStore(root / "run").survey().manifests
-
-
-def content(root: Path, manifest: Manifest) -> dict[str, Any]:
-    """All that is in a snapshot."""
-    image, manifest = read_folder(root / "run" / manifest.name)
-    found = load_all(ImageReader(image, manifest))
-    found |= consolidated(image, manifest)
-    for file in manifest.files:
-        if file.name.startswith("rank-") or file.name == "meta.pt":
-            found[file.name] = load_state(image[file.offset : file.stop])
-    return found
-
-
-def final(root: Path) -> dict[str, Any]:
-    newest = snapshots(root)[0]
-    assert newest.complete
-    return content(root, newest)
-
-
-def two_ranks(command: list[str], root: Path) -> None:
-    """Run a training on two ranks, as a launcher does, to its end."""
-    with kept_port() as port, open(root / "log", "w") as output:
-        launched = {"WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = [
-            subprocess.Popen(
-                command, stdout=output, stderr=output, env={**os.environ, **launched, "LOCAL_RANK": str(rank)}
-            )
-            for rank in range(2)
-        ]
-        try:
-            assert [rank.wait(300) for rank in ranks] == [0, 0], log(root)[-3000:]
-        finally:
-            for rank in ranks:
-                rank.kill()
-
-
-def check_states(root: Path) -> dict[str, str]:
-    """Every snapshot holds the parameters of its step."""
-    steps = dict(line.split() for line in (root / "steps").read_text().splitlines())
-    for manifest in snapshots(root):
-        assert digest(content(root, manifest)["state_dict"]) == steps[str(manifest.step)], manifest.name
-    return steps
-
-
-def without_what_came_later(root: Path, target: Path, step: int) -> Path:
-    """A copy of a run as it was after a step."""
-    shutil.copytree(root / "run", target / "run")
-    for manifest in snapshots(target):
-        if manifest.step > step or manifest.complete:
-            shutil.rmtree(target / "run" / manifest.name)
-    return target
+Twin = Callable[..., Outcome]
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_rank() -> Iterator[None]:
     """This process becomes a rank, and is none afterwards."""
     before = dict(os.environ)
     yield
@@ -122,63 +66,47 @@ def test_one_rank_is_stopped_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -
     undisturbed_and_stopped(tmp_path, start, ranks=1)
     assert start.step > 3
     assert start.never == [{}]  # it has never stepped, and does not for a snapshot
-    assert list(differences(final(tmp_path / "whole"), final(tmp_path / "broken"))) == []
+    Outcome(tmp_path / "broken").check_end(Outcome(tmp_path / "whole"))
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path / "whole", seed=11, ranks=1)
+    """And a directory that the user names is gone on from exactly, with each rank's own state."""
 
+    def stepped(root: str, seed: int, **more: Any) -> Outcome:
+        train_with(tmp_path / root, Stepped, ModelParallelStrategy(1, 1), seed=seed, ranks=1, **more)
+        return Outcome(tmp_path / root)
+
+    done = stepped("whole", 11)
     # A drill compares two of them.
-    last, *_, first = (str(tmp_path / "whole" / "run" / manifest.name) for manifest in snapshots(tmp_path / "whole"))
+    last, *_, first = (str(done.root / "run" / manifest.name) for manifest in done.snapshots)
     for other, is_equal in ((last, True), (first, False)):
         capsys.readouterr()
         assert compare_files([last, other]) == 0
-        different = json.loads(capsys.readouterr().out)["different"]
-        kinds = {line.partition(".")[0] for line in different}
+        kinds = {line.partition(".")[0] for line in json.loads(capsys.readouterr().out)["different"]}
         assert is_equal == (not kinds)
         assert is_equal or {"state_dict", "optimizer_0", "ranks"} <= kinds
-
-    # Lightning alone reads the same directory; the optimizer that has not stepped is not in it.
-    newest = snapshots(tmp_path / "whole")[0]
-    alone = Weights()
-    small(ModelParallelStrategy(1, 1), alone).fit(
-        Stepped(), loader(), ckpt_path=tmp_path / "whole" / "run" / newest.name
-    )
-    saved = final(tmp_path / "whole")
+    # Lightning alone reads the same directory.
+    alone, saved = Weights(), done.final()
+    small(ModelParallelStrategy(1, 1), alone).fit(Stepped(), loader(), ckpt_path=last)
     assert list(differences(saved["state_dict"], alone.seen)) == []
-
     # So does a single device, once it is one plain file.
-    write_plain(tmp_path / "whole" / "run" / newest.name, tmp_path / "plain.ckpt")
+    write_plain(Path(last), tmp_path / "plain.ckpt")
     on_one_device = Weights()
     small("auto", on_one_device).fit(Plain(), loader(), ckpt_path=tmp_path / "plain.ckpt")
     assert list(differences(saved["state_dict"], on_one_device.seen)) == []
     assert on_one_device.states == [] or len(on_one_device.states) == 2
-
-    image, manifest = read_folder(tmp_path / "whole" / "run" / newest.name)
+    image, manifest = read_folder(Path(last))
     with pytest.raises(SettingsError, match="SingleDeviceStrategy"):
         load_shards(small("auto"), image, manifest, trusts=False)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_directory_that_the_user_names_is_gone_on_from_exactly(tmp_path: Path) -> None:
-    """Each rank's own state is beside what Lightning loads; it ended with an ``IndexError``."""
-
-    def stepped(root: Path, seed: int, **more: Any) -> None:
-        train_with(tmp_path / root, Stepped, ModelParallelStrategy(1, 1), seed=seed, ranks=1, **more)
-
-    stepped(Path("whole"), 11)
-    middle = snapshots(tmp_path / "whole")[2]
-    assert not middle.complete
-    named = tmp_path / "whole" / "run" / middle.name
+    named = done.root / "run" / done.snapshots[2].name
     new_process()
-    stepped(Path("named"), 99, ckpt_path=named)
-    found = {name: final(tmp_path / name) for name in ("whole", "named")}
-    assert list(differences(found["whole"]["state_dict"], found["named"]["state_dict"])) == []
-    assert found["whole"]["global_step"] == found["named"]["global_step"]
+    found = stepped("named", 99, ckpt_path=named).final()
+    for key in ("state_dict", "global_step"):
+        assert list(differences(saved[key], found[key])) == []
     (named / "rank-0000.pt").unlink()
-    with pytest.raises(SettingsError, match=middle.name):
-        stepped(Path("torn"), 99, ckpt_path=named)
+    with pytest.raises(SettingsError, match=named.name):
+        stepped("torn", 99, ckpt_path=named)
 
 
 class Stepped(Sharded):
@@ -199,96 +127,48 @@ def small(strategy: Any, *callbacks: pl.Callback) -> pl.Trainer:
     return trainer(*callbacks, devices=1, strategy=strategy, **limits)
 
 
-def program(python: str, root: Path, *arguments: str) -> int:
-    root.mkdir(exist_ok=True)
-    with open(root / "log", "a") as log:
-        return subprocess.run(
-            [python, "-m", "tests.support.exact_sharded", str(root), *arguments],
-            stdout=log,
-            stderr=log,
-            timeout=300,
-            check=False,
-        ).returncode
-
-
-def log(root: Path) -> str:
-    return (root / "log").read_text()
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A run of two ranks to its end, with all of its snapshots; made once."""
-    made: list[Path] = []
-
-    def of(python: str) -> Path:
-        if not made:
-            root = tmp_path_factory.mktemp("trained")
-            assert program(python, root) == 0, log(root)[-3000:]
-            made.append(root)
-        return made[0]
-
-    return of
-
-
 def test_two_ranks_are_stopped_and_go_on_as_if_they_had_not_been(tmp_path: Path, warm_python: str) -> None:
-    two_ranks([warm_python, "-m", "tests.support.exact_sharded", str(tmp_path), "--in-one"], tmp_path)
-    assert "attempt 2 resumes at step" in log(tmp_path)
-    for manifest in snapshots(tmp_path / "whole"):
+    assert launch(warm_python, undisturbed_and_stopped, tmp_path, ranks=2).resumed
+    whole, broken = Outcome(tmp_path / "whole"), Outcome(tmp_path / "broken")
+    for manifest in whole.snapshots:
         assert manifest.world_size == 2
         names = {file.name for file in manifest.files}
         assert {"__0_0.distcp", "__1_0.distcp", "rank-0000.pt", "rank-0001.pt"} <= names
-    assert list(differences(final(tmp_path / "whole"), final(tmp_path / "broken"))) == []
-
-
-@pytest.mark.soak
-def test_two_ranks_resume_any_snapshot_as_if_uninterrupted(
-    tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
-) -> None:
-    whole = trained(warm_python)
-    root = without_what_came_later(whole, tmp_path / "again", 5)
-    assert program(warm_python, root, "--seed", "99") == 0, log(root)[-3000:]
-    assert "resumes at step" in log(root)
-    assert list(differences(final(whole), final(root))) == []
+    broken.check_end(whole)
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.soak
-def test_one_rank_resumes_from_two_with_weights_and_optimizers(
-    tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
-) -> None:
-    root = without_what_came_later(trained(warm_python), tmp_path / "again", 5)
-    newest = snapshots(root)[0]
-    saved = content(root, newest)
-    start = Weights()
-    train(root, start, seed=99, ranks=1)
+def test_any_number_of_ranks_goes_on_from_an_earlier_snapshot(tmp_path: Path, warm_python: str, twin: Twin) -> None:
+    """As many as if they had not been stopped, one from the same weights and optimizers."""
+    whole = twin(train_ranks)
+    again = without_what_came_later(whole, tmp_path / "again", 5)
+    run(warm_python, train_ranks, again.root, seed=99)
+    assert again.resumed
+    again.check_end(whole)
+    one, start = without_what_came_later(whole, tmp_path / "one", 5), Weights()
+    newest = one.snapshots[0]
+    saved = one.content(newest)
+    train(one.root, start, seed=99, ranks=1)
     assert start.step == newest.step
     assert list(differences(saved["state_dict"], start.seen)) == []
     assert list(differences(list(saved["optimizer_states"][0]["state"].values()), start.states)) == []
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("rank", ["0", "1", None])
-def test_ranks_that_are_killed_go_on_as_if_they_had_not_been(
-    rank: str | None, tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
+@pytest.mark.parametrize(
+    ("kill", "code"),
+    # The notice comes early: rank 0 must hear of it before the last of the eight batches, also on a busy machine.
+    [((5, 0), None), ((5, 1), None), ((5,), None), ((1, 1, int(signal.SIGTERM)), 143)],
+)
+def test_ranks_that_are_killed_or_told_to_stop_go_on_exactly(
+    tmp_path: Path, warm_python: str, twin: Twin, kill: tuple[int, ...], code: int | None
 ) -> None:
-    root = tmp_path / "killed"
-    killed = ["--kill-at", "5", *(["--kill-rank", rank] if rank is not None else [])]
-    assert program(warm_python, root, *killed) != 0
-    assert program(warm_python, root, "--seed", "99") == 0, log(root)[-3000:]
-    assert "resumes at step" in log(root)
-    assert list(differences(final(trained(warm_python)), final(root))) == []
-
-
-@pytest.mark.soak
-def test_a_notice_to_one_rank_stops_all_after_one_saved_step(
-    tmp_path: Path, warm_python: str, trained: Callable[[str], Path]
-) -> None:
-    root = tmp_path / "noticed"
-    # Early: rank 0 must hear of it before the last of the eight batches, also on a busy machine.
-    assert program(warm_python, root, "--kill-at", "1", "--kill-rank", "1", "--signal", str(signal.SIGTERM)) == 143
-    assert "is safe in" in log(root), log(root)[-3000:]
-    assert program(warm_python, root, "--seed", "99") == 0, log(root)[-3000:]
-    assert list(differences(final(trained(warm_python)), final(root))) == []
+    stopped = run(warm_python, train_ranks, tmp_path, kill=kill, code=code)
+    assert ("is safe in" in stopped.log) == (code == 143)
+    done = run(warm_python, train_ranks, tmp_path, seed=99)
+    assert done.resumed
+    done.check_end(twin(train_ranks))
 
 
 @pytest.mark.parametrize("state_dict_type", ["full", "sharded"])

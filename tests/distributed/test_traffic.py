@@ -5,55 +5,140 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+import lightning_spot
 from lightning_spot import EverySteps
+from lightning_spot.client.embedded import Session
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.fit.collectives import AsyncBroadcast
 from lightning_spot.fit.coordinator import Decision
 from lightning_spot.fit.snapshotter import Pacing
 from tests.support.gpus import NEEDS_GPU
+from tests.support.program import run
+from tests.support.training import train
 
 EVERY, STEPS = 4, 50
 FIRST, LAST = 4 * EVERY, STEPS - EVERY  # by then slots are made and layouts agreed; what ends a run comes later
 
 
+_OURS = str(Path(lightning_spot.__file__).parent)
+_LOOPS = str(Path(pl.loops.__file__).parent)
+_COLLECTIVES = (
+    *("broadcast", "broadcast_object_list", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_gather", "all_gather_object", "all_gather_into_tensor", "gather", "gather_object", "scatter"),
+    *("scatter_object_list", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv"),
+    *("barrier", "monitored_barrier", "new_group"),
+)
+
+
+class Traffic(pl.Callback):
+    """Counts what ranks say, from when it is made. The last rank comes to each step boundary later than the others.
+
+    Attributes:
+        talks: collectives that ours have begun on the training thread: step, name, and whether it waits for others.
+        asked: requests to servers: step, path, and whether the training thread waits for the answer.
+    """
+
+    def __init__(self, late_rank: int) -> None:
+        self.step, self._late_rank, self._is_within = -1, late_rank, False
+        self.talks: list[tuple[int, str, bool]] = []
+        self.asked: list[tuple[int, str, bool]] = []
+        for name in _COLLECTIVES:
+            counted = self._counted(name, getattr(distributed_c10d, name))
+            setattr(distributed_c10d, name, counted)
+            setattr(dist, name, counted)
+        for client in (ServerClient, Session):
+            client._ask = self._noted(client._ask)  # type: ignore[method-assign, assignment]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(0.05 * (trainer.global_rank == self._late_rank))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **how: Any) -> Any:
+            thread = threading.current_thread()
+            if self._is_within or thread is not threading.main_thread() or not _is_ours():
+                return call(*arguments, **how)
+            self._is_within, begun_only = True, how.get("async_op")
+            self.talks.append((self.step, name, not begun_only))
+            try:
+                given = call(*arguments, **how)
+            finally:
+                self._is_within = False
+            return SimpleNamespace(wait=lambda: self._waited(name, given)) if begun_only else given
+
+        return counted
+
+    def _waited(self, name: str, work: Any) -> None:
+        self.talks.append((self.step, f"{name}.wait", False))
+        work.wait()
+
+    def _noted(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(client: Any, *arguments: Any) -> Any:
+            path = arguments[1].path if isinstance(client, ServerClient) else "channel"
+            self.asked.append((self.step, path, threading.current_thread() is threading.main_thread()))
+            return ask(client, *arguments)
+
+        return noted
+
+
+def _is_ours() -> bool:
+    """Whether ours call, and not a loop of Lightning, which runs within a method of ours all the time."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(_LOOPS):
+        if frame.f_code.co_filename.startswith(_OURS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def train_counted(root: Path, ranks: int, **how: Any) -> None:
+    """Train; each rank leaves every collective that ours begin on the training thread, and each request to a server."""
+    traffic = Traffic(late_rank=ranks - 1)
+    trainer = train(root, traffic, ranks=ranks, steps=STEPS, every=EVERY, width=64, **how)
+    (root / f"traffic-{trainer.global_rank}.json").write_text(json.dumps([traffic.talks, traffic.asked]))
+
+
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
-        (2, []),
-        (3, ["--hosts", "2"]),
-        (2, ["--memory", "none"]),
-        (4, ["--sharded"]),
-        pytest.param(4, [], marks=pytest.mark.soak),
-        pytest.param(2, ["--sharded"], marks=pytest.mark.soak),
+        (2, {}),
+        (3, {"hosts": 2}),
+        (2, {"local_server": False}),
+        (4, {"sharded": True}),
+        pytest.param(4, {}, marks=pytest.mark.soak),
+        pytest.param(2, {"sharded": True}, marks=pytest.mark.soak),
     ],
 )
-def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Path, ranks: int, how: list[str]) -> None:
+def test_training_waits_for_no_collective_of_ours(
+    warm_python: str, tmp_path: Path, ranks: int, how: dict[str, Any]
+) -> None:
     """Nor for a rank that comes to each seam later than the others; the first snapshot is no other one."""
-    settings = ["--ranks", str(ranks), "--steps", str(STEPS), "--every", str(EVERY), *how]
-    settings += ["--late", str(ranks - 1)]
-    command = [warm_python, "-m", "tests.support.traffic_trainer", str(tmp_path), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run(warm_python, train_counted, tmp_path, ranks=ranks, **how)
     snapshots = (LAST - FIRST) // EVERY
     for rank in range(ranks):
-        found: dict[str, Any] = json.loads((tmp_path / f"traffic-{rank}.json").read_text())
-        assert any(talk["waits"] for talk in found["talks"] if talk["step"] < 0)  # so those that wait are seen
-        talks = [talk for talk in found["talks"] if 0 <= talk["step"] < LAST]
-        assert [talk["name"] for talk in talks if talk["waits"]] == []
-        said = [talk["name"] for talk in talks if talk["step"] >= FIRST]
+        talks, requests = json.loads((tmp_path / f"traffic-{rank}.json").read_text())
+        assert any(waits for step, _, waits in talks if step < 0)  # so those that wait are seen
+        assert [name for step, name, waits in talks if 0 <= step < LAST and waits] == []
+        said = [name for step, name, _ in talks if FIRST <= step < LAST]
         assert said == ["broadcast", "broadcast.wait"] * snapshots
-
-        asked = Counter(_what(path) for step, path, _ in found["asked"] if FIRST <= step < LAST)
+        asked = Counter(_what(path) for step, path, _ in requests if FIRST <= step < LAST)
         # A slot, that it is sealed; rank 0: whether the snapshot counts, how the tiers are. Some may come from the
         # snapshot before. A slot may be leased ahead in vain, or too early, be given back, and asked for again where
         # steps take long. Whether a server lives is asked while it takes long to answer.
@@ -63,7 +148,7 @@ def test_training_waits_for_no_collective_of_ours(warm_python: str, tmp_path: Pa
             assert asked[what] <= {"uploads": 4, "status": 2, "awaited": 4}.get(what, 1) * (snapshots + 2), asked
         # A slot that is leased ahead is not always there in time: steps take a moment here. One is asked for then, and
         # waited for where none is free.
-        waited = Counter(_what(path) for step, path, waits in found["asked"] if FIRST <= step < LAST and waits)
+        waited = Counter(_what(path) for step, path, waits in requests if FIRST <= step < LAST and waits)
         assert waited.keys() <= {"uploads", "healthz"}, waited
         assert waited["uploads"] <= 2 * (snapshots + 2), waited
 

@@ -1,9 +1,8 @@
-"""Machines whose links are slow, delay and lose packets, and are cut for a while: what is left is exact yet."""
+"""A link that delays and loses packets, and is cut for a while; ``soak/test_machines.py`` trains by such links."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -11,25 +10,13 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.client.remote import ServerStore
-from tests.distributed.test_sharded_bucket import Bucket
-from tests.distributed.test_together import check_run
-from tests.support.link import Link
-from tests.support.machines import PHASES, STEPS, Machines, Sharded, flushing, started, twin, twins, variant
+from tests.support.link import FAR
 from tests.support.network import TOKEN, listening, network_or_skip
 from tests.support.server import RUN_ID
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Sender, state
 
 pytestmark = pytest.mark.guarantee("G20")
-
-__all__ = ["twin", "twins"]
-
-FAR = Link(delay_ms=40.0, jitter_ms=10.0, loss=0.005)
-"""Another continent, by a line that loses packets."""
-SLOW = Link(bits_per_s=200_000_000)
-CUT_S = 20.0
-WAIT_S = 800.0  # a snapshot at each step, which crosses the far link a dozen times: on a busy machine minutes
-LINKS = [pytest.param(FAR, id="far"), pytest.param(SLOW, id="slow")]
 
 
 @pytest.mark.parametrize("cut_s", [0.0, 2.0])
@@ -70,56 +57,3 @@ def test_a_snapshot_gets_to_a_memory_node_by_a_far_link_and_back(
             network.mend("near")
         assert brought.result(60.0) == images
     assert cut_s or sent[1] < 0.6 * len(images[1])  # of the second one, what has changed
-
-
-@pytest.fixture(params=LINKS)
-def link(request: pytest.FixtureRequest) -> Link:
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str, link: Link) -> Iterator[Machines]:
-    yield from started(variant(Machines, link=link), tmp_path, monkeypatch, warm_python)
-
-
-@pytest.fixture(params=[Sharded, Bucket])
-def sharded(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    warm_python: str,
-    link: Link,
-) -> Iterator[Sharded]:
-    yield from started(variant(request.param, link=link), tmp_path, monkeypatch, warm_python)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("when", [*PHASES, flushing])
-def test_two_machines_train_by_bad_links_and_one_is_cut(
-    machines: Machines, tmp_path: Path, when: Callable[[Machines], None]
-) -> None:
-    machines.train("twin", STEPS)
-    assert machines.wait("twin", WAIT_S) == [0, 0]
-    machines.train("run", STEPS)
-    machines.come_to(8)
-    when(machines)
-    machines.cut_for_a_while("second", CUT_S)
-    assert machines.wait("run", WAIT_S) == [0, 0], machines.log()
-    check_run(tmp_path)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("when", [*PHASES, flushing])
-def test_machines_train_in_shards_by_bad_links_and_one_is_cut(
-    sharded: Sharded, twin: Path, when: Callable[[Sharded], None]
-) -> None:
-    if when is flushing and isinstance(sharded, Bucket):
-        pytest.skip("each host brings its files to the bucket at once: there is no other phase than sending")
-    sharded.train("run", STEPS)
-    sharded.come_to(8)
-    when(sharded)
-    sharded.cut_for_a_while("second", CUT_S)
-    assert sharded.wait("run", WAIT_S) == [0, 0], sharded.log()
-    sharded.check(twin)

@@ -119,12 +119,8 @@ def test_a_damaged_record_costs_statistics_but_never_training(tmp_path: Path, ca
 
 def manifest(**changes: Any) -> Manifest:
     fields: dict[str, Any] = {"run": "r", "name": snapshot_name(5, 1), "step": 5, "attempt": 1, "nbytes": 3}
-    fields |= {
-        "run_id": "0123456789ab",
-        "created_unix_s": 1.5e9,
-        "versions": {"torch": "2.10"},
-        "checksums": ("0" * 32,),
-    }
+    fields |= {"run_id": "0123456789ab", "created_unix_s": 1.5e9, "versions": {"torch": "2.10"}}
+    fields["checksums"] = ("0" * 32,)
     return Manifest(**{**fields, **changes})
 
 
@@ -135,6 +131,9 @@ SHARD = manifest(
 )
 
 
+CLAIM = Claim(attempt=3, run_id="0123456789ab", digest="d", location="file:///r", started_unix_s=1e9, host="vm", pid=7)
+
+
 @pytest.mark.parametrize(
     "good",
     [
@@ -142,17 +141,18 @@ SHARD = manifest(
         manifest(name=snapshot_name(5, 1, complete=True), complete=True),
         manifest(name="a.ckpt", file=""),
         SHARD,
+        CLAIM,
     ],
-    ids=["snapshot", "the end", "file", "shard"],
+    ids=["snapshot", "the end", "file", "shard", "claim"],
 )
-def test_a_flipped_bit_of_a_manifest_is_refused_or_harmless(good: Manifest) -> None:
-    text = bytearray(good.to_json().encode())
+def test_a_flipped_bit_of_a_manifest_is_refused_or_harmless(good: Manifest | Claim) -> None:
+    text, read = bytearray(good.to_json().encode()), type(good).from_json
     for place in range(8 * len(text)):
         text[place // 8] ^= 1 << place % 8
         with contextlib.suppress(CorruptSnapshotError):
-            assert Manifest.from_json(bytes(text)) == good, f"bit {place} is not seen"
+            assert read(bytes(text)) == good, f"bit {place} is not seen"
         text[place // 8] ^= 1 << place % 8
-    assert Manifest.from_json(bytes(text)) == good
+    assert read(bytes(text)) == good
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,9 @@ def test_a_manifest_agrees_with_its_name(changes: dict[str, Any]) -> None:
         Manifest.from_json(json.dumps({**old, **changes}))
 
 
-def test_a_manifest_without_its_checksum_is_refused() -> None:
-    with pytest.raises(CorruptSnapshotError, match="checksum"):
+def test_a_manifest_without_checksum_or_with_bad_values_fails() -> None:
+    with pytest.raises(CorruptSnapshotError):
         Manifest.from_json(json.dumps(manifest().to_dict()))
-
-
-def test_a_manifest_with_wrong_values_is_refused_cleanly() -> None:
     for fields in wrongly(SHARD.to_dict()):
         with contextlib.suppress(CorruptSnapshotError):
             Manifest.from_dict(fields).to_json()
@@ -220,11 +217,8 @@ def few_or(many: int, few: int) -> pytest.MarkDecorator:
 @few_or(60_000, few=3000)
 def test_any_mutation_of_json_is_read_or_one_error(cases: int, seed: int) -> None:
     rnd = random.Random(seed)
-    seeds = [
-        manifest().to_json().encode(),
-        SHARD.to_json().encode(),
-        failed(SHARD, "no memory").to_json().encode(),
-        b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}',
+    seeds = [each.to_json().encode() for each in (manifest(), SHARD, failed(SHARD, "no memory"))] + [
+        b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}'
     ]
     for _ in range(cases):
         data = mutated(rnd, rnd.choice(seeds))
@@ -233,23 +227,10 @@ def test_any_mutation_of_json_is_read_or_one_error(cases: int, seed: int) -> Non
                 read(data)
 
 
-def mutated(rnd: random.Random, data: bytes, pieces: tuple[bytes, ...] = ()) -> bytes:
+def mutated(rnd: random.Random, data: bytes) -> bytes:
     """Some bytes of it flipped, set, cut out, doubled, or replaced by what has a meaning."""
     changed = bytearray(data)
-    pieces = pieces or (
-        b"NaN",
-        b"1e999",
-        b"-1",
-        b"{",
-        b"[",
-        b'"',
-        b"null",
-        b"9" * 30,
-        b"\\ud800",
-        b"\xff",
-        b"\0",
-        b"\x1b[2J",
-    )
+    pieces = [b"NaN", b"1e999", b"-1", b"{", b"[", b'"', b"null", b"9" * 30, b"\\ud800", b"\xff", b"\0", b"\x1b[2J"]
     for _ in range(rnd.choice([1, 1, 2, 4, 8])):
         if not changed:
             break
@@ -328,26 +309,14 @@ def test_any_registers_at_storage_are_a_snapshot_or_refused(tmp_path: Path, case
 
 # -- claims, greetings, answers ---------------------------------------------------------------------------------------
 
-CLAIM = Claim(attempt=3, run_id="0123456789ab", digest="d", location="file:///r", started_unix_s=1e9, host="vm", pid=7)
 
-
-def test_any_flipped_bit_of_a_claim_is_refused_or_reads_equal() -> None:
-    text = bytearray(CLAIM.to_json().encode())
-    for place in range(8 * len(text)):
-        text[place // 8] ^= 1 << place % 8
-        with contextlib.suppress(CorruptSnapshotError):
-            assert Claim.from_json(bytes(text)) == CLAIM, f"bit {place} is not seen"
-        text[place // 8] ^= 1 << place % 8
-    fields = json.loads(CLAIM.to_json())
+@few_or(60_000, few=2000)
+def test_any_mutation_of_a_claim_or_record_is_read_or_refused(cases: int, seed: int) -> None:
+    fields, rnd = json.loads(CLAIM.to_json()), random.Random(seed)
     del fields["checksum"]
     for wrong in wrongly(fields):
         with contextlib.suppress(CorruptSnapshotError):
             Claim.from_json(json.dumps(wrong))
-
-
-@few_or(60_000, few=2000)
-def test_any_mutation_of_a_claim_or_record_is_read_or_refused(cases: int, seed: int) -> None:
-    rnd = random.Random(seed)
     for _ in range(cases):
         with contextlib.suppress(CorruptSnapshotError):
             Claim.from_json(mutated(rnd, CLAIM.to_json().encode()))
@@ -379,11 +348,7 @@ class Outer:
     rest: Annotated[list[Inner], listed(Inner, 2)] = dataclasses.field(default_factory=list)
 
 
-INNER = strategies.builds(
-    Inner,
-    name=strategies.text("abc", min_size=1, max_size=9),
-    seconds=strategies.floats(0, 1e9),
-)
+INNER = strategies.builds(Inner, name=strategies.text("abc", min_size=1, max_size=9), seconds=strategies.floats(0, 1e9))
 
 
 @given(
@@ -505,37 +470,30 @@ def test_an_error_comes_over_the_network_with_its_facts(error: SpotError) -> Non
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "kind", "reason"),
+    ("status", "error", "facts", "kind", "reason"),
     [
-        (500, {"error": "LaterError", "message": "why"}, ServerRefusedError, TierReason.REFUSED),
-        (426, {"error": "LaterError", "message": "why"}, ServerRefusedError, TierReason.PROTOCOL),
-        (500, {"error": "TierError", "message": "why", "facts": {"reason": "later"}}, TierError, TierReason.FAILED),
-        (500, {"error": "TierError", "message": "why", "facts": {"reason": ["failed"]}}, TierError, TierReason.FAILED),
-        (401, {"error": "ServerRefusedError", "message": "why"}, ServerRefusedError, TierReason.REFUSED),
+        (500, "LaterError", {}, ServerRefusedError, TierReason.REFUSED),
+        (426, "LaterError", {}, ServerRefusedError, TierReason.PROTOCOL),
+        (500, "TierError", {"reason": "later"}, TierError, TierReason.FAILED),
+        (500, "TierError", {"reason": ["failed"]}, TierError, TierReason.FAILED),
+        (401, "ServerRefusedError", {}, ServerRefusedError, TierReason.REFUSED),
+        (500, "SnapshotFailedError", {"reason": "later", "later": 5}, SnapshotFailedError, FailureReason.UNEXPECTED),
         (
             500,
-            {"error": "SnapshotFailedError", "message": "why", "facts": {"reason": "later", "later": 5}},
-            SnapshotFailedError,
-            FailureReason.UNEXPECTED,
-        ),
-        (
-            500,
-            {
-                "error": "SnapshotFailedError",
-                "message": "why",
-                "facts": {"reason": "shard-missing", "later": {"rank": 1}},
-            },
+            "SnapshotFailedError",
+            {"reason": "shard-missing", "later": {"rank": 1}},
             SnapshotFailedError,
             FailureReason.SHARD_MISSING,
         ),
     ],
 )
 def test_an_error_of_another_version_maps_to_the_nearest_known(
-    status: int, said: dict[str, Any], kind: type[SpotError], reason: Reason
+    status: int, error: str, facts: dict[str, Any], kind: type[SpotError], reason: Reason
 ) -> None:
-    error = error_from_body(status, json.dumps(said).encode(), "spot://node")
-    assert type(error) is kind
-    assert reason.caused(error)
+    said = {"error": error, "message": "why", **({"facts": facts} if facts else {})}
+    found = error_from_body(status, json.dumps(said).encode(), "spot://node")
+    assert type(found) is kind
+    assert reason.caused(found)
 
 
 @pytest.fixture
@@ -637,7 +595,6 @@ def test_a_snapshot_that_torch_cannot_read_is_passed_over(tmp_path: Path, data: 
     new_process()
     spot = SpotCheckpoint(str(run), local_server=False, interval=EverySteps(2))
     trainer(spot, max_steps=6).fit(Net(), examples())
-    assert spot.resumed_from is not None
     assert spot.resumed_from.step < 9
 
 

@@ -81,7 +81,6 @@ def test_a_signal_to_the_group_is_a_preemption(tmp_path: Path, caplog: pytest.Lo
     new_process()
     again = spot(tmp_path, notices=None)
     trainer(again, max_epochs=2).fit(Net(), data())
-    assert again.resumed_from is not None
     assert again.resumed_from.step == 9
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -20,11 +19,11 @@ from lightning_spot.capture.unexpected import BestEffort, UnexpectedFailures, fa
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.staging.schedule import Schedule
 from lightning_spot.tiers.local import LocalStore
-from tests.distributed.test_together import check_states, manifests, run_trainer
+from tests.support.program import run
 from tests.support.said import said
 from tests.support.strike import Strike
-from tests.support.together_trainer import longest_fit_s
 from tests.support.trainer import Net, data, trainer
+from tests.support.training import longest_fit_s, train
 from tests.support.waiting import new_process
 
 pytestmark = pytest.mark.guarantee("G24")
@@ -113,9 +112,7 @@ class Settled(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 5:
             (own,) = [callback for callback in trainer.callbacks if isinstance(callback, SpotCheckpoint)]
-            assert own.snapshots.snapshotter is not None
             attempt = own.snapshots.snapshotter.writing.attempt
-            assert attempt is not None
             attempt.writer.settle(30.0)
 
 
@@ -162,7 +159,6 @@ def test_an_error_of_user_code_ends_training_as_in_lightning(tmp_path: Path, str
         fit(tmp_path / "run", Users(), on_full="wait", on_error="raise" if strict else "warn")
     assert LocalStore(tmp_path / "run").survey().manifests[0].step == 6
     _, spot = fit(tmp_path / "run")
-    assert spot.resumed_from is not None
     assert spot.resumed_from.step == 6
 
 
@@ -225,35 +221,34 @@ def test_copying_is_not_spread_any_more_where_that_fails(caplog: pytest.LogCaptu
 
 
 SHARED = [
-    ("auto", 0, 6, "exact/fit_state:FitState.capture"),
-    ("auto", 0, 6, "capture/writer:SnapshotWriter.begin"),
-    ("auto", 1, 0, "exact/fit_state:FitState.dump"),  # of the first one
-    ("auto", 1, 6, "capture/writer:SnapshotWriter.begin"),
-    ("auto", 1, 6, "fit/coordinator:Coordinator._content"),
-    ("none", 0, 6, "exact/fit_state:FitState.capture"),
-    ("none", 1, 6, "exact/fit_state:FitState.capture"),
+    (True, 0, "exact/fit_state:FitState.capture"),
+    (True, 0, "capture/writer:SnapshotWriter.begin"),
+    (True, 1, "exact/fit_state:FitState.dump"),
+    (True, 1, "capture/writer:SnapshotWriter.begin"),
+    (True, 1, "fit/coordinator:Coordinator._content"),
+    (False, 0, "exact/fit_state:FitState.capture"),
+    (False, 1, "exact/fit_state:FitState.capture"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("memory", "rank", "step", "where"),
+    ("local_server", "rank", "where"),
     [
-        ("auto", 1, 6, "exact/fit_state:FitState.capture"),
+        (True, 1, "exact/fit_state:FitState.capture"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in SHARED),
     ],
 )
 def test_other_ranks_learn_of_a_failure_and_wait_for_nothing(
-    tmp_path: Path, warm_python: str, memory: str, rank: int, step: int, where: str
+    tmp_path: Path, warm_python: str, local_server: bool, rank: int, where: str
 ) -> None:
-    arguments = ("--strike", rank, step, where, "--memory", memory)
-    assert run_trainer(warm_python, "tests.support.together_trainer", tmp_path / "run", *arguments) == 0
-    log = (tmp_path / "run" / "log").read_text()
-    assert longest_fit_s(log) < 50.0  # what does not come is waited for, a minute
-    assert "MemoryError: of a test" in log
-    assert ("rank 1: " in log) is (rank == 1)
-    check_states(tmp_path / "run")
-    assert [manifest.step for manifest in manifests(tmp_path / "run") if manifest.complete] == [12]
-    told = json.loads((tmp_path / "run" / "rank-0.json").read_text())  # not all of them come to a slow disk
+    step = 0 if where.endswith(".dump") else 6  # of the first one
+    done = run(warm_python, train, tmp_path, strike=(rank, step, where), local_server=local_server)
+    assert longest_fit_s(done.log) < 50.0  # what does not come is waited for, a minute
+    assert "MemoryError: of a test" in done.log
+    assert ("rank 1: " in done.log) is (rank == 1)
+    done.check_states()
+    assert [manifest.step for manifest in done.snapshots if manifest.complete] == [12]
+    told = done.accounts(1)[0]  # not all of them come to a slow disk
     assert 1 <= told["skipped"] + told["aborted"] <= 3
 
 
@@ -325,7 +320,6 @@ def test_an_error_of_ours_in_the_last_snapshot_ends_no_training(
     assert "run ends all the same" in line
     new_process()
     again, spot = fit(tmp_path / "run")
-    assert spot.resumed_from is not None
     assert spot.resumed_from.step == BATCHES
     assert is_alike(again, undisturbed)
     assert LocalStore(tmp_path / "run").survey().manifests[0].complete
@@ -354,12 +348,8 @@ def test_at_a_notice_the_others_hear_of_an_error_and_all_leave(
     tmp_path: Path, warm_python: str, rank: int, where: str
 ) -> None:
     """Without a deadline, ranks would wait in the others' agreement for as long as a process group waits."""
-    # So many steps that it is heard of before the last one, however slow its threads are.
-    arguments = ("--strike", rank, 6, where, "--notice", 1, 6, "--every", 4, "--steps", 1000)
-    assert run_trainer(warm_python, "tests.support.together_trainer", tmp_path / "run", *arguments) == 143
-    log = (tmp_path / "run" / "log").read_text()
+    log = run(warm_python, train, tmp_path, strike=(rank, 6, where), notice=(1, 6), every=4, code=143).log
     assert longest_fit_s(log) < 50.0
     failed = "the urgent snapshot failed, all ranks leave, and the run goes on from the snapshot before"
     assert f"{failed}: MemoryError: of a test" in log
-    other = f"{failed}: rank 1: MemoryError: of a test"
-    assert (other in log) is (rank == 1)
+    assert (f"{failed}: rank 1: MemoryError: of a test" in log) is (rank == 1)

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -57,8 +58,6 @@ pytestmark = pytest.mark.guarantee("G24")
 
 def node_pid(callback: SpotCheckpoint) -> int:
     snapshotter = callback.snapshots.snapshotter
-    assert snapshotter is not None
-    assert snapshotter.writing.attempt is not None
     host = snapshotter.writing.attempt.writer.host
     assert isinstance(host, EmbeddedHost)
     return int(host.client.call("GET", "/v1/status")["pid"])
@@ -130,7 +129,6 @@ def test_the_end_is_durable_although_the_node_is_lost(
     new_process()
     again = spot(tmp_path, notices=None)
     trainer(again).fit(Net(), data())
-    assert again.resumed_from is not None
     assert again.resumed_from.step == 40
 
 
@@ -158,7 +156,6 @@ def test_a_server_of_another_version_uploads_before_the_survey(
     caplog.set_level("INFO")
     callback = spot(tmp_path, notices=None)
     trainer(callback).fit(Net(), data())
-    assert callback.resumed_from is not None
     assert (callback.resumed_from.step, callback.resumed_from.tier) == (6, "storage")
     assert informed(caplog)["other-version-ends"]["about"] == left_by_another_version.pid
     assert not left_by_another_version.alive
@@ -184,7 +181,6 @@ def test_a_server_started_now_is_not_ended_for_its_version(
         trainer(spot(tmp_path, notices=None)).fit(Net(), data())
     assert len(said(caplog, "no-local-server")) == 1
     process = find_record(str(tmp_path / "run-1")).process()
-    assert process is not None
     until(lambda: process.kill(10.0), "it to be gone")
 
 
@@ -194,7 +190,6 @@ def test_a_server_gets_one_sigterm_from_any_number_of_starts(tmp_path: Path) -> 
     ready = "import signal, sys; signal.signal(15, lambda *_: print('told', flush=True)); print('ready', flush=True)"
     command = [sys.executable, "-c", f"{ready}\nwhile True: signal.pause()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
         assert program.stdout.readline() == "ready\n"
         process = ProcessId.of(program.pid)
         assert process is not None
@@ -226,7 +221,6 @@ def test_a_server_lost_before_the_attempt_begins_is_replaced(
     def kill_behind(beginning: Coordinator) -> Survey:
         found = look(beginning)
         node = find_record(callback.location.url).process()
-        assert node is not None
         assert node.kill(30.0)
         return found
 
@@ -267,7 +261,6 @@ def test_a_state_that_fits_no_memory_is_streamed(
     caplog.set_level("INFO")
     again = spot(tmp_path, local_server=local_server, memory_limit=1000, keep=2, notices=None)
     trainer(again).fit(Net(), data())
-    assert again.resumed_from is not None
     assert again.resumed_from.step == 30
     assert [manifest.step for manifest in LocalStore(tmp_path / "run-1").survey().manifests] == [40, 39]
     assert "is complete at step 40" in caplog.text
@@ -362,10 +355,7 @@ def test_a_server_that_has_the_newest_snapshot_is_waited_for(tmp_path: Path, mon
 def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise TierError("it may not be deleted", tier="")
-
-    monkeypatch.setattr(LocalStore, "delete", refuse)
+    monkeypatch.setattr(LocalStore, "delete", Mock(side_effect=TierError("it may not be deleted", tier="")))
     past = past_memory(tmp_path / "durable")
     for step in (1, 2, 3, 4):
         past.write({}, manifest_of(step, nbytes=5000), told(tmp_path / "durable"))
@@ -473,7 +463,6 @@ class Damaging:
     def take(self, step: int, *, complete: bool = False) -> Manifest:
         self.writer.begin(self.state, manifest := manifest_of(step, nbytes=0, complete=complete), wait_s=30.0)
         self.writer.settle(30.0)
-        assert self.writer.committed is not None
         assert self.writer.committed.name == manifest.name
         return manifest
 
@@ -491,112 +480,90 @@ class Damaging:
         return Ending(self.writer, PastMemory(self.writer, str(self.root)), str(self.root), self.info, last)
 
 
-def test_what_was_damaged_in_memory_is_not_called_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Damaging]:
+    made = Damaging(tmp_path, complete=getattr(request, "param", False))
+    yield made
+    made.writer.close()
+
+
+def test_what_was_damaged_in_memory_is_not_called_durable(run: Damaging, caplog: pytest.LogCaptureFixture) -> None:
     """It is dropped, nothing is owed any more; an exception that ended the run was told that step 2 is durable."""
-    run = Damaging(tmp_path, complete=False)
     ending = run.ending(None)
     assert ending.bring(30.0) is None
     assert run.durable() == [1]
     assert ending.where == "lost"
     (facts,) = said(caplog, "newest-lost")
     assert "damaged in memory and dropped (run/step-000000002-attempt-0001" in facts["why"]
-    run.writer.close()
 
 
-def test_a_silent_tier_is_not_reported_to_have_lost_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Damaging(tmp_path, complete=False)
+def test_a_silent_tier_is_not_reported_to_have_lost_a_snapshot(run: Damaging, monkeypatch: pytest.MonkeyPatch) -> None:
     ending = run.ending(None)
-
-    def fails(_store: LocalStore) -> Any:
-        raise TierError("not now")
-
-    monkeypatch.setattr(LocalStore, "survey", fails)
+    monkeypatch.setattr(LocalStore, "survey", Mock(side_effect=TierError("not now")))
     assert ending.bring(30.0) is None
     assert ending.where == "committed in memory, and not known to be durable"
-    run.writer.close()
 
 
-def test_the_last_snapshot_is_taken_again_if_damaged_in_memory(tmp_path: Path) -> None:
-    run = Damaging(tmp_path, complete=True)
-    ending = run.ending(LastState.of(run.state, run.newest))
-    assert ending.bring(30.0) is True
-    assert run.durable() == [2, 1]
-    assert ending.where == f"durable in {run.root}"
-    run.writer.close()
-
-
-@pytest.mark.parametrize("write", [lambda weights: weights.add_(1), lambda weights: weights.data.add_(1)])
-def test_a_damaged_last_snapshot_not_retaken_is_not_persisted(
-    tmp_path: Path, write: Callable[[torch.Tensor], Any]
+@pytest.mark.parametrize("run", [True], indirect=True)
+@pytest.mark.parametrize(
+    "write",
+    [None, lambda weights: weights.add_(1), lambda weights: weights.data.add_(1)],
+    ids=["as it was", "counted", "not"],
+)
+def test_the_last_snapshot_is_taken_again_if_damaged_in_memory(
+    run: Damaging, write: Callable[[torch.Tensor], Any] | None
 ) -> None:
-    """The weights have changed since, counted by torch or not: what is there now is another state."""
-    run = Damaging(tmp_path, complete=True)
+    """Unless weights have changed since, counted by torch or not: what is there now is another state."""
     last = LastState.of(run.state, run.newest)
-    write(run.state["weights"])
+    if write is not None:
+        write(run.state["weights"])
     ending = run.ending(last)
-    assert ending.bring(30.0) is False
-    assert run.durable() == [1]
-    assert ending.where == "lost"
-    run.writer.close()
+    assert ending.bring(30.0) is (write is None)
+    assert run.durable() == ([2, 1] if write is None else [1])
+    assert ending.where == (f"durable in {run.root}" if write is None else "lost")
 
 
 @pytest.mark.parametrize("can_be_taken_again", [True, False])
-def test_damage_before_a_deadline_is_repaired_or_logged(tmp_path: Path, can_be_taken_again: bool) -> None:
+def test_damage_before_a_deadline_is_repaired_or_logged(run: Damaging, can_be_taken_again: bool) -> None:
     """The notice's whole grace went by, and it was said to be in memory."""
-    run = Damaging(tmp_path, complete=False)
     safety = Safety(run.writer, PastMemory(run.writer, str(run.root)))
     again = (lambda: run.writer.begin(run.state, run.newest, wait_s=30.0)) if can_be_taken_again else None
     said = safety.bring(Deadline.of(None, 600.0), safety.plan(None), lambda: False, cast(Callable[[], None], again))
-    if can_be_taken_again:
-        assert "step 2" in said
-        assert "is safe in" in said
-        assert run.durable() == [2, 1]
-    else:
-        assert "was dropped (run/step-000000002" in said
-        assert run.durable() == [1]
-    run.writer.close()
-    run.host.leave(complete=False)
+    assert ("is safe in" in said) == can_be_taken_again
+    assert ("was dropped (run/step-000000002" in said) != can_be_taken_again
+    assert run.durable() == ([2, 1] if can_be_taken_again else [1])
 
 
-def test_what_a_tier_has_refused_is_not_called_durable(tmp_path: Path) -> None:
+def test_what_a_tier_has_refused_is_not_called_durable(run: Damaging) -> None:
     """It was, at the end of an attempt that a later one had taken over from."""
-    run = Damaging(tmp_path, complete=False)
-    run.store.errors = lambda kind, _: (
-        FencedError("a later one", run="run", attempt=1, current=2) if kind == "put" else None
-    )
+    later = FencedError("a later one", run="run", attempt=1, current=2)
+    run.store.errors = lambda kind, _: later if kind == "put" else None
     run.take(3)
     ending = run.ending(None)
     assert ending.bring(30.0) is None
     assert ending.where == "lost"
-    run.writer.close()
 
 
 def test_the_log_says_how_long_the_end_waits_for_uploads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Damaging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a full disk one warning came, then nothing for minutes."""
     monkeypatch.setattr(ending_module, "SAY_S", 0.2)
-    run = Damaging(tmp_path, complete=False)
     run.store.fail(TierError("No space left on device"))
     run.take(3)
     run.ending(None).bring(2.0)
     (facts,) = said(caplog, "upload-awaited")
     assert facts["wait_s"] == pytest.approx(2.0, abs=0.5)
     assert "No space left on device" in facts["about"]
-    run.writer.close()
 
 
 def test_a_fenced_snapshot_is_not_reported_lost_with_a_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Damaging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where each host brings its portion to nodes, these refuse it as it is committed: no tier is known to."""
-    run = Damaging(tmp_path, complete=False)
+    """Servers may refuse a shard as it is committed: no tier is known to."""
     run.take(3)
-
-    def refuses(*_: Any, **__: Any) -> bool:
-        raise FencedError("attempt 2 has taken over", run="run", attempt=1, current=2)
-
-    monkeypatch.setattr(run.host, "seal", refuses)
+    later = FencedError("attempt 2 has taken over", run="run", attempt=1, current=2)
+    monkeypatch.setattr(run.host, "seal", Mock(side_effect=later))
     run.writer.begin(run.state, manifest_of(4, nbytes=0), wait_s=30.0)
     run.writer.settle(30.0)
     monkeypatch.setattr(run.host, "safe_step", lambda: None)
@@ -606,7 +573,6 @@ def test_a_fenced_snapshot_is_not_reported_lost_with_a_server(
     assert ending.where == "lost"
     (facts,) = said(caplog, "newest-lost")
     assert "step-000000003-attempt-0001, is not in storage: attempt 2 has taken over" in facts["why"]
-    run.writer.close()
 
 
 def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
@@ -703,7 +669,6 @@ def test_a_server_lost_while_a_resume_asks_it_is_asked_again(
         def ask(*arguments: Any) -> Any:
             if left and left.pop():
                 node = record.process()
-                assert node is not None
                 node.kill(5.0)
             return real(*arguments)
 

@@ -16,14 +16,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.exact.compare import differences
 from lightning_spot.staging import copier, schedule
 from lightning_spot.tiers.local import LocalStore
 from tests.support.gpus import NEEDS_GPU, ON_GPU
+from tests.support.program import run
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
 from tests.support.trainer import Net, Probe, data, trainer
+from tests.support.waiting import until
 
 pytestmark = NEEDS_GPU
 needs_compiler = pytest.mark.skipif(
@@ -56,7 +58,6 @@ def test_ways_to_step(tmp_path: Path, way: str) -> None:
     trainer(callback, probe, EachDurable(tmp_path / "run-1", 5), **ON_GPU).fit(Steps(**{way: True}), data())
     assert len(check_all(tmp_path, probe)) >= 8
     snapshots = callback.snapshots.snapshotter
-    assert snapshots is not None
     assert snapshots.writing.dropped == 0
 
 
@@ -147,39 +148,55 @@ def test_the_host_never_waits_for_the_device(tmp_path: Path, spots: bool) -> Non
         assert manifests(tmp_path)
 
 
-def python(*arguments: object, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+class Exact(Net):
+    """Dropout, fused AdamW, and a width at which the kernels of a GPU add up in some order."""
+
+    def __init__(self) -> None:
+        super().__init__(width=256)
+        self.net.insert(3, nn.Dropout(0.3))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
-def train(root: Path, *more: object) -> subprocess.CompletedProcess[str]:
-    return python("-m", "tests.support.gpu_trainer", root, *more)
+class EndAt(pl.Callback):
+    """Ends the training in the batch after a step, once a snapshot of this attempt is committed."""
+
+    def __init__(self, spot: SpotCheckpoint, kill: int, fault: int) -> None:
+        self.spot, self.kill, self.fault = spot, kill, fault
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step in (self.kill, self.fault):
+            until(lambda: self.spot.last_committed_step == step - 1, "the last snapshot")
+        if step == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == self.fault:
+            there = torch.zeros(4, device="cuda")
+            there[torch.tensor([10**6], device="cuda")] += 1  # an assertion on the device: nothing works there any more
 
 
-def final(root: Path) -> dict[str, Any]:
-    newest = manifests(root)[0]
-    assert (newest.complete, newest.step) == (True, 40)
-    return load(root, newest)
+def train(root: Path, kill: int = -1, fault: int = -1) -> None:
+    """Train to the end; killed in the middle of a backward pass, or ended by an error that takes the device away."""
+    torch.use_deterministic_algorithms(True)
+    pl.seed_everything(3, verbose=False)
+    callback = SpotCheckpoint(str(root / "run"), interval=EverySteps(2), keep=100, on_full="wait")
+    trainer(callback, EndAt(callback, kill, fault), **ON_GPU).fit(Exact(), data())
 
 
-def test_killed_and_without_its_device_it_goes_on_exactly(tmp_path: Path) -> None:
-    assert (alone := train(tmp_path / "whole")).returncode == 0, alone.stderr
+def test_killed_and_without_its_device_it_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    whole = run(sys.executable, train, tmp_path / "whole")
     root = tmp_path / "broken"
-    killed = train(root, "--kill", 13)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    run(sys.executable, train, root, kill=13, code=-signal.SIGKILL)
     began_s = time.monotonic()
-    lost = train(root, "--fault", 27)
-    assert lost.returncode == 1
-    assert "resumes at step 12" in lost.stdout + lost.stderr
-    assert "device-side assert" in lost.stderr  # the error of the training, no other in its place
+    lost = run(sys.executable, train, root, fault=27, code=1)
+    assert "device-side assert" in lost.log  # the error of the training, no other in its place
     assert time.monotonic() - began_s < 60
-    goes_on = train(root)
-    assert goes_on.returncode == 0, goes_on.stderr
-    assert "resumes at step 26" in goes_on.stdout + goes_on.stderr
-    assert list(differences(final(tmp_path / "whole"), final(root))) == []
+    done = run(sys.executable, train, root)
+    assert done.resumed == [12, 26]
+    assert whole.snapshots[0].step == 40
+    done.check_end(whole)
 
 
 def test_command_line(tmp_path: Path) -> None:
@@ -199,7 +216,8 @@ def test_command_line(tmp_path: Path) -> None:
         "--trainer.callbacks+=lightning_spot.SpotCheckpoint",
         "--trainer.callbacks.dirpath=checkpoints/gpt",
     ]
-    done = python(examples / "stdlib_gpt.py", "fit", *flags, directory=tmp_path)
+    command = [sys.executable, str(examples / "stdlib_gpt.py"), "fit", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     newest = LocalStore(tmp_path / "checkpoints" / "gpt").survey().manifests[0]
     assert (newest.complete, newest.step) == (True, 30)

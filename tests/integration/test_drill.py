@@ -26,13 +26,15 @@ from lightning_spot.exact.compare import compare, differences, shown
 from lightning_spot.exact.compare import main as compare_files
 from lightning_spot.tiers.local import LocalStore
 from tests.conftest import Cli
+from tests.support.exact_cases import train_case
+from tests.support.program import command
 
 
 def drill(python: str, tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
-    training = [python, "-m", "tests.support.exact_cases", case, str(tmp_path), "--pace", "0.02"]
-    command = [python, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
-    command += ["--json", "--kills", str(kills), "--limit", "120s", "--keep", str(tmp_path / "kept"), "--", *training]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    training = command(python, train_case, tmp_path, case=case, pace_s=0.02)
+    called = [python, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
+    called += ["--json", "--kills", str(kills), "--limit", "120s", "--keep", str(tmp_path / "kept"), "--", *training]
+    done = subprocess.run(called, capture_output=True, text=True, timeout=550, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

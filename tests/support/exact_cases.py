@@ -1,13 +1,10 @@
-"""Ways to train that a resume must get right to the bit. A case can be trained in this process or as a program.
-
-``python -m tests.support.exact_cases CASE DIRPATH --seed N`` trains the case to its end; tests kill it.
-"""
+"""Ways to train that a resume must get right to the bit. A case can be trained in this process or as a program."""
 
 from __future__ import annotations
 
-import argparse
+import os
 import random
-import sys
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +16,13 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot import EverySteps, PreemptionGuard, SpotCheckpoint
 from lightning_spot.tiers.local import LocalStore
-from tests.support.waiting import new_process
+from tests.support.waiting import new_process, until
 
 SAMPLES = 96
 BATCH = 4
@@ -244,23 +242,71 @@ def train(
     return trainer
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("case", choices=[*CASES, *INEXACT])
-    parser.add_argument("root", type=Path)
-    parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds added to every batch")
-    parser.add_argument("--notice", default="/nonexistent", help="file that stands for a preemption notice")
-    arguments = parser.parse_args()
+class Diary(pl.Callback):
+    """Tells where each rank is, one line for each phase, in a file that outlives it; each takes some time."""
 
-    class Pace(pl.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            time.sleep(arguments.pace)
+    def __init__(self, path: Path, pace_s: float) -> None:
+        self.path, self.pace_s = path, pace_s
 
-    notices = ["signal", f"file:{arguments.notice}"]
-    train(arguments.case, arguments.root, Pace(), seed=arguments.seed, notices=notices)
-    return 0
+    def setup(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
+        self.file = os.open(f"{self.path}-{trainer.global_rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.say("pid", os.getpid())
+
+    def say(self, phase: str, number: int) -> None:
+        os.write(self.file, f"{phase} {number}\n".encode())
+        time.sleep(self.pace_s)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        self.say("forward", trainer.global_step)
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: object) -> None:
+        self.say("backward", trainer.global_step)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: object) -> None:
+        self.say("optimizer", trainer.global_step)
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        self.say("sanity-batch" if trainer.sanity_checking else "validation", trainer.global_step)
+
+    def on_exception(self, trainer: pl.Trainer, module: object, exception: BaseException) -> None:
+        self.say(f"stopped-by-{type(exception).__name__}", trainer.global_step)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+class KillAt(pl.Callback):
+    """Sends its process a signal in a batch, if it is the rank; once something of ``run`` is durable."""
+
+    def __init__(
+        self, batch: int, run: Path | None = None, rank: int | None = None, number: int = signal.SIGKILL
+    ) -> None:
+        self.batch, self.run, self.rank, self.number = batch, run, rank, number
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch and self.rank in (None, trainer.global_rank):
+            if self.run is not None:
+                store = LocalStore(self.run)
+                until(lambda: store.survey().manifests, "a snapshot to be durable")
+            os.kill(os.getpid(), self.number)
+
+
+def train_ranks(
+    root: Path, seed: int = 11, ranks: int = 2, pace_s: float = 0.0, kill_at: int = -1, guard: bool = False
+) -> None:
+    """Train the plain case on several ranks (gloo), with a diary; all are killed in a batch, if one is given.
+
+    With ``guard`` there is a ``PreemptionGuard`` and no snapshots of ours; what it saved is where the next one goes on.
+    """
+    data = DataLoader(Augmented(samples=48), BATCH, shuffle=True)  # epochs of 6 batches at two ranks
+    where = {"strategy": DDPStrategy(process_group_backend="gloo", broadcast_buffers=False), "devices": ranks}
+    callbacks = KillAt(kill_at, root / "run"), Diary(root / "diary", pace_s)
+    alone: dict[str, Any] = {"spot": PreemptionGuard("signal")} if guard else {}
+    if (root / "best" / "last-preempted.ckpt").exists():
+        alone["ckpt_path"] = "last"
+    trainer = train(lambda: (Model(), data, where), root, *callbacks, seed=seed, **alone)
+    if guard:
+        trainer.save_checkpoint(root / "final.ckpt")
+
+
+def train_case(root: Path, case: str, seed: int = 11, pace_s: float = 0.0, notice: str = "/nonexistent") -> None:
+    """Train a case to its end, every batch for some seconds; ``notice`` is a file that stands for one."""
+    diary = Diary(root / "diary", pace_s)
+    train(case, root, diary, seed=seed, notices=["signal", f"file:{notice}"])

@@ -1,12 +1,8 @@
-"""Trains a model in shards (FSDP2; gloo or NCCL), and can die: ``python -m tests.support.exact_sharded ROOT``."""
+"""Trains the model of the exact cases in shards (FSDP2; gloo or NCCL), in this process or as a program."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from tests.support.exact_cases import Model, loader
+from tests.support.exact_cases import KillAt, Model, loader
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Stop, StopAfter
 from tests.support.trainer import trainer as quiet
@@ -68,17 +64,6 @@ class Sharded(Model):
         return [first, second, never], schedulers
 
 
-class KillAt(pl.Callback):
-    """Ends this process, or sends it a notice, if it is the rank."""
-
-    def __init__(self, batch: int, rank: int | None, number: int = signal.SIGKILL) -> None:
-        self.batch, self.rank, self.number = batch, rank, number
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: object) -> None:
-        if trainer.fit_loop.total_batch_idx == self.batch and self.rank in (None, trainer.global_rank):
-            os.kill(os.getpid(), self.number)
-
-
 def train(root: Path, *callbacks: pl.Callback, seed: int, ranks: int, **settings: Any) -> pl.Trainer:
     """Train to the end, or go on."""
     strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
@@ -120,26 +105,7 @@ def undisturbed_and_stopped(root: Path, *callbacks: pl.Callback, ranks: int, acc
     train(root / "broken", *callbacks, seed=99, **where)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("root", type=Path)
-    parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--accelerator", default="cpu", help="gpu: on CUDA devices, by NCCL")
-    parser.add_argument(
-        "--in-one", action="store_true", help="undisturbed, then stopped and gone on with, in one process"
-    )
-    parser.add_argument("--kill-at", type=int, default=-1, help="end in this batch")
-    parser.add_argument("--kill-rank", type=int, default=None, help="of this rank only")
-    parser.add_argument("--signal", type=int, default=signal.SIGKILL, help="by this signal")
-    arguments = parser.parse_args()
-    if arguments.in_one:
-        undisturbed_and_stopped(arguments.root, ranks=arguments.ranks, accelerator=arguments.accelerator)
-        return 0
-    kill = KillAt(arguments.kill_at, arguments.kill_rank, arguments.signal)
-    train(arguments.root, kill, seed=arguments.seed, ranks=arguments.ranks, accelerator=arguments.accelerator)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def train_ranks(root: Path, seed: int = 11, ranks: int = 2, kill: Sequence[int] = ()) -> None:
+    """Train on several ranks; one or all of them get a signal in a batch: batch, rank, signal."""
+    batch, *what = kill or [-1]
+    train(root, KillAt(batch, None, *what), seed=seed, ranks=ranks)

@@ -204,9 +204,6 @@ class Emulated(FakeDevice):
     def kind(self, storage: torch.UntypedStorage) -> str:
         return "cuda" if storage.nbytes() >= 64 else "cpu"  # counters of optimizers stay there
 
-    def kinds(self, storages: Sequence[torch.UntypedStorage]) -> list[str]:
-        return list(map(self.kind, storages))
-
     def index(self, storage: torch.UntypedStorage) -> int:
         return storage.nbytes() // 64 % 2
 

@@ -52,6 +52,10 @@ class Link:
         return json.dumps(asdict(self))
 
 
+FAR = Link(delay_ms=40.0, jitter_ms=10.0, loss=0.005)
+"""Another continent, by a line that loses packets."""
+
+
 @dataclass
 class Held:
     """The frames on their way to the far end.

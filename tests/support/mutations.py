@@ -1,13 +1,559 @@
 """What the package must not lose unnoticed: each guarantee turned off by one change of its source, and who notices.
 
 ``tests/soak/test_mutations.py`` turns each of them off in turn, in memory only (``tests/mutated``), and asks that the tests
-of its row fail, which pass without it.
+of its row fail, which pass without it. A row is a name, a module of the package and the fastest tests that notice it; then,
+as in a diff, a text that the module has once, and what stands there instead. Lines with ``#`` say what a user would lose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+ROWS = r'''
+# a resumed run is another one: augmentations
+random of python | exact.randomness | exact::killed_twice_and_equal[plain]
+-random.setstate(_python(state["python"]))
++pass
+random of numpy | exact.randomness | exact::killed_twice_and_equal[plain]
+-np.random.set_state(_arrays(state["numpy"]))
++pass
+# a resumed run is another one: dropout, the order of samples
+random of torch | exact.randomness | exact_table::equal_or_warned_of[max-steps]
+-torch.set_rng_state(state["torch"])
++pass
+# a resumed run is another one: dropout on a GPU
+random of the device | exact.fit_state | exact::the_generator_of_the_device_is_set_too
+-            restore_random(random, self._trainer.strategy.root_device)
+-        return
++            restore_random(random)
++        return
+# a program draws other numbers after a run that was complete
+random after a complete run | exact.state_parts | fit::a_finished_run_is_as_after_training
+-_to(_restore_random, Stage.END)
++{}
+# a resumed run is another one: what a generator of the module draws
+random of generators of the module | exact.module_state | exact_table::equal_or_warned_of[generator-of-the-module-and-its-sampler]
+-        self._put(trainer.lightning_module, generators)
++        pass
+# a resumed run is another one: its epoch begins anew
+loader position | exact.state_parts | exact_table::equal_or_warned_of[max-steps]
+-self.loaders.positions(at_end=self.at_end) if self.loaders is not None else []
++[None for _ in self.loaders.positions(at_end=self.at_end)] if self.loaders is not None else []
+# a resumed run is another one: other loaders, at another epoch
+loaders around | exact.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
+-StateParts.around_loaders, _AROUND_LOADERS
++lambda _: None, _AROUND_LOADERS
+# a resumed run is another one: its loaders are made with other numbers
+loaders asked for as they were | exact.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
+-    Stage.LOAD: _to_loaders(Loaders.resume),
+-
++
+# a resumed run is another one: what loaders draw from of their own
+loaders own state | exact.state_parts | exact_table::equal_or_warned_of[validation-with-own-generators]
+-    Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),
+-
++
+# a resumed run is another one: reloads in other epochs
+loaders that have ended | exact.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
+-    Stage.TRAIN_START: _to_loaders(Loaders.restore),
+-
++
+# a resumed run is another one: an epoch's metrics are those of its rest
+metrics | exact.state_parts | exact_table::equal_or_warned_of[logging]
+-compat.METRICS, StateParts.metrics,
++compat.METRICS, lambda _: {},
+# a resumed run is another one: an epoch's means are those of its rest
+logged means | exact.logged_values | exact_table::equal_or_warned_of[logging]
+-        _restore_result(trainer, results, each)
++        pass
+# a resumed run is another one: a scheduler or a callback asks for the last values
+logged last | exact.logged_values | fit::a_finished_run_is_as_after_training
+-        values.of(connector).update(saved[name])
++        pass
+# means of an epoch are reset in its midst
+logged in the epoch | exact.state_parts | exact_table::equal_or_warned_of[logging]
+-, _to(restore_in_epoch, Stage.FIRST_BATCH)
++
+# a resumed run is another one: a step of half its micro-batches
+gradients | exact.state_parts | exact_table::equal_or_warned_of[gradients-over-batches]
+-None, StateParts.gradients,
++None, lambda _: {},
+# a resumed run is another one: buffers outside the state dict
+buffers | exact.state_parts | exact_table::equal_or_warned_of[buffers-outside-the-state-dict]
+-None, StateParts.changed_buffers,
++None, lambda _: {},
+# a finished run forecasts from other buffers
+buffers of a complete run | exact.state_parts | fit::a_finished_run_is_as_after_training
+-(Stage.FIRST_BATCH, Stage.END), _restore_buffers
++(Stage.FIRST_BATCH,), _restore_buffers
+# a resumed run is another one: what torch rounds as it loads
+precise buffers | exact.fit_state | exact_table::equal_or_warned_of[double]
+-        buffers.put(trainer.lightning_module, self._precise)
++        pass
+# a resumed run is another one: moments in another precision
+precise optimizers | exact.fit_state | exact_table::equal_or_warned_of[precise-state]
+-            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
++            pass
+# a hook that initialises weights begins the training anew
+weights that hooks overwrite | exact.fit_state | overwritten::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
+-        buffers.put(module, {name: value for name, (value, _) in lost.items()})
++        pass
+# a curriculum begins anew in a resumed run
+values of objects in the data | exact.own_state | loaders::data_that_training_or_reading_changes_is_kept_or_named[mid-epoch-Transformed-stronger-batch-]
+-state["values"] = {path: kept for path, _, kept in self._changed() if kept}
++pass
+# a callback writes to a copy of what the module reads
+tensors that callbacks share with the module | exact.aliases | aliases::objects_callbacks_and_optimizers_share_stay_shared[case6-]
+-            if same and _replace(outside, place, other):
++            if same and False:
+# a resumed run is another one: frozen layers train
+requires_grad | exact.module_state | exact_table::equal_or_warned_of[backbone-finetuning]
+-                parameters[name].requires_grad_(trains)
++                pass
+# a resumed run is another one: counters of the module
+attributes of modules | exact.module_state | exact_table::equal_or_warned_of[plain-values-and-generators]
+-        self._put(module, attributes)
++        pass
+# a resumed run is another one: accumulates as it began
+settings of the trainer | exact.module_state | exact_table::equal_or_warned_of[accumulation-scheduler]
+-                setattr(trainer, name, value)
++                pass
+# a run that a hook made longer ends early
+limits of the trainer | exact.module_state | attributes::a_limit_raised_by_a_hook_returns_unless_one_is_given
+-        limits = {name: saved["settings"][name] for name in names}
++        limits = dict[str, int]()
+# a resumed run is another one: a toggled optimizer trains both
+optimizers' toggles | exact.state_parts | exact_table::equal_or_warned_of[toggled-over-batches]
+-_of(toggled)
++lambda _: {}
+# a run that was to stop goes on
+should_stop | exact.state_parts | exact::a_run_that_has_taken_its_last_step_comes_to_its_end[should_stop-validation]
+-lambda parts: parts.trainer.should_stop
++lambda _: False
+# a run that was stopped in front of a validation leaves it out
+progress before validation | exact.fit_state | exact_table::equal_or_warned_of[sanity-check-whole]
+-run(compat.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
++None
+# a resumed run is another one: schedulers by a metric skip the resumed epoch
+restarting | exact.fit_state | exact_table::equal_or_warned_of[plateau-of-the-epoch]
+-        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))
++        pass
+# a resumed run is another one: averages and metrics of callbacks
+modules of callbacks | exact.state_parts | exact_table::equal_or_warned_of[weight-averaging-ema]
+-, _to(restore_modules, Stage.TRAIN_START)
++
+# a resumed run is another one: another average
+StochasticWeightAveraging | exact.state_parts | exact_table::equal_or_warned_of[weight-averaging-stochastic]
+-, _to(restore_averaging, Stage.TRAIN_START)
++
+# a resumed run is another one: tuners look again
+what tuners found | exact.state_parts | exact_table::equal_or_warned_of[batch-size-finder]
+-_of(capture_found)
++lambda _: {}
+# a resumed run is another one: callbacks that must know it first
+states of callbacks before loading | exact.fit_state | best_model::the_best_so_far_comes_back_with_its_path
+-        self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))
++        pass
+# rows of the log come twice, or are lost
+loggers | exact.fit_state | loggers::csv[numbered-epoch-0-1]
+-        self._run(compat.LOGGERS, lambda: continued(trainer, shared["loggers"]))
++        pass
+# what is not exact is not named
+names of what does not come back | exact.fit_state | exact_guards::changes_no_checkpoint_holds_are_named_before_resuming
+-run(compat.HOOKED, lambda: self._untracked.names(trainer)) or []
++[]
+names of what is lost of modules | exact.fit_state | exact_table::equal_or_warned_of[objects-of-the-module]
+-lost=sorted(parts.hooked.lost),
++lost=[],
+# a snapshot that was said to be durable is lost with the machine's page cache
+fsync of files | tiers.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-            write_parts(file, parts)
+-            os.fsync(file.fileno())
++            write_parts(file, parts)
+fsync of directories | tiers.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+-    try:
+-        os.fsync(fd)
++    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
++    try:
++        pass
+fsync of what is there | tiers.posix | on_disk::the_very_same_once_more_is_on_the_disk
+-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+-    try:
+-        os.fsync(fd)
++    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
++    try:
++        pass
+fsync of a new folder's name | tiers.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-        sync_directory(folder.parent)
++        pass
+# a claim that fences is lost
+fsync of a claim's name | tiers.posix | on_disk::a_claim_is_on_the_disk_whoever_wrote_it
+-        remove(temporary)
+-    sync_directory(path.parent)
++        remove(temporary)
+fsync of a claim without links | tiers.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
+-            data = data[os.write(fd, data) :]
+-        os.fsync(fd)
++            data = data[os.write(fd, data) :]
+fsync of its name | tiers.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
+-        os.close(fd)
+-    sync_directory(path.parent)
++        os.close(fd)
+fsync of another writer's claim | tiers.local | on_disk::a_claim_is_on_the_disk_whoever_wrote_it
+-                posix.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
++                pass
+# a snapshot that was said to be durable is lost with the machine's page cache
+fsync of names that are there | tiers.local | on_disk::the_very_same_once_more_is_on_the_disk
+-                    posix.sync_directory((self.root / path).parent)
++                    pass
+fsync of the run that is there | tiers.local | on_disk::the_very_same_once_more_is_on_the_disk
+-                posix.sync_directory(self.root)
+-                return
++                return
+fsync of bytes that are there | tiers.local | on_disk::the_very_same_once_more_is_on_the_disk
+-            posix.sync_file(self.root / manifest.path_of(span))
++            pass
+# a manifest stands without its bytes
+fsync between manifest and bytes of a deletion | tiers.local | on_disk::of_a_deletion_the_manifest_goes_first
+-                    posix.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
++                    pass
+# an old manifest stands beside new bytes
+fsync of a manifest out of the way | tiers.local | on_disk::no_old_manifest_stands_beside_new_bytes
+-                    posix.sync_directory(commit.parent)
+-            try
++                    pass
++            try
+# a manifest stands without its bytes
+fsync between bytes and manifest | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-                posix.sync_directory(data.parent)
+-                os.replace(noted, commit)
++                os.replace(noted, commit)
+# a snapshot that was said to be durable is lost with the machine's page cache
+fsync of the manifest's name | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-        posix.sync_directory(commit.parent)
+-        if not
++        if not
+fsync of the snapshot's name | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-            posix.sync_directory(self.root)
+-        for place
++            pass
++        for place
+fsync of a host's file | tiers.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
+-                posix.sync_directory(folder)
+-
+-    def write_all
++
++    def write_all
+fsync of a folder beneath | tiers.posix | on_disk::folders_made_for_others_are_on_the_disk
+-            os.fsync(folder)
++            pass
+# what cp wrote is lost with the page cache
+fsync of what cp writes | cli.snapshots | on_disk::what_cp_writes_is_on_the_disk
+-        os.fsync(file.fileno())
++        pass
+fsync of a plain file | sharded.reader | sharded::the_consolidated_file_equals_that_of_a_single_device
+-            os.fsync(file.fileno())
++            pass
+# half a file is taken for a whole one
+rename of bytes | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-                    os.replace(temporary, place)
+-                posix
++                    place.write_bytes(temporary.read_bytes())
++                files
+rename of the manifest | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-                os.replace(noted, commit)
++                commit.write_bytes(noted.read_bytes())
+rename of a host's file | tiers.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
+-                    os.replace(temporary, folder / name)
++                    (folder / name).write_bytes(temporary.read_bytes())
+half an object is discarded | tiers.object_files | object_stores::an_error_in_the_middle_leaves_what_was_there[kept-3]
+-            file.discard()
++            file.close()
+# two trainers of one number both write
+exclusive claim | tiers.posix | stores::of_two_claims_of_a_number_the_first_holds[local]
+-            os.link(temporary, path)
++            os.replace(temporary, path)
+exclusive claim without links | tiers.posix | directories::without_hard_links_claims_are_exclusive_all_the_same
+-os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
++os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666
+# half a file is taken for a whole one
+rename of a slot's record | memory.area | ring::a_new_node_takes_over_what_a_killed_one_left[True]
+-            os.replace(temporary, self._here / name)
++            (self._here / name).write_bytes(temporary.read_bytes())
+# a killed trainer loses rows of its log
+rename of a log | exact.loggers | loggers::no_row_is_lost_in_a_kill_while_a_column_is_added
+-    temporary = file.with_name(f".{file.name}.tmp")
++    temporary = file
+# a manifest stands without its bytes
+manifest last in a directory | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1]
+-            try:
+-                for temporary, place in zip
++            try:
++                os.replace(posix.write_aside(folder, [text], attempt=attempt, run_id=manifest.run_id), commit)
++                for temporary, place in zip
+manifest last in a bucket | tiers.objects | stores::bytes_that_no_file_would_keep_are_refused[put-kept]
+-                write_files(self._fs, self._root, manifest, parts, ready)
+-
++                self._fs.pipe_file(commit, manifest.to_json().encode())
++                write_files(self._fs, self._root, manifest, parts, ready)
++
+# an old manifest stands beside new bytes
+old manifest out of the way | tiers.local | on_disk::no_old_manifest_stands_beside_new_bytes
+-            if self._manifest_at(manifest) != manifest:
+-
++            if False:
++
+old manifest out of the way in a bucket | tiers.objects | stores::an_old_manifest_returns_only_if_no_file_was_replaced[replaced1-missing1]
+-                    self._fs.rm_file(commit)
++                    pass
+# a manifest stands without its bytes
+manifest first in a deletion | tiers.local | on_disk::of_a_deletion_the_manifest_goes_first
+-                    posix.remove(folder / MANIFEST_FILE)
+-
++
+manifest first in a deletion in a bucket | tiers.objects | on_disk::of_a_deletion_in_a_bucket_the_manifest_goes_first
+-            self._files.remove(manifest.manifest_path)  # and never at once with the others: not without its bytes
+-            self._files.remove_all([*map(manifest.path_of, manifest.spans)])
++            self._files.remove_all([*map(manifest.path_of, manifest.spans)])
++            self._files.remove(manifest.manifest_path)
+# older ones are deleted before the new one is seen whole
+seen as it was written before older ones go | tiers.store | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
+-    if not store.has(current):
++    if False:
+# older ones are deleted before the new one is listed
+listed before older ones go | tiers.store | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
+-    if current.name not in [manifest.name for manifest in listed]:
++    if False:
+# an attempt that was overtaken writes over the one that goes on
+fence | tiers.fences | fences::nothing_is_changed_for_who_was_overtaken[local-later-put]
+-    if current > attempt:
++    if False:
+owner | tiers.fences | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put]
+-    if not owner.digest or existing.digest != owner.digest:
++    if False:
+# two trainers of one number both write
+claim of another | tiers.fences | stores::of_two_claims_of_a_number_the_first_holds[local]
+-    if existing is None or existing.digest != claim.digest:
++    if False:
+# a node writes into a directory that its trainer never claimed
+unclaimed | tiers.fences | ownership::a_node_does_nothing_where_the_attempt_has_not_claimed
+-    if existing is None:
+-        raise TierError
++    if existing is None:
++        return
++        raise TierError
+# an attempt that was overtaken writes over the one that goes on
+fence before claim | tiers.local | fences::nothing_is_changed_for_who_was_overtaken[local-later-claim]
+-        fences.check_fence(claim.location, claim.attempt, self.claimed())
+-
++
+fence before claim in a bucket | tiers.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-later-claim]
+-            fences.check_fence(claim.location, claim.attempt, claimed)
+-
++
+# two trainers of one number both write
+claim read back in a bucket | tiers.objects | ownership::a_claim_is_created_exclusively_where_the_library_can
+-                existing = self._claim_of(claim.attempt)  # of two writers, the last one may have won
++                existing = claim
+# an attempt that was overtaken writes over the one that goes on
+fence before put | tiers.local | fences::without_an_owner_the_number_counts[local-put]
+-        """See :meth:`Store.put`."""
+-        self._check_fences(manifest, attempt)
+-
++        """See :meth:`Store.put`."""
++
+fence before put of parts | tiers.local | fences::without_an_owner_the_number_counts[local-put-in-parts]
+-        """See :meth:`Store.put_parts`."""
+-        self._check_fences(manifest, attempt)
+-
++        """See :meth:`Store.put_parts`."""
++
+fence before put in a bucket | tiers.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-later-put-what-is-there]
+-both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")
++None, self._seen(manifest)
+fence before put of parts in a bucket | tiers.objects | fences::without_an_owner_the_number_counts[kept-put-in-parts]
+-        """See :meth:`Store.put_parts`."""
+-        self._check_fences(manifest, attempt)
+-
++        """See :meth:`Store.put_parts`."""
++
+owner before put | tiers.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put-what-is-there]
+-            self._all([later, self.check_owner])
++            later()
+owner before manifest | tiers.local | fences::who_is_overtaken_while_its_bytes_come_leaves_none[local]
+-            self.check_owner()  # again: it has taken its time
++            pass
+owner before bytes in a bucket | tiers.objects | fences::who_is_overtaken_while_its_bytes_come_leaves_none[kept]
+-            self.check_owner()  # again: it has taken its time
++            pass
+owner before manifest in a bucket | tiers.objects | fences::a_writer_fenced_after_its_upload_commits_nothing
+-            self.check_owner()
+-            self._fs.pipe_file(commit, sealed
++            self._fs.pipe_file(commit, sealed
+# an attempt that was overtaken deletes from the one that goes on
+owner before delete | tiers.local | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-delete]
+-        self._check_owner(manifest.run)
+-
++
+# an attempt that was overtaken sweeps what the next one writes
+owner before sweep | tiers.local | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-sweep]
+-        self._check_owner(current.run)
+-
++
+# an attempt that was overtaken deletes from the one that goes on
+fence before delete | tiers.store | fences::nothing_is_changed_for_who_was_overtaken[local-later-delete]
+-            self._all([later, self.check_owner])
++            self.check_owner()
+owner before delete in a bucket | tiers.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-delete]
+-both(lambda: self._check_owner(manifest.run), lambda: self._seen(manifest), "spot-ask")
++None, self._seen(manifest)
+# an attempt that was overtaken sweeps what the next one writes
+owner before sweep in a bucket | tiers.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-sweep]
+-        self._check_owner(current.run)
+-
++
+# an older file replaces a newer one
+fence of a file | tiers.store | fences::a_file_of_a_later_attempt_stays[local]
+-                check_file_fence(manifest, self._manifest_at(manifest))
++                pass
+# an attempt that was overtaken writes over the one that goes on
+fence in memory | memory.uploads | ring::earlier_attempts_are_refused
+-            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
++            pass
+fence of shards | tiers.commit | commit::a_later_attempt_fences[directory]
+-        check_fence(first.run_id, attempt, found.claimed)
++        pass
+# damaged weights are taken for good ones
+checksum on arrival | service.upload_requests | node::a_part_that_came_damaged_is_never_committed
+-        if digest == frame.digest != NO_DIGEST:
++        if digest != NO_DIGEST:
+checksum that a sender is told | client.part_streams | node::a_part_damaged_on_its_way_is_sent_again
+-                if digest == part.digest:
++                if True:
+checksum at the commit of a transfer | memory.uploads | ring::parts_must_all_have_arrived
+-            if received.get(start) != (stop - start, noted):
++            if False:
+# a damaged request is carried out
+checksum of a request | service.fields | node::a_request_that_came_damaged_is_refused
+-    if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
++    if False:
+# damaged weights are taken for good ones
+checksum of what a node answers | client.remote | node::what_is_damaged_on_its_way_back_is_fetched_again
+-        self.client.receive(path, start, into)
+-        try:
+-            manifest.verify_range(start, into, self.url)
+-        except
++        self.client.receive(path, start, into)
++        try:
++            pass
++        except
+checksum at flush | memory.flusher | ring::a_corrupted_slot_goes_nowhere
+-                manifest.verify(slot.view(manifest.nbytes), "memory")
++                pass
+checksum of shards after they were written | tiers.commit | commit::what_is_damaged_while_it_is_written_is_not_committed[directory]
+-            _verify(good)  # what was damaged meanwhile may have been written so
++            pass
+checksum of parts passed on | image.coming | coming::a_part_that_changes_in_memory_is_not_made_durable
+-            if checksum(part) != self._checksums[index]:  # who takes it would note the checksum of what it is now
++            if False:
+checksum of what nobody wrote to | image.coming | written::memory_that_was_changed_by_others_is_found_in_its_turn
+-            if (index + before.turn) % CHECK_EVERY == 0 and checksum(self.image[start:stop]) != known:
++            if False:
+# a snapshot is made of the shards of two
+a register is written once | memory.uploads | registers::a_register_is_written_once
+-        if known is not None and known.manifest not in (None, manifest):
++        if False:
+# a snapshot counts that nobody can put together
+registers fit each other | memory.uploads | registers::a_shard_that_does_not_fit_is_no_register[gap]
+-        self._ring.check_fits(upload.run, manifest)
+-
++
+# damaged weights are taken for good ones
+checksum at verify, and at resume from memory | run.sources | cli::verify & registers::a_shard_that_was_damaged_in_memory_is_not_read
+-    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
++    pass
+checksum of slots that are copied for several ranks | run.sources | slot_readers::a_slot_that_is_damaged_is_found_as_it_is_copied
+-            manifest.verify_range(start, into, self.url)
+-
+-        fetch_ranges
++        fetch_ranges
+checksum of what a directory gives | tiers.local | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
+-            manifest.verify_range(bounds[0], into[bounds[0] : bounds[1]], self.url)
++            pass
+checksum of what a bucket gives | tiers.objects | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0]
+-            self._manifest.verify_range(part.start, view, self._url)
+-        except
++            pass
++        except
+# damaged bytes at the tier are taken for durable
+checksum of what is there already | tiers.local | on_disk::what_is_there_but_damaged_is_written_anew
+-                    manifest.verify_range(start, buffer[: stop - start], self.url)
++                    pass
+# damaged weights are taken for good ones
+checksum of what is read later | run.reading | on_disk::what_is_damaged_after_it_was_opened_is_not_read
+-        if checksum(into) != self._manifest.checksums[index]:
++        if False:
+checksum at the adoption of slots | memory.area | ring::a_damaged_leftover_is_dropped
+-                manifest.verify(view, where)
++                pass
+# a damaged manifest is believed
+checksum of manifests and records | untrusted | damage::a_flipped_bit_of_a_manifest_is_refused_or_harmless
+-    if noted is not None and noted != _checksum(fields):
++    if False:
+# damaged weights are taken for good ones
+checksums at all | image.parts | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
+-        if checksum(image[start:stop]) != expected:
++        if False:
+# the only copy of the newest snapshot is given away
+newest safe nowhere stays | image.shards | ring::one_slot_never_gives_its_only_snapshot_away
+-    return is_durable and state is Status.COMMITTED
++    return True
+what is owed stays | memory.slots | ring::the_end_of_a_run_stays_until_the_tier_has_it
+-        and not slot.dirty
+-
++
+# a reader gets another snapshot's bytes
+what is read stays | memory.slots | ring::readers_are_safe_from_reuse
+-        and not slot.readers
+-
++
+# the only copy of the newest snapshot is given away
+what is only here survives the node | memory.ring | ring::an_orderly_end_keeps_what_is_safe_nowhere_else
+-only_here(self.slots, self.known) if keep_unsafe else set()
++set()
+what a tier has lost is owed again | memory.ring | replicas::a_node_that_comes_back_empty_is_sent_the_newest
+-                slot.safe.remove(url)
+-
++
+newest is by its order | memory.slots | groups::only_what_is_complete_supersedes
+-    newest_exact = max((
++    newest_exact = min((
+# a torn snapshot is committed
+version counters | staging.copier | fit::a_tensor_that_moves_is_never_committed
+-if tensor._version != version]
++if False]
+dropped if torn | capture.contents | fit::a_tensor_that_moves_is_never_committed
+-        if self.job.moved:
+-            return Snap
++        if False:
++            return Snap
+# what was thought unchanged is old
+dropped if written past counts | capture.contents | unchanged::whatever_is_written_is_saved[at a spot]
+-        if found:
+-
++        if False:
++
+# a changed weight is thought to be unchanged
+version counters of what is left out | capture.contents | unchanged::only_what_changed_is_copied
+-owner.number, first._version)
++owner.number, 0)
+version counters of what several share | capture.tensors | unchanged::a_second_tensor_on_the_same_memory_counts_too
+-        return (self.number, *[tensor._version for tensor in tensors])
++        return (self.number, 0)
+'''
 
 
 @dataclass(frozen=True)
@@ -16,7 +562,7 @@ class Mutation:
 
     Attributes:
         name: of the mutation.
-        within: module of the package.
+        module: of the package.
         old: text that its source has once.
         new: what stands there instead.
         why: what a user would lose.
@@ -24,1085 +570,30 @@ class Mutation:
     """
 
     name: str
-    within: str
+    module: str
     old: str
     new: str
     why: str
     tests: tuple[str, ...]
 
-    @property
-    def module(self) -> str:
-        """Full name of the module."""
-        return f"lightning_spot.{self.within}"
+
+def _mutations(rows: str) -> Iterator[Mutation]:
+    tests = Path(__file__).resolve().parents[1]
+    files = {path.stem: path.relative_to(tests.parent).as_posix() for path in tests.rglob("test_*.py")}
+    why, lines = "", rows.strip("\n").split("\n")
+    while lines:
+        if (head := lines.pop(0)).startswith("# "):
+            why, head = head[2:], lines.pop(0)
+        name, within, noticing = head.split(" | ")
+        text = {sign: "\n".join(_taken(lines, sign)) for sign in "-+"}
+        where = [each.split("::") for each in noticing.split(" & ")]
+        found = tuple(f"{files[f'test_{file}']}::test_{test}" for file, test in where)
+        yield Mutation(name, f"lightning_spot.{within}", text["-"], text["+"], why, found)
 
 
-_TESTS = Path(__file__).resolve().parents[1]
-_FILES = {
-    path.stem.removeprefix("test_"): path.relative_to(_TESTS.parent).as_posix() for path in _TESTS.rglob("test_*.py")
-}
+def _taken(lines: list[str], sign: str) -> Iterator[str]:
+    while lines and lines[0].startswith(sign):
+        yield lines.pop(0)[1:]
 
 
-def _equal(*cases: str) -> tuple[str, ...]:
-    return tuple(f"tests/integration/test_exact_table.py::test_equal_or_warned_of[{case}]" for case in cases)
-
-
-def _of(file: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{_FILES[file]}::test_{name}" for name in names)
-
-
-_OTHER = "a resumed run is another one: "
-
-EXACT = [
-    Mutation(
-        "random of python",
-        "exact.randomness",
-        'random.setstate(_python(state["python"]))',
-        "pass",
-        _OTHER + "augmentations",
-        _of("exact", "killed_twice_and_equal[plain]"),
-    ),
-    Mutation(
-        "random of numpy",
-        "exact.randomness",
-        'np.random.set_state(_arrays(state["numpy"]))',
-        "pass",
-        _OTHER + "augmentations",
-        _of("exact", "killed_twice_and_equal[plain]"),
-    ),
-    Mutation(
-        "random of torch",
-        "exact.randomness",
-        'torch.set_rng_state(state["torch"])',
-        "pass",
-        _OTHER + "dropout, the order of samples",
-        _equal("max-steps"),
-    ),
-    Mutation(
-        "random of the device",
-        "exact.fit_state",
-        "            restore_random(random, self._trainer.strategy.root_device)\n        return",
-        "            restore_random(random)\n        return",
-        _OTHER + "dropout on a GPU",
-        _of("exact", "the_generator_of_the_device_is_set_too"),
-    ),
-    Mutation(
-        "random after a complete run",
-        "exact.state_parts",
-        "_to(_restore_random, Stage.END)",
-        "{}",
-        "a program draws other numbers after a run that was complete",
-        _of("fit", "a_finished_run_is_as_after_training"),
-    ),
-    Mutation(
-        "random of generators of the module",
-        "exact.module_state",
-        "        self._put(trainer.lightning_module, generators)",
-        "        pass",
-        _OTHER + "what a generator of the module draws",
-        _equal("generator-of-the-module-and-its-sampler"),
-    ),
-    Mutation(
-        "loader position",
-        "exact.state_parts",
-        "self.loaders.positions(at_end=self.at_end) if self.loaders is not None else []",
-        "[None for _ in self.loaders.positions(at_end=self.at_end)] if self.loaders is not None else []",
-        _OTHER + "its epoch begins anew",
-        _equal("max-steps"),
-    ),
-    Mutation(
-        "loaders around",
-        "exact.state_parts",
-        "StateParts.around_loaders, _AROUND_LOADERS",
-        "lambda _: None, _AROUND_LOADERS",
-        _OTHER + "other loaders, at another epoch",
-        _equal("reload-every-second-epoch"),
-    ),
-    Mutation(
-        "loaders asked for as they were",
-        "exact.state_parts",
-        "    Stage.LOAD: _to_loaders(Loaders.resume),\n",
-        "",
-        _OTHER + "its loaders are made with other numbers",
-        _equal("reload-every-second-epoch"),
-    ),
-    Mutation(
-        "loaders own state",
-        "exact.state_parts",
-        "    Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),\n",
-        "",
-        _OTHER + "what loaders draw from of their own",
-        _equal("validation-with-own-generators"),
-    ),
-    Mutation(
-        "loaders that have ended",
-        "exact.state_parts",
-        "    Stage.TRAIN_START: _to_loaders(Loaders.restore),\n",
-        "",
-        _OTHER + "reloads in other epochs",
-        _equal("reload-every-second-epoch"),
-    ),
-    Mutation(
-        "metrics",
-        "exact.state_parts",
-        "compat.METRICS, StateParts.metrics,",
-        "compat.METRICS, lambda _: {},",
-        _OTHER + "an epoch's metrics are those of its rest",
-        _equal("logging"),
-    ),
-    Mutation(
-        "logged means",
-        "exact.logged_values",
-        "        _restore_result(trainer, results, each)",
-        "        pass",
-        _OTHER + "an epoch's means are those of its rest",
-        _equal("logging"),
-    ),
-    Mutation(
-        "logged last",
-        "exact.logged_values",
-        "        values.of(connector).update(saved[name])",
-        "        pass",
-        _OTHER + "a scheduler or a callback asks for the last values",
-        _of("fit", "a_finished_run_is_as_after_training"),
-    ),
-    Mutation(
-        "logged in the epoch",
-        "exact.state_parts",
-        ", _to(restore_in_epoch, Stage.FIRST_BATCH)",
-        "",
-        "means of an epoch are reset in its midst",
-        _equal("logging"),
-    ),
-    Mutation(
-        "gradients",
-        "exact.state_parts",
-        "None, StateParts.gradients,",
-        "None, lambda _: {},",
-        _OTHER + "a step of half its micro-batches",
-        _equal("gradients-over-batches"),
-    ),
-    Mutation(
-        "buffers",
-        "exact.state_parts",
-        "None, StateParts.changed_buffers,",
-        "None, lambda _: {},",
-        _OTHER + "buffers outside the state dict",
-        _equal("buffers-outside-the-state-dict"),
-    ),
-    Mutation(
-        "buffers of a complete run",
-        "exact.state_parts",
-        "(Stage.FIRST_BATCH, Stage.END), _restore_buffers",
-        "(Stage.FIRST_BATCH,), _restore_buffers",
-        "a finished run forecasts from other buffers",
-        _of("fit", "a_finished_run_is_as_after_training"),
-    ),
-    Mutation(
-        "precise buffers",
-        "exact.fit_state",
-        "        buffers.put(trainer.lightning_module, self._precise)",
-        "        pass",
-        _OTHER + "what torch rounds as it loads",
-        _equal("double"),
-    ),
-    Mutation(
-        "precise optimizers",
-        "exact.fit_state",
-        "            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))",
-        "            pass",
-        _OTHER + "moments in another precision",
-        _equal("precise-state"),
-    ),
-    Mutation(
-        "weights that hooks overwrite",
-        "exact.fit_state",
-        "        buffers.put(module, {name: value for name, (value, _) in lost.items()})",
-        "        pass",
-        "a hook that initialises weights begins the training anew",
-        _of("overwritten", "a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight:-more0]"),
-    ),
-    Mutation(
-        "values of objects in the data",
-        "exact.own_state",
-        'state["values"] = {path: kept for path, _, kept in self._changed() if kept}',
-        "pass",
-        "a curriculum begins anew in a resumed run",
-        _of("loaders", "data_that_training_or_reading_changes_is_kept_or_named[mid-epoch-Transformed-stronger-batch-]"),
-    ),
-    Mutation(
-        "tensors that callbacks share with the module",
-        "exact.aliases",
-        "            if same and _replace(outside, place, other):",
-        "            if same and False:",
-        "a callback writes to a copy of what the module reads",
-        _of("aliases", "objects_callbacks_and_optimizers_share_stay_shared[case6-]"),
-    ),
-    Mutation(
-        "requires_grad",
-        "exact.module_state",
-        "                parameters[name].requires_grad_(trains)",
-        "                pass",
-        _OTHER + "frozen layers train",
-        _equal("backbone-finetuning"),
-    ),
-    Mutation(
-        "attributes of modules",
-        "exact.module_state",
-        "        self._put(module, attributes)",
-        "        pass",
-        _OTHER + "counters of the module",
-        _equal("plain-values-and-generators"),
-    ),
-    Mutation(
-        "settings of the trainer",
-        "exact.module_state",
-        "                setattr(trainer, name, value)",
-        "                pass",
-        _OTHER + "accumulates as it began",
-        _equal("accumulation-scheduler"),
-    ),
-    Mutation(
-        "limits of the trainer",
-        "exact.module_state",
-        '        limits = {name: saved["settings"][name] for name in names}',
-        "        limits = dict[str, int]()",
-        "a run that a hook made longer ends early",
-        _of("attributes", "a_limit_raised_by_a_hook_returns_unless_one_is_given"),
-    ),
-    Mutation(
-        "optimizers' toggles",
-        "exact.state_parts",
-        "_of(toggled)",
-        "lambda _: {}",
-        _OTHER + "a toggled optimizer trains both",
-        _equal("toggled-over-batches"),
-    ),
-    Mutation(
-        "should_stop",
-        "exact.state_parts",
-        "lambda parts: parts.trainer.should_stop",
-        "lambda _: False",
-        "a run that was to stop goes on",
-        _of("exact", "a_run_that_has_taken_its_last_step_comes_to_its_end[should_stop-validation]"),
-    ),
-    Mutation(
-        "progress before validation",
-        "exact.fit_state",
-        "run(compat.PROGRESS, lambda: mark(checkpoint)) if before_validation else None",
-        "None",
-        "a run that was stopped in front of a validation leaves it out",
-        _equal("sanity-check-whole"),
-    ),
-    Mutation(
-        "restarting",
-        "exact.fit_state",
-        "        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))",
-        "        pass",
-        _OTHER + "schedulers by a metric skip the resumed epoch",
-        _equal("plateau-of-the-epoch"),
-    ),
-    Mutation(
-        "modules of callbacks",
-        "exact.state_parts",
-        ", _to(restore_modules, Stage.TRAIN_START)",
-        "",
-        _OTHER + "averages and metrics of callbacks",
-        _equal("weight-averaging-ema"),
-    ),
-    Mutation(
-        "StochasticWeightAveraging",
-        "exact.state_parts",
-        ", _to(restore_averaging, Stage.TRAIN_START)",
-        "",
-        _OTHER + "another average",
-        _equal("weight-averaging-stochastic"),
-    ),
-    Mutation(
-        "what tuners found",
-        "exact.state_parts",
-        "_of(capture_found)",
-        "lambda _: {}",
-        _OTHER + "tuners look again",
-        _equal("batch-size-finder"),
-    ),
-    Mutation(
-        "states of callbacks before loading",
-        "exact.fit_state",
-        '        self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))',
-        "        pass",
-        _OTHER + "callbacks that must know it first",
-        _of("best_model", "the_best_so_far_comes_back_with_its_path"),
-    ),
-    Mutation(
-        "loggers",
-        "exact.fit_state",
-        '        self._run(compat.LOGGERS, lambda: continued(trainer, shared["loggers"]))',
-        "        pass",
-        "rows of the log come twice, or are lost",
-        _of("loggers", "csv[numbered-epoch-0-1]"),
-    ),
-    Mutation(
-        "names of what does not come back",
-        "exact.fit_state",
-        "run(compat.HOOKED, lambda: self._untracked.names(trainer)) or []",
-        "[]",
-        "what is not exact is not named",
-        _of("exact_guards", "changes_no_checkpoint_holds_are_named_before_resuming"),
-    ),
-    Mutation(
-        "names of what is lost of modules",
-        "exact.fit_state",
-        "lost=sorted(parts.hooked.lost),",
-        "lost=[],",
-        "what is not exact is not named",
-        _equal("objects-of-the-module"),
-    ),
-]
-
-_ORDER = _of(
-    "crash_points",
-    "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]",
-    "bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1]",
-)
-_LOST = "a snapshot that was said to be durable is lost with the machine's page cache"
-_HALF = "half a file is taken for a whole one"
-
-DISK = [
-    Mutation(
-        "fsync of files",
-        "tiers.posix",
-        "            write_parts(file, parts)\n            os.fsync(file.fileno())",
-        "            write_parts(file, parts)",
-        _LOST,
-        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
-    ),
-    Mutation(
-        "fsync of directories",
-        "tiers.posix",
-        "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)\n    try:\n        os.fsync(fd)",
-        "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)\n    try:\n        pass",
-        _LOST,
-        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
-    ),
-    Mutation(
-        "fsync of what is there",
-        "tiers.posix",
-        "    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)\n    try:\n        os.fsync(fd)",
-        "    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)\n    try:\n        pass",
-        _LOST,
-        _of("on_disk", "the_very_same_once_more_is_on_the_disk"),
-    ),
-    Mutation(
-        "fsync of a new folder's name",
-        "tiers.posix",
-        "        sync_directory(folder.parent)",
-        "        pass",
-        _LOST,
-        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
-    ),
-    Mutation(
-        "fsync of a claim's name",
-        "tiers.posix",
-        "        remove(temporary)\n    sync_directory(path.parent)",
-        "        remove(temporary)",
-        "a claim that fences is lost",
-        _of("on_disk", "a_claim_is_on_the_disk_whoever_wrote_it"),
-    ),
-    Mutation(
-        "fsync of a claim without links",
-        "tiers.posix",
-        "            data = data[os.write(fd, data) :]\n        os.fsync(fd)",
-        "            data = data[os.write(fd, data) :]",
-        "a claim that fences is lost",
-        _of("on_disk", "a_claim_is_on_the_disk_without_hard_links"),
-    ),
-    Mutation(
-        "fsync of its name",
-        "tiers.posix",
-        "        os.close(fd)\n    sync_directory(path.parent)",
-        "        os.close(fd)",
-        "a claim that fences is lost",
-        _of("on_disk", "a_claim_is_on_the_disk_without_hard_links"),
-    ),
-    Mutation(
-        "fsync of another writer's claim",
-        "tiers.local",
-        "                posix.sync_directory(folder)  # the attempt that wrote it may have been killed before it did",
-        "                pass",
-        "a claim that fences is lost",
-        _of("on_disk", "a_claim_is_on_the_disk_whoever_wrote_it"),
-    ),
-    Mutation(
-        "fsync of names that are there",
-        "tiers.local",
-        "                    posix.sync_directory((self.root / path).parent)",
-        "                    pass",
-        _LOST,
-        _of("on_disk", "the_very_same_once_more_is_on_the_disk"),
-    ),
-    Mutation(
-        "fsync of the run that is there",
-        "tiers.local",
-        "                posix.sync_directory(self.root)\n                return",
-        "                return",
-        _LOST,
-        _of("on_disk", "the_very_same_once_more_is_on_the_disk"),
-    ),
-    Mutation(
-        "fsync of bytes that are there",
-        "tiers.local",
-        "            posix.sync_file(self.root / manifest.path_of(span))",
-        "            pass",
-        _LOST,
-        _of("on_disk", "the_very_same_once_more_is_on_the_disk"),
-    ),
-    Mutation(
-        "fsync between manifest and bytes of a deletion",
-        "tiers.local",
-        "                    posix.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power",
-        "                    pass",
-        "a manifest stands without its bytes",
-        _of("on_disk", "of_a_deletion_the_manifest_goes_first"),
-    ),
-    Mutation(
-        "fsync of a manifest out of the way",
-        "tiers.local",
-        "                    posix.sync_directory(commit.parent)\n            try",
-        "                    pass\n            try",
-        "an old manifest stands beside new bytes",
-        _of("on_disk", "no_old_manifest_stands_beside_new_bytes"),
-    ),
-    Mutation(
-        "fsync between bytes and manifest",
-        "tiers.local",
-        "                posix.sync_directory(data.parent)\n                os.replace(noted, commit)",
-        "                os.replace(noted, commit)",
-        "a manifest stands without its bytes",
-        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
-    ),
-    Mutation(
-        "fsync of the manifest's name",
-        "tiers.local",
-        "        posix.sync_directory(commit.parent)\n        if not",
-        "        if not",
-        _LOST,
-        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
-    ),
-    Mutation(
-        "fsync of the snapshot's name",
-        "tiers.local",
-        "            posix.sync_directory(self.root)\n        for place",
-        "            pass\n        for place",
-        _LOST,
-        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
-    ),
-    Mutation(
-        "fsync of a host's file",
-        "tiers.local",
-        "                posix.sync_directory(folder)\n\n    def write_all",
-        "\n    def write_all",
-        _LOST,
-        _of("on_disk", "a_hosts_file_is_on_the_disk_before_it_is_noted"),
-    ),
-    Mutation(
-        "fsync of a folder beneath",
-        "tiers.posix",
-        "            os.fsync(folder)",
-        "            pass",
-        _LOST,
-        _of("on_disk", "folders_made_for_others_are_on_the_disk"),
-    ),
-    Mutation(
-        "fsync of what cp writes",
-        "cli.snapshots",
-        "        os.fsync(file.fileno())",
-        "        pass",
-        "what cp wrote is lost with the page cache",
-        _of("on_disk", "what_cp_writes_is_on_the_disk"),
-    ),
-    Mutation(
-        "fsync of a plain file",
-        "sharded.reader",
-        "            os.fsync(file.fileno())",
-        "            pass",
-        "what cp wrote is lost with the page cache",
-        _of("sharded", "the_consolidated_file_equals_that_of_a_single_device"),
-    ),
-    Mutation(
-        "rename of bytes",
-        "tiers.local",
-        "                    os.replace(temporary, place)\n                posix",
-        "                    place.write_bytes(temporary.read_bytes())\n                files",
-        _HALF,
-        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
-    ),
-    Mutation(
-        "rename of the manifest",
-        "tiers.local",
-        "                os.replace(noted, commit)",
-        "                commit.write_bytes(noted.read_bytes())",
-        _HALF,
-        _of("crash_points", "bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]"),
-    ),
-    Mutation(
-        "rename of a host's file",
-        "tiers.local",
-        "                    os.replace(temporary, folder / name)",
-        "                    (folder / name).write_bytes(temporary.read_bytes())",
-        _HALF,
-        _of("on_disk", "a_hosts_file_is_on_the_disk_before_it_is_noted"),
-    ),
-    Mutation(
-        "half an object is discarded",
-        "tiers.object_files",
-        "            file.discard()",
-        "            file.close()",
-        _HALF,
-        _of("object_stores", "an_error_in_the_middle_leaves_what_was_there[kept-3]"),
-    ),
-    Mutation(
-        "exclusive claim",
-        "tiers.posix",
-        "            os.link(temporary, path)",
-        "            os.replace(temporary, path)",
-        "two trainers of one number both write",
-        _of("stores", "of_two_claims_of_a_number_the_first_holds[local]"),
-    ),
-    Mutation(
-        "exclusive claim without links",
-        "tiers.posix",
-        "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666",
-        "os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666",
-        "two trainers of one number both write",
-        _of("directories", "without_hard_links_claims_are_exclusive_all_the_same"),
-    ),
-    Mutation(
-        "rename of a slot's record",
-        "memory.area",
-        "            os.replace(temporary, self._here / name)",
-        "            (self._here / name).write_bytes(temporary.read_bytes())",
-        _HALF,
-        _of("ring", "a_new_node_takes_over_what_a_killed_one_left[True]"),
-    ),
-    Mutation(
-        "rename of a log",
-        "exact.loggers",
-        '    temporary = file.with_name(f".{file.name}.tmp")',
-        "    temporary = file",
-        "a killed trainer loses rows of its log",
-        _of("loggers", "no_row_is_lost_in_a_kill_while_a_column_is_added"),
-    ),
-    Mutation(
-        "manifest last in a directory",
-        "tiers.local",
-        "            try:\n                for temporary, place in zip",
-        "            try:\n                os.replace(posix.write_aside(folder, [text], attempt=attempt, run_id=manifest.run_id), commit)\n                for temporary, place in zip",
-        "a manifest stands without its bytes",
-        _ORDER,
-    ),
-    Mutation(
-        "manifest last in a bucket",
-        "tiers.objects",
-        "                write_files(self._fs, self._root, manifest, parts, ready)\n",
-        "                self._fs.pipe_file(commit, manifest.to_json().encode())\n                write_files(self._fs, self._root, manifest, parts, ready)\n",
-        "a manifest stands without its bytes",
-        _of("stores", "bytes_that_no_file_would_keep_are_refused[put-kept]"),
-    ),
-    Mutation(
-        "old manifest out of the way",
-        "tiers.local",
-        "            if self._manifest_at(manifest) != manifest:\n",
-        "            if False:\n",
-        "an old manifest stands beside new bytes",
-        _of("on_disk", "no_old_manifest_stands_beside_new_bytes"),
-    ),
-    Mutation(
-        "old manifest out of the way in a bucket",
-        "tiers.objects",
-        "                    self._fs.rm_file(commit)",
-        "                    pass",
-        "an old manifest stands beside new bytes",
-        _of("stores", "an_old_manifest_returns_only_if_no_file_was_replaced[replaced1-missing1]"),
-    ),
-    Mutation(
-        "manifest first in a deletion",
-        "tiers.local",
-        "                    posix.remove(folder / MANIFEST_FILE)\n",
-        "",
-        "a manifest stands without its bytes",
-        _of("on_disk", "of_a_deletion_the_manifest_goes_first"),
-    ),
-    Mutation(
-        "manifest first in a deletion in a bucket",
-        "tiers.objects",
-        "            self._files.remove(manifest.manifest_path)  # and never at once with the others: not without its bytes\n            self._files.remove_all([*map(manifest.path_of, manifest.spans)])",
-        "            self._files.remove_all([*map(manifest.path_of, manifest.spans)])\n            self._files.remove(manifest.manifest_path)",
-        "a manifest stands without its bytes",
-        _of("on_disk", "of_a_deletion_in_a_bucket_the_manifest_goes_first"),
-    ),
-    Mutation(
-        "seen as it was written before older ones go",
-        "tiers.store",
-        "    if not store.has(current):",
-        "    if False:",
-        "older ones are deleted before the new one is seen whole",
-        _of("stores", "retention_deletes_nothing_where_the_newest_is_missing[local]"),
-    ),
-    Mutation(
-        "listed before older ones go",
-        "tiers.store",
-        "    if current.name not in [manifest.name for manifest in listed]:",
-        "    if False:",
-        "older ones are deleted before the new one is listed",
-        _of("stores", "retention_deletes_nothing_where_the_newest_is_missing[local]"),
-    ),
-]
-
-_TWO = "an attempt that was overtaken writes over the one that goes on"
-
-FENCES = [
-    Mutation(
-        "fence",
-        "tiers.fences",
-        "    if current > attempt:",
-        "    if False:",
-        _TWO,
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[local-later-put]"),
-    ),
-    Mutation(
-        "owner",
-        "tiers.fences",
-        "    if not owner.digest or existing.digest != owner.digest:",
-        "    if False:",
-        _TWO,
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[local-same-number-put]"),
-    ),
-    Mutation(
-        "claim of another",
-        "tiers.fences",
-        "    if existing is None or existing.digest != claim.digest:",
-        "    if False:",
-        "two trainers of one number both write",
-        _of("stores", "of_two_claims_of_a_number_the_first_holds[local]"),
-    ),
-    Mutation(
-        "unclaimed",
-        "tiers.fences",
-        "    if existing is None:\n        raise TierError",
-        "    if existing is None:\n        return\n        raise TierError",
-        "a node writes into a directory that its trainer never claimed",
-        _of("ownership", "a_node_does_nothing_where_the_attempt_has_not_claimed"),
-    ),
-    Mutation(
-        "fence before claim",
-        "tiers.local",
-        "        fences.check_fence(claim.location, claim.attempt, self.claimed())\n",
-        "",
-        _TWO,
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[local-later-claim]"),
-    ),
-    Mutation(
-        "fence before claim in a bucket",
-        "tiers.objects",
-        "            fences.check_fence(claim.location, claim.attempt, claimed)\n",
-        "",
-        _TWO,
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[kept-later-claim]"),
-    ),
-    Mutation(
-        "claim read back in a bucket",
-        "tiers.objects",
-        "                existing = self._claim_of(claim.attempt)  # of two writers, the last one may have won",
-        "                existing = claim",
-        "two trainers of one number both write",
-        _of("ownership", "a_claim_is_created_exclusively_where_the_library_can"),
-    ),
-    Mutation(
-        "fence before put",
-        "tiers.local",
-        '        """See :meth:`Store.put`."""\n        self._check_fences(manifest, attempt)\n',
-        '        """See :meth:`Store.put`."""\n',
-        _TWO,
-        _of("fences", "without_an_owner_the_number_counts[local-put]"),
-    ),
-    Mutation(
-        "fence before put of parts",
-        "tiers.local",
-        '        """See :meth:`Store.put_parts`."""\n        self._check_fences(manifest, attempt)\n',
-        '        """See :meth:`Store.put_parts`."""\n',
-        _TWO,
-        _of("fences", "without_an_owner_the_number_counts[local-put-in-parts]"),
-    ),
-    Mutation(
-        "fence before put in a bucket",
-        "tiers.objects",
-        'both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")',
-        "None, self._seen(manifest)",
-        _TWO,
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[kept-later-put-what-is-there]"),
-    ),
-    Mutation(
-        "fence before put of parts in a bucket",
-        "tiers.objects",
-        '        """See :meth:`Store.put_parts`."""\n        self._check_fences(manifest, attempt)\n',
-        '        """See :meth:`Store.put_parts`."""\n',
-        _TWO,
-        _of("fences", "without_an_owner_the_number_counts[kept-put-in-parts]"),
-    ),
-    Mutation(
-        "owner before put",
-        "tiers.store",
-        "            self._all([later, self.check_owner])",
-        "            later()",
-        _TWO,
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[local-same-number-put-what-is-there]"),
-    ),
-    Mutation(
-        "owner before manifest",
-        "tiers.local",
-        "            self.check_owner()  # again: it has taken its time",
-        "            pass",
-        _TWO,
-        _of("fences", "who_is_overtaken_while_its_bytes_come_leaves_none[local]"),
-    ),
-    Mutation(
-        "owner before bytes in a bucket",
-        "tiers.objects",
-        "            self.check_owner()  # again: it has taken its time",
-        "            pass",
-        _TWO,
-        _of("fences", "who_is_overtaken_while_its_bytes_come_leaves_none[kept]"),
-    ),
-    Mutation(
-        "owner before manifest in a bucket",
-        "tiers.objects",
-        "            self.check_owner()\n            self._fs.pipe_file(commit, sealed",
-        "            self._fs.pipe_file(commit, sealed",
-        _TWO,
-        _of("fences", "a_writer_fenced_after_its_upload_commits_nothing"),
-    ),
-    Mutation(
-        "owner before delete",
-        "tiers.local",
-        "        self._check_owner(manifest.run)\n",
-        "",
-        "an attempt that was overtaken deletes from the one that goes on",
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[local-same-number-delete]"),
-    ),
-    Mutation(
-        "owner before sweep",
-        "tiers.local",
-        "        self._check_owner(current.run)\n",
-        "",
-        "an attempt that was overtaken sweeps what the next one writes",
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[local-same-number-sweep]"),
-    ),
-    Mutation(
-        "fence before delete",
-        "tiers.store",
-        "            self._all([later, self.check_owner])",
-        "            self.check_owner()",
-        "an attempt that was overtaken deletes from the one that goes on",
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[local-later-delete]"),
-    ),
-    Mutation(
-        "owner before delete in a bucket",
-        "tiers.objects",
-        'both(lambda: self._check_owner(manifest.run), lambda: self._seen(manifest), "spot-ask")',
-        "None, self._seen(manifest)",
-        "an attempt that was overtaken deletes from the one that goes on",
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[kept-same-number-delete]"),
-    ),
-    Mutation(
-        "owner before sweep in a bucket",
-        "tiers.objects",
-        "        self._check_owner(current.run)\n",
-        "",
-        "an attempt that was overtaken sweeps what the next one writes",
-        _of("fences", "nothing_is_changed_for_who_was_overtaken[kept-same-number-sweep]"),
-    ),
-    Mutation(
-        "fence of a file",
-        "tiers.store",
-        "                check_file_fence(manifest, self._manifest_at(manifest))",
-        "                pass",
-        "an older file replaces a newer one",
-        _of("fences", "a_file_of_a_later_attempt_stays[local]"),
-    ),
-    Mutation(
-        "fence in memory",
-        "memory.uploads",
-        "            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))",
-        "            pass",
-        _TWO,
-        _of("ring", "earlier_attempts_are_refused"),
-    ),
-    Mutation(
-        "fence of shards",
-        "tiers.commit",
-        "        check_fence(first.run_id, attempt, found.claimed)",
-        "        pass",
-        _TWO,
-        _of("commit", "a_later_attempt_fences[directory]"),
-    ),
-]
-
-_DAMAGED = "damaged weights are taken for good ones"
-
-CHECKSUMS = [
-    Mutation(
-        "checksum on arrival",
-        "service.upload_requests",
-        "        if digest == frame.digest != NO_DIGEST:",
-        "        if digest != NO_DIGEST:",
-        _DAMAGED,
-        _of("node", "a_part_that_came_damaged_is_never_committed"),
-    ),
-    Mutation(
-        "checksum that a sender is told",
-        "client.part_streams",
-        "                if digest == part.digest:",
-        "                if True:",
-        _DAMAGED,
-        _of("node", "a_part_damaged_on_its_way_is_sent_again"),
-    ),
-    Mutation(
-        "checksum at the commit of a transfer",
-        "memory.uploads",
-        "            if received.get(start) != (stop - start, noted):",
-        "            if False:",
-        _DAMAGED,
-        _of("ring", "parts_must_all_have_arrived"),
-    ),
-    Mutation(
-        "checksum of a request",
-        "service.fields",
-        "    if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):",
-        "    if False:",
-        "a damaged request is carried out",
-        _of("node", "a_request_that_came_damaged_is_refused"),
-    ),
-    Mutation(
-        "checksum of what a node answers",
-        "client.remote",
-        "        self.client.receive(path, start, into)\n        try:\n            manifest.verify_range(start, into, self.url)\n        except",
-        "        self.client.receive(path, start, into)\n        try:\n            pass\n        except",
-        _DAMAGED,
-        _of("node", "what_is_damaged_on_its_way_back_is_fetched_again"),
-    ),
-    Mutation(
-        "checksum at flush",
-        "memory.flusher",
-        '                manifest.verify(slot.view(manifest.nbytes), "memory")',
-        "                pass",
-        _DAMAGED,
-        _of("ring", "a_corrupted_slot_goes_nowhere"),
-    ),
-    Mutation(
-        "checksum of shards after they were written",
-        "tiers.commit",
-        "            _verify(good)  # what was damaged meanwhile may have been written so",
-        "            pass",
-        _DAMAGED,
-        _of("commit", "what_is_damaged_while_it_is_written_is_not_committed[directory]"),
-    ),
-    Mutation(
-        "checksum of parts passed on",
-        "image.coming",
-        "            if checksum(part) != self._checksums[index]:  # who takes it would note the checksum of what it is now",
-        "            if False:",
-        _DAMAGED,
-        _of("coming", "a_part_that_changes_in_memory_is_not_made_durable"),
-    ),
-    Mutation(
-        "checksum of what nobody wrote to",
-        "image.coming",
-        "            if (index + before.turn) % CHECK_EVERY == 0 and checksum(self.image[start:stop]) != known:",
-        "            if False:",
-        _DAMAGED,
-        _of("written", "memory_that_was_changed_by_others_is_found_in_its_turn"),
-    ),
-    Mutation(
-        "a register is written once",
-        "memory.uploads",
-        "        if known is not None and known.manifest not in (None, manifest):",
-        "        if False:",
-        "a snapshot is made of the shards of two",
-        _of("registers", "a_register_is_written_once"),
-    ),
-    Mutation(
-        "registers fit each other",
-        "memory.uploads",
-        "        self._ring.check_fits(upload.run, manifest)\n",
-        "",
-        "a snapshot counts that nobody can put together",
-        _of("registers", "a_shard_that_does_not_fit_is_no_register[gap]"),
-    ),
-    Mutation(
-        "checksum at verify, and at resume from memory",
-        "run.sources",
-        "    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)",
-        "    pass",
-        _DAMAGED,
-        (*_of("cli", "verify"), *_of("registers", "a_shard_that_was_damaged_in_memory_is_not_read")),
-    ),
-    Mutation(
-        "checksum of slots that are copied for several ranks",
-        "run.sources",
-        "            manifest.verify_range(start, into, self.url)\n\n        fetch_ranges",
-        "        fetch_ranges",
-        _DAMAGED,
-        _of("slot_readers", "a_slot_that_is_damaged_is_found_as_it_is_copied"),
-    ),
-    Mutation(
-        "checksum of what a directory gives",
-        "tiers.local",
-        "            manifest.verify_range(bounds[0], into[bounds[0] : bounds[1]], self.url)",
-        "            pass",
-        _DAMAGED,
-        _of("stores", "a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]"),
-    ),
-    Mutation(
-        "checksum of what a bucket gives",
-        "tiers.objects",
-        "            self._manifest.verify_range(part.start, view, self._url)\n        except",
-        "            pass\n        except",
-        _DAMAGED,
-        _of("stores", "a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0]"),
-    ),
-    Mutation(
-        "checksum of what is there already",
-        "tiers.local",
-        "                    manifest.verify_range(start, buffer[: stop - start], self.url)",
-        "                    pass",
-        "damaged bytes at the tier are taken for durable",
-        _of("on_disk", "what_is_there_but_damaged_is_written_anew"),
-    ),
-    Mutation(
-        "checksum of what is read later",
-        "run.reading",
-        "        if checksum(into) != self._manifest.checksums[index]:",
-        "        if False:",
-        _DAMAGED,
-        _of("on_disk", "what_is_damaged_after_it_was_opened_is_not_read"),
-    ),
-    Mutation(
-        "checksum at the adoption of slots",
-        "memory.area",
-        "                manifest.verify(view, where)",
-        "                pass",
-        _DAMAGED,
-        _of("ring", "a_damaged_leftover_is_dropped"),
-    ),
-    Mutation(
-        "checksum of manifests and records",
-        "untrusted",
-        "    if noted is not None and noted != _checksum(fields):",
-        "    if False:",
-        "a damaged manifest is believed",
-        _of("damage", "a_flipped_bit_of_a_manifest_is_refused_or_harmless"),
-    ),
-    Mutation(
-        "checksums at all",
-        "image.parts",
-        "        if checksum(image[start:stop]) != expected:",
-        "        if False:",
-        _DAMAGED,
-        _of("stores", "a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]"),
-    ),
-]
-
-_ONLY = "the only copy of the newest snapshot is given away"
-
-RING = [
-    Mutation(
-        "newest safe nowhere stays",
-        "image.shards",
-        "    return is_durable and state is Status.COMMITTED",
-        "    return True",
-        _ONLY,
-        _of("ring", "one_slot_never_gives_its_only_snapshot_away"),
-    ),
-    Mutation(
-        "what is owed stays",
-        "memory.slots",
-        "        and not slot.dirty\n",
-        "",
-        _ONLY,
-        _of("ring", "the_end_of_a_run_stays_until_the_tier_has_it"),
-    ),
-    Mutation(
-        "what is read stays",
-        "memory.slots",
-        "        and not slot.readers\n",
-        "",
-        "a reader gets another snapshot's bytes",
-        _of("ring", "readers_are_safe_from_reuse"),
-    ),
-    Mutation(
-        "what is only here survives the node",
-        "memory.ring",
-        "only_here(self.slots, self.known) if keep_unsafe else set()",
-        "set()",
-        _ONLY,
-        _of("ring", "an_orderly_end_keeps_what_is_safe_nowhere_else"),
-    ),
-    Mutation(
-        "what a tier has lost is owed again",
-        "memory.ring",
-        "                slot.safe.remove(url)\n",
-        "",
-        _ONLY,
-        _of("replicas", "a_node_that_comes_back_empty_is_sent_the_newest"),
-    ),
-    Mutation(
-        "newest is by its order",
-        "memory.slots",
-        "    newest_exact = max((",
-        "    newest_exact = min((",
-        _ONLY,
-        _of("groups", "only_what_is_complete_supersedes"),
-    ),
-    Mutation(
-        "version counters",
-        "staging.copier",
-        "if tensor._version != version]",
-        "if False]",
-        "a torn snapshot is committed",
-        _of("fit", "a_tensor_that_moves_is_never_committed"),
-    ),
-    Mutation(
-        "dropped if torn",
-        "capture.contents",
-        "        if self.job.moved:\n            return Snap",
-        "        if False:\n            return Snap",
-        "a torn snapshot is committed",
-        _of("fit", "a_tensor_that_moves_is_never_committed"),
-    ),
-    Mutation(
-        "dropped if written past counts",
-        "capture.contents",
-        "        if found:\n",
-        "        if False:\n",
-        "what was thought unchanged is old",
-        _of("unchanged", "whatever_is_written_is_saved[at a spot]"),
-    ),
-    Mutation(
-        "version counters of what is left out",
-        "capture.contents",
-        "owner.number, first._version)",
-        "owner.number, 0)",
-        "a changed weight is thought to be unchanged",
-        _of("unchanged", "only_what_changed_is_copied"),
-    ),
-    Mutation(
-        "version counters of what several share",
-        "capture.tensors",
-        "        return (self.number, *[tensor._version for tensor in tensors])",
-        "        return (self.number, 0)",
-        "a changed weight is thought to be unchanged",
-        _of("unchanged", "a_second_tensor_on_the_same_memory_counts_too"),
-    ),
-]
-
-MUTATIONS = [*EXACT, *DISK, *FENCES, *CHECKSUMS, *RING]
+MUTATIONS = [*_mutations(ROWS)]

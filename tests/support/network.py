@@ -183,13 +183,11 @@ class Network:
         self._heard(mover, "ready")
 
     def _tell(self, mover: subprocess.Popen[str], line: str) -> None:
-        assert mover.stdin is not None
         mover.stdin.write(line + "\n")
         mover.stdin.flush()
         self._heard(mover, "taken")
 
     def _heard(self, mover: subprocess.Popen[str], word: str) -> None:
-        assert mover.stdout is not None
         if (said := mover.stdout.readline().strip()) != word:
             mover.kill()
             raise NotPermitted(f"{said}{mover.communicate()[1][-500:]}")

@@ -134,7 +134,6 @@ class Server:
         assert self.read() == "ready"
 
     def say(self, request: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
     def spawn(self, **request: Any) -> int:

@@ -104,64 +104,17 @@ def file(value: bytes, method: int = zipfile.ZIP_STORED, nbytes: int = 16) -> io
 
 # -- made up ----------------------------------------------------------------------------------------------------------
 
-_CODES = [
-    "b1",
-    "i4",
-    "u8",
-    "f8",
-    "f2",
-    "c16",
-    "S3",
-    "U1",
-    "U0",
-    "M8",
-    "m8",
-    "O8",
-    "O",
-    "V8",
-    "V0",
-    "i4,i4",
-    "f8,O",
-    "S99999999",
-    "T",
-    "?",
-    "(2,)f8",
-    "f12",
-    ">i4",
-    "object",
-]
-_NAMES = [
-    *("numpy.dtype", "numpy.ndarray", "numpy.float64", "numpy._core.multiarray.scalar", "numpy.dtypes.ObjectDType"),
-    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.rec.recarray"),
-    *("builtins.bytes", "builtins.bytearray", "builtins.list", "builtins.range", "builtins.slice", "builtins.set"),
-    *(
-        "builtins.frozenset",
-        "builtins.getattr",
-        "builtins.eval",
-        "__builtin__.bytearray",
-        "builtins.str",
-        "builtins.int",
-    ),
-    *("collections.deque", "collections.defaultdict", "collections.OrderedDict", "collections.Counter"),
-    *("datetime.date", "datetime.datetime", "datetime.timedelta", "decimal.Decimal", "pathlib.PosixPath"),
-    *(
-        "torch.Tensor",
-        "torch.FloatTensor",
-        "torch.Size",
-        "torch.device",
-        "torch.nn.parameter.Parameter",
-        "torch.float32",
-    ),
-    *("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"),
-    *(
-        "torch._utils._rebuild_sparse_tensor",
-        "torch.storage.UntypedStorage",
-        "_codecs.encode",
-        "os.system",
-        "a.B",
-        "a.B.C",
-    ),
-]
+_CODES = "b1 i4 u8 f8 f2 c16 S3 U1 U0 M8 m8 O8 O V8 V0 i4,i4 f8,O S99999999 T ? (2,)f8 f12 >i4 object".split()  # noqa: SIM905
+_NAMES = """
+numpy.dtype numpy.ndarray numpy.float64 numpy._core.multiarray.scalar numpy.dtypes.ObjectDType numpy.rec.recarray
+numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct builtins.bytes builtins.bytearray builtins.list
+builtins.range builtins.slice builtins.set builtins.frozenset builtins.getattr builtins.eval __builtin__.bytearray
+builtins.str builtins.int collections.deque collections.defaultdict collections.OrderedDict collections.Counter
+datetime.date datetime.datetime datetime.timedelta decimal.Decimal pathlib.PosixPath torch.Tensor torch.FloatTensor
+torch.Size torch.device torch.nn.parameter.Parameter torch.float32 torch._tensor._rebuild_from_type_v2
+torch._utils._rebuild_tensor_v2 torch._utils._rebuild_parameter torch._utils._rebuild_sparse_tensor
+torch.storage.UntypedStorage _codecs.encode os.system a.B a.B.C
+""".split()  # noqa: SIM905
 _NUMBERS = [0, 1, -1, 2, 3, 4, 7, 8, 16, 255, 2**16, 2**31 - 1, 2**31, 2**33, 2**40, 2**63, -(2**63), 2**200]
 
 

@@ -39,7 +39,6 @@ class Proxy:
         self._messages = itertools.count(1)
         self._strike = (0, "")
         self.url = f"{scheme}://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._cut = (b"", "")
         self.delay_s = 0.0
         self.cut_after: int | None = None
         self.corruptions = 0
@@ -54,10 +53,6 @@ class Proxy:
     def strike(self, number: int, kind: str) -> None:
         """From now on count messages towards the node, and do ``kind`` to that ``number``, from 1."""
         self._messages, self._strike, self.struck = itertools.count(1), (number, kind), False
-
-    def strike_at(self, text: bytes, kind: str) -> None:
-        """Do ``kind`` to the next message towards the node with a text in it; ``cut there``: it hangs up at once."""
-        self._cut, self.struck = (text, kind), False
 
     def fall_silent(self, *, reads: bool = True) -> None:
         """Say nothing any more: for ever on the connections there are, on new ones until :meth:`speak`.
@@ -152,13 +147,9 @@ class Proxy:
                 self.corruptions -= 1
                 return self._flip(chunk, 2000), True
             number, kind = self._strike
-            if self._cut[0] and self._cut[0] in chunk:
-                (_, kind), self._cut = self._cut, (b"", "")
-            elif next(self._messages) != number:
+            if next(self._messages) != number:
                 return chunk, True
             self.struck = True
-        if kind == "cut there":
-            return chunk, False
         if kind == "cut before":
             return b"", False
         if kind == "cut within":

@@ -22,12 +22,12 @@ from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.coming import Sealing
-from lightning_spot.image.layout import Layout
 from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.image.shards import JoinedImage, assemble
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.sharded.dtensors import box_of
 from lightning_spot.tiers.local import LocalStore
+from tests.support.filled import fill
 from tests.support.server import named_run
 
 Shape = tuple[int, ...]
@@ -113,19 +113,9 @@ def manifest_of(rank: int = 0, writers: int = 1, step: int = 1) -> Manifest:
     return Manifest(run="run", name=name, step=step, attempt=1, nbytes=0, world_size=writers, shard=shard)
 
 
-def fill(image: bytearray, layout: Layout) -> None:
-    """Copy what a rank writes into an image."""
-    for offset, data in layout.frame:
-        image[offset : offset + len(data)] = data
-    for piece in layout.pieces:
-        source = torch.empty(0, dtype=torch.uint8).set_(piece.storage)[piece.start :][: piece.nbytes]
-        image[piece.offset : piece.offset + piece.nbytes] = source.numpy().tobytes()
-
-
-def sealed(laid: Laid, garbage: int = 0xA5) -> tuple[Manifest, bytearray]:
+def sealed(laid: Laid) -> tuple[Manifest, bytearray]:
     """What a rank has written, in a slot with old bytes."""
-    image = bytearray([garbage]) * laid.layout.nbytes
-    fill(image, laid.layout)
+    image = fill(laid.layout)
     return Sealing(laid.manifest, memoryview(image)).run(2), image
 
 

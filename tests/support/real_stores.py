@@ -75,7 +75,6 @@ class Server:
         self.process = self.begin(self.command(read_only=read_only))
 
         def answers() -> bool:
-            assert self.process is not None
             assert self.process.poll() is None, self._log.read_text()[-2000:]
             with socket.socket() as connection:
                 return connection.connect_ex(("127.0.0.1", self.port)) == 0
@@ -229,7 +228,6 @@ rgw_frontends = beast endpoint={endpoint}
         return self.environment()
 
     def nbytes(self) -> int:
-        assert self._disk is not None
         return int(psutil.Process(self._disk.pid).memory_info().rss)
 
     def end(self) -> None:

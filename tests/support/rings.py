@@ -38,7 +38,6 @@ class Registers:
         self.there: dict[str, dict[int, tuple[Manifest, bytes]]] = {}
 
     def put(self, manifest: Manifest, image: bytes) -> None:
-        assert manifest.shard is not None
         with self.changed:
             self.there.setdefault(manifest.snapshot, {}).setdefault(manifest.shard.writer, (manifest, image))
             self.changed.notify_all()

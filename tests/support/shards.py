@@ -29,7 +29,6 @@ def shard_manifest(step: int, writer: int, writers: int = 2, *, attempt: int = 1
 
 def shard_image(manifest: Manifest) -> bytearray:
     """The bytes of a shard; those of its files are of its step and writer."""
-    assert manifest.shard is not None
     chance = random.Random(1000 * manifest.step + manifest.shard.writer)
     image = bytearray(manifest.nbytes)
     for span in manifest.files:

@@ -12,7 +12,8 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.sharded.file_plan import state_file
+from lightning_spot.sharded.file_plan import load_state, state_file
+from lightning_spot.sharded.reader import ImageReader, consolidated, load_all, read_folder
 from lightning_spot.tiers.local import LocalStore
 from tests.support.trainer import Probe, equal, state_of
 from tests.support.waiting import until
@@ -56,6 +57,18 @@ def read(run: Path, manifest: Manifest) -> dict[str, Any]:
     for rank in range(len(states), manifest.world_size if states else 0):
         states.append(torch.load(path.with_name(state_file(rank)), map_location="cpu", weights_only=True))
     return checkpoint
+
+
+def content(run: Path, manifest: Manifest) -> dict[str, Any]:
+    """All that is in a snapshot, in shards or not."""
+    if not any(file.name.endswith(".distcp") for file in manifest.files):
+        return read(run, manifest)
+    image, manifest = read_folder(run / manifest.name)
+    found = {**load_all(ImageReader(image, manifest)), **consolidated(image, manifest)}
+    for file in manifest.files:
+        if file.name.startswith("rank-") or file.name == "meta.pt":
+            found[file.name] = load_state(image[file.offset : file.stop])
+    return found
 
 
 def check_all(root: Path, probe: Probe) -> list[Manifest]:
