@@ -17,6 +17,7 @@ from torch import nn
 from lightning_spot.capture.tensors import local_of, storage_address
 from lightning_spot.config import format_names
 from lightning_spot.exact.change_detector import SCALARS
+from lightning_spot.trees import at
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -151,7 +152,7 @@ def _places(owners: Owners) -> Iterator[tuple[Place, Any]]:
         kind = type(value)
         if issubclass(kind, torch.Tensor) or kind in (list, dict):
             yield place, value
-        if kind in (list, tuple, dict) and len(place) < _DEEPEST:
+        if kind in (list, tuple, dict) and len(place) < _DEEPEST and len(value) <= left:
             items = value.items() if kind is dict else enumerate(value)
             waiting += [((*place, key), item) for key, item in list(items) if type(item) not in SCALARS]
 
@@ -238,53 +239,99 @@ def _set(parts: Mapping[str, Any], place: Place, value: Any) -> None:
 # -- what callbacks and optimizers share, with the module or with each other ------------------------------------------
 
 
-def shared_outside(trainer: pl.Trainer, owners: Owners) -> list[tuple[str, str]]:
-    """Names of tensors of callbacks and optimizers, each with that of another one in the same memory.
+class SharedOutside:
+    """Tensors of callbacks, data modules and optimizers, each with that of another one in the same memory.
 
     Whoever loads a state may have copies: what shares memory in the state that was saved tells nothing of them. One
-    tensor with two names, neither a parameter nor a buffer, does not count: programs replace such (a score, the best
-    one), and write to views.
+    tensor with two names, none of them of the module, does not count: programs replace such (a score, the best one),
+    and write to views.
 
     Args:
-        trainer: whose callbacks and optimizers they are.
-        owners: of its module.
+        trainer: whose callbacks, data and optimizers they are.
+        look: returns the owners of its module.
     """
-    outside, module = _outside(trainer), trainer.lightning_module
-    tensors = _tensors({**owners, **outside})
-    registered = {id(each) for each in (*module.parameters(), *module.buffers())}
-    sharers: dict[int, list[Place]] = defaultdict(list)
-    for place in sorted(tensors, key=lambda place: place[0] in outside):  # names of the module's come first
-        sharers[storage_address(tensors[place])].append(place)
-    shared: list[tuple[str, str]] = []
-    for place in (place for place in tensors if place[0] in outside):
-        tensor = tensors[place]
-        for of in sharers[storage_address(tensor)][:_MOST_SHARERS]:
-            is_other = tensors[of] is not tensor or id(tensor) in registered
-            if of != place and is_other and _overlap(tensor, tensors[of]):
-                shared.append((name_of(place), name_of(of)))
-                break
-    return sorted(shared)
 
+    def __init__(self, trainer: pl.Trainer, look: Callable[[], Owners]) -> None:
+        self._trainer, self._look = trainer, look
+        self._found: list[tuple[Place, Place, bool]] = []
+        self._times = 0
 
-def what_is_apart(trainer: pl.Trainer, owners: Owners, shared: Collection[Sequence[str]]) -> Iterator[str]:
-    """One sentence on those pairs of :func:`shared_outside` that are apart now, if there are any."""
-    if not shared:
-        return
-    tensors = _tensors({**owners, **_outside(trainer)})
-    memory = {name_of(place): storage_address(tensor) for place, tensor in tensors.items()}
-    apart = {name for name, of in shared if name in memory and of in memory and memory[name] != memory[of]}
-    if apart:
-        yield (
+    def saved(self) -> list[tuple[str, ...]]:
+        """The names of both, and ``"same"`` where both are one tensor, which is no parameter or buffer."""
+        self._times += 1
+        if self._times & (self._times - 1) == 0:  # in fewer and fewer snapshots: each tensor is asked for its address
+            self._found = sorted(self._find(), key=str)
+        owners: dict[str, Any] = {}
+        if any(is_same for _, _, is_same in self._found):
+            named = dict(self._trainer.lightning_module.named_modules())
+            owners = {**{name: vars(part) for name, part in named.items()}, **_outside(self._trainer)}
+        return [
+            (name_of(place), name_of(of), *([_SAME] if is_same else []))
+            for place, of, is_same in self._found
+            if not is_same or at(owners, place) is at(owners, of)
+        ]
+
+    def _find(self) -> Iterator[tuple[Place, Place, bool]]:
+        outside, module = _outside(self._trainer), self._trainer.lightning_module
+        tensors = _tensors({**self._look(), **outside})
+        registered = {id(each) for each in (*module.parameters(), *module.buffers())}
+        sharers: dict[int, list[Place]] = defaultdict(list)
+        for place in sorted(tensors, key=lambda place: place[0] in outside):  # names of the module's come first
+            sharers[storage_address(tensors[place])].append(place)
+        for place in (place for place in tensors if place[0] in outside):
+            tensor = tensors[place]
+            for of in sharers[storage_address(tensor)][:_MOST_SHARERS]:
+                is_same = tensors[of] is tensor and id(tensor) not in registered
+                if of != place and not (is_same and of[0] in outside) and _overlap(tensor, tensors[of]):
+                    yield place, of, is_same
+                    break
+
+    def tie(self, shared: Collection[Sequence[str]]) -> tuple[list[str], list[str]]:
+        """When training begins: have be one tensor again what :meth:`saved` named so.
+
+        Args:
+            shared: what it returned.
+
+        Returns:
+            the names of what is one tensor again, and one sentence on those pairs that are apart, if there are any.
+        """
+        if not shared:
+            return [], []
+        outside = _outside(self._trainer)
+        tensors = {name_of(place): (place, tensor) for place, tensor in _tensors({**self._look(), **outside}).items()}
+        tied, apart = [], []
+        for name, of, *same in shared:
+            if name not in tensors or of not in tensors:
+                continue
+            (place, mine), (_, other) = tensors[name], tensors[of]
+            if same and _replace(outside, place, other):
+                tied.append(name)
+            elif storage_address(mine) != storage_address(other):
+                apart.append(name)
+        return tied, [
             f"{format_names(sorted(apart))} shared memory with other tensors of the training, and are copies now. Tie"
             " them in on_train_start"
-        )
+        ] * bool(apart)
+
+
+_SAME = "same"
+
+
+def _replace(owners: Owners, place: Place, value: Any) -> bool:
+    """Put a value at a place in something that can be changed."""
+    holder: Any = at(owners, place[:-1])
+    if not isinstance(holder, (dict, list)):
+        return False
+    holder[place[-1]] = value
+    return True
 
 
 def _outside(trainer: pl.Trainer) -> Owners:
-    """Attributes of callbacks, but for ours, and states of optimizers, by the number of the parameter."""
+    """Attributes of callbacks, but for ours, of the data module, and states of optimizers by the parameter's number."""
     outside: dict[str, Mapping[str, Any]] = {}
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
-    for number, callback in enumerate(callbacks):
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    for number, callback in enumerate([*callbacks, *([data] if data is not None else [])]):
         if not type(callback).__module__.startswith("lightning_spot."):
             kind = type(callback).__qualname__.rpartition(".<locals>.")[2]
             outside[kind if kind not in outside else f"{kind}#{number}"] = vars(callback)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from lightning_spot.exact import private
-from lightning_spot.exact.data_changes import digest_of
+from lightning_spot.exact.change_detector import digest_of
 from lightning_spot.exact.findings import say_not_exact
 from lightning_spot.exact.indices import (
     Indices,
@@ -279,10 +279,10 @@ class ResumedEpoch(Epoch):
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
             if not self._restore_step(True):
                 restore_random(present)
-            self.own.restore(resume["own"])
+            self.own.restore(resume["own"], values=False)  # these came before hooks began this epoch
             if by_state:
                 self._come_to_end(resume)
-                self.own.restore(resume["own"])
+                self.own.restore(resume["own"], values=False)
                 self.leave()
             self.at_iter = self._random()
             self.say_what_differs()

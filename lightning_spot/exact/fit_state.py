@@ -24,7 +24,7 @@ import torch
 
 from lightning_spot.config import format_names
 from lightning_spot.exact import buffers, builtin_callbacks, loggers, order, private, progress
-from lightning_spot.exact.aliases import shared_outside, what_is_apart
+from lightning_spot.exact.aliases import SharedOutside
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.exact.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
 from lightning_spot.exact.epochs import DataResume
@@ -80,8 +80,7 @@ class FitState(PerTrainer):
         self._untracked = UntrackedAttributes()
         self._restoring = Restoring(self._trainer, parts)
         self._has_begun = False
-        self._dumps = 0
-        self._shared: list[tuple[str, str]] = []  # tensors of callbacks and optimizers, and what they share memory with
+        self._shared = SharedOutside(self._trainer, lambda: owners_of(parts.module))
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
@@ -141,16 +140,16 @@ class FitState(PerTrainer):
         self.fixed_steps.check(trainer)
         parts.buffers.begin(parts.module)
         run(private.BUCKETS, lambda: parts.gradient_order.begin(trainer, due.get("gradient_order", [])))
-        run(private.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
+        tied, apart = run(private.HOOKED, lambda: self._shared.tie(due.get("shared_outside", []))) or ([], [])
+        run(private.HOOKED, lambda: self._untracked.begin(trainer, set(restoring.untracked).difference(tied)))
         parts.hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(parts.loaders) if parts.loaders is not None else []
-        self._shared = due.get("shared_outside", [])
         made = buffers.made_in_training(parts.module, due.get("buffers", {}))
         anew = [
             *builtin_callbacks.what_begins_anew(trainer),
             *self._untracked.begin_anew([*restoring.lost, *made]),
             *what_is_rank_0s(trainer),
-            *(run(private.HOOKED, lambda: list(what_is_apart(trainer, owners_of(parts.module), self._shared))) or ()),
+            *apart,
             *parts.hooked.what_waits(),
             *parts.hooked.what_is_apart(),
         ]
@@ -175,16 +174,14 @@ class FitState(PerTrainer):
         checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
-        self._dumps += 1
-        if self._dumps & (self._dumps - 1) == 0:  # in fewer and fewer of them: it asks for the address of each tensor
-            self._shared = run(private.HOOKED, lambda: shared_outside(trainer, owners_of(parts.module))) or []
+        shared = run(private.HOOKED, self._shared.saved) or []
         added = run("skipped batches", lambda: progress.even_out(checkpoint)) or {}
         mark = progress.mark_before_validation
         total = run(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
         places = loggers.places_of
         return Dump(
             checkpoint=checkpoint,
-            state={**self.capture(at_end=at_end), "added": added, "shared_outside": self._shared},
+            state={**self.capture(at_end=at_end), "added": added, "shared_outside": shared},
             validation_progress=total,
             loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],

@@ -16,10 +16,12 @@ from lightning_spot.exact.epochs import DataResume
 from lightning_spot.exact.position import (
     FollowedLoader,
     PositionedLoader,
+    identities_in,
     loader_itself,
     position_of,
     restore_owners,
     restore_state,
+    restore_values,
     state_of,
 )
 from lightning_spot.exact.randomness import State, capture_random, restore_random
@@ -200,6 +202,8 @@ class Loaders:
     def restore(self, saved: State) -> None:
         """When training begins: count epochs from where loaders were asked for, and know which has ended."""
         self._has_begun = True
+        for loader in self.training:
+            restore_values(loader)
         request = saved["requests"].get("training")
         if request is not None:
             private.LAST_RELOAD.set(self._trainer.fit_loop, request["reloaded"])
@@ -224,7 +228,8 @@ class Loaders:
         """Set the own state of a loader for validation, once: it may be made long after training went on."""
         number = next((number for number, item in enumerate(self.validation) if item is loader), len(self._states))
         if number < len(self._states):
-            restore_state(loader, self._states[number])
+            of_training = set().union(*map(identities_in, self.training))
+            restore_state(loader, self._states[number], of_training)
             self._states[number] = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -138,11 +138,11 @@ def state_of(loader: Any) -> State | None:
     return {"own": own.capture(), "workers": saved, "were_made": were_made, "data": own.changed_data()}
 
 
-def restore_state(loader: Any, state: State | None) -> None:
-    """Set what :func:`state_of` returned."""
+def restore_state(loader: Any, state: State | None, but: Collection[int] = ()) -> None:
+    """Set what :func:`state_of` returned, but in objects of these identities: training has gone on with them."""
     if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
         own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
-        own.restore(state["own"])
+        own.restore(state["own"], but=but)
         names = own.differing_data(state["data"])
         if workers is not None:
             workers.resume(state["workers"])
@@ -152,11 +152,24 @@ def restore_state(loader: Any, state: State | None) -> None:
 
 
 def restore_owners(loader: Any) -> None:
-    """Set the generators around a loader that is to be resumed: its epoch may have no batch left to ask it for."""
+    """Set what a loader that is to be resumed draws from: its epoch may have no batch left to ask it for."""
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     if isinstance(epoch, ResumedEpoch) and epoch.resume is not None:
-        epoch.own.restore(epoch.resume["own"])
+        epoch.own.restore(epoch.resume["own"], values="at_iter" in epoch.resume)
         epoch.say_what_differs()
+
+
+def restore_values(loader: Any) -> None:
+    """When training begins with a new epoch: set the values that a loader had, before hooks set those of the epoch."""
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if isinstance(epoch, ResumedEpoch) and epoch.resume is not None and "at_iter" not in epoch.resume:
+        epoch.own.restore(epoch.resume["own"])
+
+
+def identities_in(loader: Any) -> set[int]:
+    """Identities of the objects within reach of a loader."""
+    own = loader.__dict__["_own"] if type(loader) in (FollowedLoader, PositionedLoader) else OwnState({"": loader})
+    return {id(item) for _, item in own.items()}
 
 
 def batches_done(loader: Any) -> int | None:

@@ -219,7 +219,7 @@ class WorkerWatch:
         looks = self._batches & (self._batches - 1) == 0  # into the data, in fewer and fewer batches
         if not self._draws and (random_now() != self._random or (looks and own.drawn() != self._drawn)):
             self._draws.fill_(True)
-        if looks and (changed := own.changed_data()):
+        if looks and (changed := own.changed_names()):
             text = list("\n".join(changed).encode()[:_MOST_TEXT])
             self._changed[worker % len(self._changed), : len(text)] = torch.tensor(text, dtype=torch.uint8)
 

@@ -270,7 +270,7 @@ HUNG: dict[str, tuple[dict[str, Any], str]] = {
     "a tensor that is replaced": ({"make": hangs, "step": sets}, ""),
     "a tensor that training makes": ({"step": sets}, ""),
     "a list": ({"make": hangs, "step": appends}, ""),
-    "an array": ({"make": hangs, "step": writes_to_an_array}, "Identity.array"),
+    "an array": ({"make": hangs, "step": writes_to_an_array}, ""),
     "weight norm": ({"make": lambda module: weight_norm(module.net[1])}, ""),
     "spectral norm": ({"make": lambda module: spectral_norm(module.net[1])}, ""),
     "pruning": ({"make": lambda module: prune.l1_unstructured(module.net[1], "weight", 0.2)}, ""),
@@ -381,7 +381,8 @@ class Fading(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         if self.row is None or self.again:
-            self.row = module.bank[:1] if self.of == "bank" else module.net[0].weight.data[:1]
+            row = module.net[0].weight.data if self.of == "weights" else module.bank
+            self.row = row if self.of == "whole bank" else row[:1]
 
     def state_dict(self) -> dict[str, Any]:
         return {"row": self.row.clone() if self.copies == "save" else self.row}
@@ -391,6 +392,31 @@ class Fading(pl.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.row *= 0.99
+
+
+class Parting(Fading):
+    """Has the module's bank, until the third batch, and later a copy."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self.row = self.row.clone()
+        super().on_train_batch_end()
+
+
+class Bank(m.Data):
+    """A data module that fades what the module holds."""
+
+    bank: Any = None
+
+    def fade(self, module: Any) -> None:
+        self.bank = module.bank if self.bank is None else self.bank
+        self.bank *= 0.99
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bank": self.bank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.bank = state["bank"]
 
 
 class Viewing(pl.Callback):
@@ -433,6 +459,11 @@ def sums(module: Any, _: Any) -> Any:
     return module.bank.mean()
 
 
+def sums_and_fades(module: Any, _: Any) -> Any:
+    module.trainer.datamodule.fade(module)
+    return sums(module, _)
+
+
 APART = "shared memory with other tensors of the training"
 OUTSIDE = [
     (Case(model=lambda: m.Optimized(Mirroring)), f"optimizer 0.state.4.weights and 1 more {APART}"),
@@ -441,6 +472,10 @@ OUTSIDE = [
     (Case(callbacks=lambda: [Fading(copies="save")]), f"Fading.row {APART}"),
     (Case(callbacks=lambda: [Fading(again=True)]), ""),
     (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(of="bank")]), f"Fading.row {APART}"),
+    (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(of="whole bank")]), ""),
+    (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(of="whole bank", copies="load")]), ""),
+    (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Parting(of="whole bank")]), ""),
+    (Case(model=lambda: Doing(step=sums_and_fades), data=Bank, loaders=None, val=None), ""),
     (Case(callbacks=lambda: [Scoring()]), ""),
     (Case(callbacks=lambda: [Viewing(copies=False)]), ""),
     (Case(callbacks=lambda: [Viewing(copies=True)]), f"Viewing.first, Viewing.rows {APART}"),

@@ -132,7 +132,7 @@ def hides(**attributes: Any) -> Callable[[], Own]:
         (lambda: Own(cache=OrderedDict()), lambda m: m.cache.update(a=Meter()), "cache"),
         (lambda: Own(made=defaultdict(list)), lambda m: m.made["a"].append(Meter()), "made"),
         (lambda: Own(seen={1}), lambda m: m.seen.add(2), "seen"),
-        (lambda: Own(array=np.zeros(3)), lambda m: m.array.fill(1), "array"),
+        (lambda: Own(array=np.array([None])), lambda m: setattr(m, "array", np.array([[None]])), "array"),
         (lambda: Own(phase=Phase.FIRST), lambda m: setattr(m, "phase", Phase.SECOND), "phase"),
         (lambda: Own(recent=deque([1], maxlen=2)), lambda m: m.recent.append(2), "recent"),
         (lambda: Own(mapped=np.zeros(3).view(np.matrix)), lambda m: m.mapped.fill(1), ""),

@@ -266,6 +266,96 @@ class Opaque(Curriculum):
         return x + 0.1 * next(self.source), y
 
 
+class Transform:
+    """A plain object of the data, which holds another one."""
+
+    def __init__(self) -> None:
+        self.strength, self.groups, self.row = 1.0, {"noise": [1.0]}, np.ones(2)
+        self.count, self.inner, self.first = itertools.count(), Slotted(), None
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.strength * self.groups["noise"][0] * float(self.row[1]) + 0.1 * self.inner.read
+
+
+class Slotted:
+    """Has no dictionary of its attributes."""
+
+    __slots__ = ("read",)
+
+    def __init__(self) -> None:
+        self.read = 0
+
+
+class Transformed(Curriculum):
+    """Reads through a plain object, whose attributes training or reading change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = Transform()
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return self.transform(x), y
+
+
+class Counted(Transformed):
+    """Counts in a plain object what is read."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.transform.inner.read += 1
+        return super().__getitem__(index)
+
+
+class Iterated(Transformed):
+    """Counts with an iterator that was made with the data."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * next(self.transform.count), y
+
+
+class Sealed(Transform):
+    """Lets nobody set its attributes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "first" in vars(self):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+class Guarded(Transformed):
+    """Reads through an object that is sealed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = Sealed()
+
+
+class Cycled(Curriculum):
+    """Counts beside an iterator that does not show its place, as torchio's queue does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.read = itertools.cycle((0.1, 0.2, 0.3)), 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        x, y = super().__getitem__(index)
+        return x + next(self.source), y
+
+
+class Augmented(Curriculum):
+    """Reads through a module without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = torch.nn.Sequential(torch.nn.Threshold(-9.0, 0.5))
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return self.transform(x - self.transform[0].threshold), y
+
+
 class Weights(RandomSampler):
     """Draws by weights that training changes."""
 
@@ -281,11 +371,15 @@ class Weights(RandomSampler):
 
 
 class Changing(m.Lean):
-    """Changes an attribute of the data set or of the sampler at the end of each epoch, or in each step."""
+    """Changes attributes of what is in a loader where epochs begin or end, or in each step."""
 
     def __init__(self, change: Callable[[Any], None], hook: str) -> None:
         super().__init__()
         self.change, self.hook = change, hook
+
+    def on_train_epoch_start(self) -> None:
+        if self.hook == "epoch start":
+            self.change(self.trainer.train_dataloader)
 
     def on_train_epoch_end(self) -> None:
         if self.hook == "epoch":
@@ -316,6 +410,26 @@ def pooled(loader: Any) -> None:
     loader.dataset.pool[1] += 0.1
 
 
+def stronger(loader: Any) -> None:
+    transform = loader.dataset.transform
+    transform.strength *= 1.1
+    transform.groups["noise"][0] += 0.1
+    transform.row[1] += 0.1
+
+
+def stronger_with_an_object(loader: Any) -> None:
+    loader.dataset.transform.strength *= 1.1
+    loader.dataset.transform.first = loader
+
+
+def stronger_past_its_class(loader: Any) -> None:
+    vars(loader.dataset.transform)["strength"] *= 1.1
+
+
+def higher(loader: Any) -> None:
+    loader.dataset.transform[0].threshold -= 0.1
+
+
 def weigh(loader: Any) -> None:
     loader.sampler.weights = loader.sampler.weights + torch.arange(float(len(loader.sampler.weights)))
     loader.sampler.temperature *= 0.9
@@ -326,19 +440,29 @@ def regroup(loader: Any) -> None:
     loader.sampler.weights[0] += 1.0
 
 
+OF_TRANSFORM = "had changed dataset.transform.first, dataset.transform.strength"
 CHANGES = [
-    (Curriculum, harder, "epoch", "dataset.difficulty"),
-    (Curriculum, harder, "batch", "dataset.difficulty"),
-    (Curriculum, relabel, "epoch", "dataset.x"),
-    (Curriculum, in_place, "epoch", "dataset.x"),
-    (Curriculum, pooled, "epoch", "dataset.pool"),
+    (Curriculum, harder, "epoch", ""),
+    (Curriculum, harder, "batch", ""),
+    (Curriculum, harder, "epoch start", ""),
+    (Curriculum, relabel, "epoch", ""),
+    (Curriculum, in_place, "epoch", ""),
+    (Curriculum, pooled, "epoch", ""),
+    (Transformed, stronger, "batch", ""),
+    (Transformed, stronger, "epoch start", ""),
+    (Transformed, stronger_with_an_object, "epoch", OF_TRANSFORM),
+    (Guarded, stronger_past_its_class, "epoch", "had changed dataset.transform.strength"),
+    (Counted, nothing, "epoch", ""),
+    (Iterated, nothing, "epoch", "had changed dataset.transform.count"),
+    (Cycled, nothing, "epoch", "had changed dataset.read"),
+    (Augmented, higher, "batch", ""),
     (Queued, nothing, "first epoch", ""),
-    (Queued, nothing, "epoch", "dataset.queue"),
+    (Queued, nothing, "epoch", ""),
     (Opaque, nothing, "first epoch", ""),
     (Opaque, nothing, "epoch", "dataset.source"),
     (Curriculum, nothing, "epoch", ""),
     (Curriculum, weigh, "epoch", ""),
-    (Curriculum, regroup, "epoch", "sampler.groups"),
+    (Curriculum, regroup, "epoch", ""),
 ]
 
 
@@ -366,8 +490,8 @@ def test_data_that_training_or_reading_changes_is_kept_or_named(
     case = Case(model=lambda: Changing(change, hook), loaders=loaders, val=None, settings={"limit_val_batches": 0})
     at = 3 if hook == "first epoch" else 8
     stop = StopIn("on_train_batch_start", 6 if hook == "first epoch" else 11) if ends else StopAfter(at)
-    if ends and data in (Queued, Opaque):
-        says = "dataset.queue" if data is Queued else "dataset.source"
+    if ends and data is Opaque:
+        says = "dataset.source"
     check_resume(case, stop, says, tmp_path)
 
 
@@ -391,8 +515,15 @@ def lasting(data: Any) -> Any:
 
 COPIES = {
     "first epoch": (Queued, lasting, StopAt(3), ""),
-    "later epoch": (Queued, lasting, StopAt(8), "had changed dataset.filled, dataset.queue"),
-    "end of epoch": (Queued, lasting, StopIn("on_train_batch_start", 6), "had changed dataset.filled, dataset.queue"),
+    "later epoch": (Queued, lasting, StopAt(8), ""),
+    "end of epoch": (Queued, lasting, StopIn("on_train_batch_start", 6), ""),
+    "later epoch, of an object": (Opaque, lasting, StopAt(8), "had changed dataset.source"),
+    "end of epoch, of an object": (
+        Opaque,
+        lasting,
+        StopIn("on_train_batch_start", 6),
+        "had changed dataset.source",
+    ),
     "an open file": (Handled, lasting, StopAt(8), ""),
     "by its state": (Queued, buffer_of, StopAt(8), "workers of Kept change dataset.filled, dataset.queue"),
     "an open file, by its state": (Handled, buffer_of, StopAt(8), "workers of Kept draw random numbers, which"),
@@ -462,14 +593,38 @@ def test_possible_worker_changes_are_named_if_the_resume_seeks(make: Any, says: 
 
 
 @pytest.mark.parametrize("workers", ["0", "persistent"])
-def test_what_reading_changes_in_data_for_validation_is_named(workers: str, tmp_path: Path) -> None:
-    case = Case(loaders=m.rows, val=lambda: DataLoader(Queued(), m.BATCH, **WORKERS[workers]))
+@pytest.mark.parametrize(("data", "says"), [(Queued, ""), (Opaque, "had changed dataset.source")])
+def test_changes_in_validation_data_are_kept_or_named(data: Any, says: str, workers: str, tmp_path: Path) -> None:
+    case = Case(loaders=m.rows, val=lambda: DataLoader(data(), m.BATCH, **WORKERS[workers]))
     told: list[str] = []
     with pytest.raises(Stop):
-        train(case, tmp_path, StopAt(8), seed=11, every=1, told=told)
-    assert not [text for text in told if "had changed" in text]
-    train(case, tmp_path, seed=200, every=1000, told=told)
-    assert len([text for text in told if "had changed dataset.filled, dataset.queue" in text]) == 1
+        train(case, tmp_path / "broken", StopAt(8), seed=11, every=1, told=told)
+    train(case, tmp_path / "broken", seed=200, every=1000, told=told)
+    assert [says in text for text in told] == [True] * bool(says)
+    if not says:
+        train(case, tmp_path / "twin", seed=11, every=1000)
+        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
+
+
+@pytest.mark.parametrize("reads", ["training", "validation"])
+def test_an_object_that_two_loaders_share_is_as_training_left_it(reads: str, tmp_path: Path) -> None:
+    """The loader for validation is asked for again long after training has gone on."""
+    shared: list[Any] = []
+
+    def loader() -> Any:
+        shared[:] = shared or [Transformed()]
+        return DataLoader(shared[0], m.BATCH)
+
+    def case() -> Case:
+        shared.clear()
+        settings = {"num_sanity_val_steps": 0, "max_epochs": 3}
+        return Case(model=lambda: Changing(stronger, "batch"), loaders=loader, val=loader, settings=settings)
+
+    with pytest.raises(Stop):
+        train(case(), tmp_path / "broken", StopAt(3 if reads == "training" else 8), seed=11, every=1)
+    assert train(case(), tmp_path / "broken", seed=200, every=1000) == []
+    train(case(), tmp_path / "twin", seed=11, every=1000)
+    assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
 
 
 class Shuffling(DataLoader[Any]):

@@ -222,6 +222,22 @@ EXACT = [
         _of("overwritten", "a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight:-more0]"),
     ),
     Mutation(
+        "values of objects in the data",
+        "exact.own_state",
+        'state["values"] = {path: kept for path, _, kept in self._changed() if kept}',
+        "pass",
+        "a curriculum begins anew in a resumed run",
+        _of("loaders", "data_that_training_or_reading_changes_is_kept_or_named[mid-epoch-Transformed-stronger-batch-]"),
+    ),
+    Mutation(
+        "tensors that callbacks share with the module",
+        "exact.aliases",
+        "            if same and _replace(outside, place, other):",
+        "            if same and False:",
+        "a callback writes to a copy of what the module reads",
+        _of("aliases", "objects_callbacks_and_optimizers_share_stay_shared[case6-]"),
+    ),
+    Mutation(
         "requires_grad",
         "exact.module_state",
         "                parameters[name].requires_grad_(trains)",
