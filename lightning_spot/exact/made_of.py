@@ -108,7 +108,7 @@ class FixedSteps:
 
 
 def _fixed_steps(trainer: pl.Trainer, planned: float | None) -> Iterator[tuple[str, int, float]]:
-    """Name, ``total_steps`` and steps to come of each scheduler that has these, also within others.
+    """Name, ``total_steps`` and steps to come of each scheduler that has these.
 
     Args:
         trainer: whose schedulers they are.
@@ -120,16 +120,5 @@ def _fixed_steps(trainer: pl.Trainer, planned: float | None) -> Iterator[tuple[s
             steps = trainer.max_epochs if config.interval == "epoch" else trainer.estimated_stepping_batches
         if steps is None or steps < 0:
             steps = float("inf")
-        steps = steps // config.frequency if steps < float("inf") else steps
-        name = type(config.scheduler).__name__ + (f" {number}" if number else "")
-        yield from _fixed_steps_within(config.scheduler, steps, name)
-
-
-def _fixed_steps_within(scheduler: Any, steps: float, name: str) -> Iterator[tuple[str, int, float]]:
-    if isinstance(last := getattr(scheduler, "total_steps", None), int):
-        yield name, last, steps
-    begins: list[int] = getattr(scheduler, "_milestones", [])  # of those that take turns; others step together
-    for number, inner in enumerate(getattr(scheduler, "_schedulers", [])):
-        begin = begins[number - 1] if begins and number else 0
-        end = begins[number] - 1 if number < len(begins) else float("inf")
-        yield from _fixed_steps_within(inner, min(steps, end) - begin, f"{name}[{number}]: {type(inner).__name__}")
+        if isinstance(last := getattr(config.scheduler, "total_steps", None), int):
+            yield type(config.scheduler).__name__ + (f" {number}" if number else ""), last, steps // config.frequency
