@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDEST := lightning==2.6.0 pytorch-lightning==2.6.0 torchmetrics==1.4.0 fsspec==2025.12.0 s3fs==2025.12.0 \
 	aiobotocore==2.26.0 boto3==1.41.5 aiohttp==3.14.1 numpy==1.26.4
 OLDEST_TESTS := tests/integration/test_exact.py tests/integration/test_exact_guards.py tests/integration/test_exact_table.py tests/integration/test_fit.py \
-	tests/integration/test_loggers.py tests/integration/test_namespaces.py tests/unit/test_private.py tests/integration/test_second_fit.py
+	tests/integration/test_loggers.py tests/integration/test_namespaces.py tests/unit/test_compat.py tests/integration/test_second_fit.py
 
 # Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
 STORES ?= .stores

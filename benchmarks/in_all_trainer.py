@@ -117,7 +117,7 @@ class Watch(pl.Callback):
         setattr(owner, name, timed)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.wrap(trainer.fit_loop.epoch_loop, "on_advance_end")  # ours is in it, see exact/seams.py
+        self.wrap(trainer.fit_loop.epoch_loop, "on_advance_end")  # ours is in it, see exact/loops.py
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         now_s = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.exact.seams import Seams
+from lightning_spot.exact.loops import StepBoundaries
 
 
 class SeamWatch(pl.Callback):
@@ -30,12 +30,12 @@ class SeamWatch(pl.Callback):
         self.spent_s = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        Seams.of(trainer).add(self)
+        StepBoundaries.of(trainer).add(self)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._last is None:  # by now ours have added themselves
             self._last = _Last(self)
-            Seams.of(trainer).add(self._last)
+            StepBoundaries.of(trainer).add(self._last)
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         self._begun_s, self._before = time.monotonic(), self._counts()
@@ -53,9 +53,9 @@ class SeamWatch(pl.Callback):
         return self._spot.snapshots.begun_step, self._spot.num_skipped
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        Seams.of(trainer).remove(self)
+        StepBoundaries.of(trainer).remove(self)
         if self._last is not None:
-            Seams.of(trainer).remove(self._last)
+            StepBoundaries.of(trainer).remove(self._last)
 
 
 class _Last:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.config import check_flag
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.epochs import DATA_RESUMES, DataResume
+from lightning_spot.exact.dataloader import DATA_RESUMES, DataResume
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.resume import Resume

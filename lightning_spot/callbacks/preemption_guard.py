@@ -11,9 +11,9 @@ from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.capture.unexpected import BestEffort
 from lightning_spot.config import check_number
 from lightning_spot.errors import PreemptedError
-from lightning_spot.exact import private
+from lightning_spot.exact import compat
 from lightning_spot.exact.fit_state import FitState
-from lightning_spot.exact.seams import Seam, Seams
+from lightning_spot.exact.loops import StepBoundaries, StepBoundary
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.ranks import Ranks, end_restarts_here
 from lightning_spot.fit.session import FitSession
@@ -96,7 +96,7 @@ class PreemptionGuard(FitCallback):
             fit.warn_of_passing_folder()
         self.notice, self._place, self._is_advised, self._is_cloud_known = None, Place(0), False, False
         self._watcher = watcher = Watcher(open_sources(self.notices))
-        if trainer.world_size > 1 and not FitState.of(trainer).can(private.ENVIRONMENT):
+        if trainer.world_size > 1 and not FitState.of(trainer).can(compat.ENVIRONMENT):
             self._watcher = None
             return
         watcher.start()
@@ -108,27 +108,27 @@ class PreemptionGuard(FitCallback):
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on there are places at which to stop."""
         super().on_sanity_check_start(trainer, pl_module)
-        self._pass(trainer, Place(0, 0, evaluating=True), Seam.SANITY_CHECK)
+        self._pass(trainer, Place(0, 0, evaluating=True), StepBoundary.SANITY_CHECK)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Listen for the places at which training can stop, before those who take snapshots there."""
         if self._stop is None:
             return
-        Seams.of(trainer).add(self)
+        StepBoundaries.of(trainer).add(self)
         FitSession.of(trainer).expect_stop()
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """The end of a batch; the validation that follows can be interrupted, too."""
         self._place = Place(self._place.batch + 1)
-        self._pass(trainer, Place(self._place.batch, evaluating=True), Seam.BEFORE_VALIDATION)
+        self._pass(trainer, Place(self._place.batch, evaluating=True), StepBoundary.BEFORE_VALIDATION)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """The end of a batch, where no better place is to be had."""
-        Seams.of(trainer).batch_ended(self)
+        StepBoundaries.of(trainer).batch_ended(self)
 
     def after_batch(self, trainer: pl.Trainer) -> None:
         """The end of a batch."""
-        self._pass(trainer, Place(self._place.batch + 1), Seam.AFTER_BATCH)
+        self._pass(trainer, Place(self._place.batch + 1), StepBoundary.AFTER_BATCH)
         if not self._grace_checked and self._place.batch % _CHECK_GRACE_EVERY == 0:
             self._best_effort.run("checking the grace of a notice", lambda: self._check_grace(trainer), None)
 
@@ -136,19 +136,20 @@ class PreemptionGuard(FitCallback):
         """The end of a validation batch, also of the sanity check."""
         if self._place.evaluating:
             place = Place(self._place.batch, self._place.evaluated + 1, evaluating=True)
-            self._pass(trainer, place, Seam.SANITY_CHECK if trainer.sanity_checking else Seam.VALIDATION)
+            boundary = StepBoundary.SANITY_CHECK if trainer.sanity_checking else StepBoundary.VALIDATION
+            self._pass(trainer, place, boundary)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ranks with fewer validation batches than others stop here."""
         if self._place.evaluating and self._stop is not None:
             last = Place(self._place.batch, 2**62)
             if self._stop.passed(last):
-                self._leave(trainer, Seam.SANITY_CHECK if trainer.sanity_checking else Seam.VALIDATION)
+                self._leave(trainer, StepBoundary.SANITY_CHECK if trainer.sanity_checking else StepBoundary.VALIDATION)
             self._place = Place(self._place.batch)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run at its end needs no urgent snapshot: it takes its last one now."""
-        Seams.of(trainer).remove(self)
+        StepBoundaries.of(trainer).remove(self)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop watching, once what is committed is in safety: until then a signal does not end the process."""
@@ -172,7 +173,7 @@ class PreemptionGuard(FitCallback):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _pass(self, trainer: pl.Trainer, place: Place, seam: Seam) -> None:
+    def _pass(self, trainer: pl.Trainer, place: Place, seam: StepBoundary) -> None:
         """Go on past ``place``, unless this is where all ranks stop."""
         self._place = place
         if self._stop is not None and self._stop.passed(place):
@@ -190,7 +191,7 @@ class PreemptionGuard(FitCallback):
             for snapshotter in FitSession.of(trainer).snapshotters:
                 snapshotter.pacing.expect_failure()
 
-    def _leave(self, trainer: pl.Trainer, seam: Seam) -> None:
+    def _leave(self, trainer: pl.Trainer, seam: StepBoundary) -> None:
         """Secure the state and exit, on every rank."""
         assert self._stop is not None
         assert self._watcher is not None
@@ -222,9 +223,9 @@ class PreemptionGuard(FitCallback):
     def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
         """Have our handlers stand where Lightning would put its own, which hang or crash with several ranks."""
         watcher.install_signals()
-        if not FitState.of(trainer).can(private.SIGNALS):
+        if not FitState.of(trainer).can(compat.SIGNALS):
             return
-        connector = private.SIGNAL_CONNECTOR.of(trainer)
+        connector = compat.SIGNAL_CONNECTOR.of(trainer)
 
         def register_signal_handlers(original: Callable[[], None]) -> None:
             watcher.restore_signals()  # so that Lightning remembers the user's handlers, not ours
@@ -235,12 +236,12 @@ class PreemptionGuard(FitCallback):
             original()
             watcher.hold_signals()  # what is committed is still being uploaded
 
-        private.REGISTER_HANDLERS.wrap(self._patches, connector, partial(partial, register_signal_handlers))
-        private.RESTORE_HANDLERS.wrap(self._patches, connector, partial(partial, restore_signal_handlers))
+        compat.REGISTER_HANDLERS.wrap(self._patches, connector, partial(partial, register_signal_handlers))
+        compat.RESTORE_HANDLERS.wrap(self._patches, connector, partial(partial, restore_signal_handlers))
 
     def _close(self, trainer: pl.Trainer, *, leaving: bool = False, over: bool = True) -> None:
         self._patches.close()
-        Seams.of(trainer).remove(self)
+        StepBoundaries.of(trainer).remove(self)
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.restore_signals()

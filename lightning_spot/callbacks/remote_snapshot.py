@@ -19,7 +19,7 @@ from lightning_spot.config import (
     read_environment,
 )
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.seams import Seams
+from lightning_spot.exact.loops import StepBoundaries
 from lightning_spot.fit.coordinator import Iterations, OnError, SnapshotSettings
 from lightning_spot.fit.preflight import takes_part
 from lightning_spot.fit.session import FitSession
@@ -325,7 +325,7 @@ class RemoteSnapshot(FitCallback):
         """Look at the loss."""
         if self.snapshotter is not None:
             self.snapshotter.read(outputs)
-            Seams.of(trainer).batch_ended(self.snapshotter)
+            StepBoundaries.of(trainer).batch_ended(self.snapshotter)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the state go that was kept for the time of the validation."""

@@ -19,7 +19,7 @@ from lightning_spot.config import (
     UPLOAD_TIMEOUT_S,
     check_flag,
 )
-from lightning_spot.exact.epochs import DataResume
+from lightning_spot.exact.dataloader import DataResume
 from lightning_spot.exact.namespaces import SpotCallback
 from lightning_spot.fit.coordinator import OnError
 from lightning_spot.fit.preflight import takes_part

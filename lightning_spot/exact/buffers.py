@@ -13,7 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_spot.capture.tensors import shape_of, storage_address
-from lightning_spot.exact import private
+from lightning_spot.exact import compat
 from lightning_spot.exact.optimizers import clean
 
 _NORMS = (
@@ -135,7 +135,7 @@ def _replace(module: torch.nn.Module, name: str, value: torch.Tensor, present: t
     """Have a buffer be another tensor."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    if leaf in private.BUFFERS.of(owner):
+    if leaf in compat.BUFFERS.of(owner):
         setattr(owner, leaf, value.to(present.device))
 
 
@@ -154,7 +154,7 @@ def _marks(buffers: Values) -> Marks:
 
 def _writes_of(buffer: torch.Tensor) -> object:
     """Torch's count of the writes. It does not count those to values of sparse and nested tensors: no two are alike."""
-    return private.writes_of(buffer) if buffer.layout is torch.strided and not buffer.is_nested else object()
+    return compat.writes_of(buffer) if buffer.layout is torch.strided and not buffer.is_nested else object()
 
 
 def _form(buffer: torch.Tensor) -> tuple[tuple[object, ...], torch.dtype, torch.layout]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_spot.exact import buffers, logged_values, namespaces, private
+from lightning_spot.exact import buffers, compat, logged_values, namespaces
 from lightning_spot.exact.compare import is_drawn
 from lightning_spot.patches import Patches
 from lightning_spot.say import say
@@ -103,16 +103,16 @@ def restore_modules(trainer: pl.Trainer, saved: State) -> None:
 def capture_averaging(trainer: pl.Trainer) -> State:
     """Whether the scheduler is in its place, for each."""
     return {
-        key: private.SWA_SCHEDULER.of(callback) is not None
+        key: compat.SWA_SCHEDULER.of(callback) is not None
         for key, callback in _callbacks(trainer, "StochasticWeightAveraging")
     }
 
 
 def restore_averaging(trainer: pl.Trainer, saved: State) -> None:
     """Have it take its place again."""
-    progress = private.EPOCH_PROGRESS.of(trainer.fit_loop).current
+    progress = compat.EPOCH_PROGRESS.of(trainer.fit_loop).current
     for key, callback in _callbacks(trainer, "StochasticWeightAveraging"):
-        if saved.get(key) and private.SWA_SCHEDULER.of(callback) is None:
+        if saved.get(key) and compat.SWA_SCHEDULER.of(callback) is None:
             groups = trainer.optimizers[0].param_groups
             before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
             epoch = progress.completed  # it is trainer.current_epoch
@@ -144,7 +144,7 @@ def steps_without_backward(trainer: pl.Trainer) -> bool:
 
     That in which StochasticWeightAveraging updates BatchNorm: Lightning leaves out the backward passes, not the step.
     """
-    is_over = private.NO_MORE_BATCHES.of(trainer.fit_loop.epoch_loop)()
+    is_over = compat.NO_MORE_BATCHES.of(trainer.fit_loop.epoch_loop)()
     averaging = (callback for _, callback in _callbacks(trainer, "StochasticWeightAveraging"))
     return is_over and any(callback.swa_end == trainer.current_epoch for callback in averaging)
 
@@ -174,8 +174,8 @@ def capture_found(trainer: pl.Trainer) -> State:
 
 def _tuned(callback: Any) -> list[str]:
     if isinstance(callback, namespaces.classes("callbacks", "BatchSizeFinder")):
-        return [private.BATCH_SIZE_NAME.of(callback)]
-    return [private.RATE_NAME.of(callback)] if private.RATE_NAME.of(callback) else ["lr", "learning_rate"]
+        return [compat.BATCH_SIZE_NAME.of(callback)]
+    return [compat.RATE_NAME.of(callback)] if compat.RATE_NAME.of(callback) else ["lr", "learning_rate"]
 
 
 def rest_tuners(trainer: pl.Trainer, saved: State, patches: Patches) -> None:
@@ -272,7 +272,7 @@ def what_lightning_alone_keeps(trainer: pl.Trainer) -> Iterator[str]:
 
 def is_tuned(trainer: pl.Trainer) -> bool:
     """Whether this ``fit`` is no training but a call of ``Tuner(trainer)``, which ends before its first step."""
-    return any(getattr(callback, private.ENDS_EARLY.name, False) for callback in tuners(trainer))
+    return any(getattr(callback, compat.ENDS_EARLY.name, False) for callback in tuners(trainer))
 
 
 def is_of_a_tuner(trainer: pl.Trainer) -> bool:

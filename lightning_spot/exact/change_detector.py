@@ -27,8 +27,8 @@ import xxhash
 from torch import nn
 
 from lightning_spot.exact import namespaces
+from lightning_spot.exact.compat import BUFFERS, PARAMETERS, writes_of
 from lightning_spot.exact.logged_values import is_metric
-from lightning_spot.exact.private import BUFFERS, PARAMETERS, writes_of
 from lightning_spot.exact.randomness import GENERATORS, is_of_process
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.exact import namespaces, private
+from lightning_spot.exact import compat, namespaces
 from lightning_spot.exact.sharded import live_states
 from lightning_spot.patches import Patches
 from lightning_spot.trees import leaves
@@ -20,7 +20,7 @@ OF_MODEL, OF_DATA = "hyper_parameters", "datamodule_hyper_parameters"
 def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
     """What Lightning would save; of a sharded strategy, with the live tensors."""
     with live_states(trainer):
-        checkpoint: dict[str, Any] = private.DUMP_CHECKPOINT.of(private.DUMPING_CONNECTOR.of(trainer))(False)
+        checkpoint: dict[str, Any] = compat.DUMP_CHECKPOINT.of(compat.DUMPING_CONNECTOR.of(trainer))(False)
     return checkpoint
 
 

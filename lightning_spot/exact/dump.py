@@ -13,7 +13,7 @@ import torch
 from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
-from lightning_spot.exact.private import writes_of
+from lightning_spot.exact.compat import writes_of
 from lightning_spot.exact.rank_states import State, packed, share_of, unpacked
 from lightning_spot.image.safe_load import safe_load
 

@@ -1,52 +1,44 @@
 """The exact state of one trainer's ``fit``: followed from ``setup`` on, captured with a snapshot, put back in a resume.
 
 ``state_parts`` lists what there is to it, and at which stage of a resume each part is put back.
-
-The exact state of a snapshot that other ranks have taken, as one of the ranks that go on from it has it.
-
-There were more of them, or fewer, or as many that had other shares of the data (another size of tensor parallelism).
-What all ranks had in common, and what each of them had for itself and this one can have, is as it was: the samples of
-the epoch that are left are dealt again. What was gathered in it begins again. The rest is named.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from lightning_spot.config import format_names
-from lightning_spot.exact import buffers, builtin_callbacks, loggers, order, private, progress
+from lightning_spot.exact import buffers, builtin_callbacks, compat, loggers, loops
 from lightning_spot.exact.aliases import SharedOutside
 from lightning_spot.exact.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
-from lightning_spot.exact.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
-from lightning_spot.exact.epochs import DataResume
-from lightning_spot.exact.findings import say_not_exact
-from lightning_spot.exact.loadability import follow_named
-from lightning_spot.exact.loaders import Loaders
-from lightning_spot.exact.made_of import FixedSteps, differences
-from lightning_spot.exact.module_state import PreTrainingEffects, UntrackedAttributes, owners_of
-from lightning_spot.exact.optimizers import keep_dtypes, names_of, precise_of
-from lightning_spot.exact.own_parameters import what_is_rank_0s
-from lightning_spot.exact.per_trainer import OfTrainer, PerTrainer
-from lightning_spot.exact.position import (
+from lightning_spot.exact.dataloader import (
+    DataResume,
     PositionedLoader,
     batches_done,
+    differences,
     loader_itself,
     other_batches,
+    say_not_exact,
     why_not_exact,
     why_workers_are_not_exact,
 )
-from lightning_spot.exact.randomness import State, capture_generator, restore_random
+from lightning_spot.exact.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
+from lightning_spot.exact.elastic import OtherRanks
+from lightning_spot.exact.loadability import follow_named
+from lightning_spot.exact.loaders import Loaders
+from lightning_spot.exact.loops import StepBoundaries, is_tuning
+from lightning_spot.exact.module_state import PreTrainingEffects, UntrackedAttributes, owners_of
+from lightning_spot.exact.optimizers import FixedSteps, keep_dtypes, names_of, precise_of
+from lightning_spot.exact.own_parameters import what_is_rank_0s
+from lightning_spot.exact.per_trainer import OfTrainer, PerTrainer
+from lightning_spot.exact.randomness import State, restore_random
 from lightning_spot.exact.rank_states import are_these, share_of
-from lightning_spot.exact.seams import Seams, is_tuning
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.exact.state_parts import Stage, StateParts
 from lightning_spot.patches import Patches
@@ -89,15 +81,15 @@ class FitState(PerTrainer):
         self._is_attached = True
         run = self._parts.switches.run
         self._parts.switches.probe(self._trainer)
-        run(private.HOOKED, lambda: self._parts.hooked.note_limits(self._trainer))
-        run(private.LOADERS, self._follow_loaders)
+        run(compat.HOOKED, lambda: self._parts.hooked.note_limits(self._trainer))
+        run(compat.LOADERS, self._follow_loaders)
         self.once.follow_tuners(self._patches)
         follow_named(self._trainer, self._patches)
         self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
         # After on_train_start of all callbacks and of the module, which are called again in a resumed run.
         self._patches.wrap(self._trainer.strategy, "on_train_start", partial(partial, self._after_train_start))
-        seams = Seams.of(self._trainer)
-        seams.is_on = self.can(private.SEAMS)
+        seams = StepBoundaries.of(self._trainer)
+        seams.is_on = self.can(compat.BOUNDARIES)
         seams.add(self)
         self._patches.callback(seams.remove, self)
 
@@ -108,10 +100,10 @@ class FitState(PerTrainer):
         loaders = Loaders(self._trainer, *positions, restoring.before_step, lambda: self.data_resume, paused)
         self._patches.callback(loaders.end)
         self._parts.loaders = loaders
-        self._parts.switches.run(private.REQUESTS, loaders.follow_requests)
+        self._parts.switches.run(compat.REQUESTS, loaders.follow_requests)
 
     def can(self, part: str) -> bool:
-        """Whether a part of :mod:`~lightning_spot.exact.private` can do its work; from :meth:`attach` on."""
+        """Whether a part of :mod:`~lightning_spot.exact.compat` can do its work; from :meth:`attach` on."""
         return self._parts.switches.is_on(part)
 
     def detach(self) -> None:
@@ -133,15 +125,15 @@ class FitState(PerTrainer):
             return
         self._has_begun = True
         trainer, parts, restoring, run = self._trainer, self._parts, self._restoring, self._parts.switches.run
-        run(private.LOGGERS, lambda: loggers.keep_whole(trainer, self._patches))
-        run(private.HOOKED, lambda: parts.hooked.begin(trainer))
+        run(compat.LOGGERS, lambda: loggers.keep_whole(trainer, self._patches))
+        run(compat.HOOKED, lambda: parts.hooked.begin(trainer))
         restoring.begin()
         due = restoring.due
         self.fixed_steps.check(trainer)
         parts.buffers.begin(parts.module)
-        run(private.BUCKETS, lambda: parts.gradient_order.begin(trainer, due.get("gradient_order", [])))
-        tied, apart = run(private.HOOKED, lambda: self._shared.tie(due.get("shared_outside", []))) or ([], [])
-        run(private.HOOKED, lambda: self._untracked.begin(trainer, set(restoring.untracked).difference(tied)))
+        run(compat.BUCKETS, lambda: parts.gradient_order.begin(trainer, due.get("gradient_order", [])))
+        tied, apart = run(compat.HOOKED, lambda: self._shared.tie(due.get("shared_outside", []))) or ([], [])
+        run(compat.HOOKED, lambda: self._untracked.begin(trainer, set(restoring.untracked).difference(tied)))
         parts.hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(parts.loaders) if parts.loaders is not None else []
         made = buffers.made_in_training(parts.module, due.get("buffers", {}))
@@ -171,21 +163,21 @@ class FitState(PerTrainer):
         trainer, parts, run = self._trainer, self._parts, self._parts.switches.run
         parts.gradient_order.stepped(trainer)
         # It calls the user's hooks, and ranks that share an optimizer's state wait for each other in it.
-        checkpoint = run(private.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
+        checkpoint = run(compat.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
-        shared = run(private.HOOKED, self._shared.saved) or []
-        added = run("skipped batches", lambda: progress.even_out(checkpoint)) or {}
-        mark = progress.mark_before_validation
-        total = run(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
+        shared = run(compat.HOOKED, self._shared.saved) or []
+        added = run("skipped batches", lambda: loops.even_out(checkpoint)) or {}
+        mark = loops.mark_before_validation
+        total = run(compat.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
         places = loggers.places_of
         return Dump(
             checkpoint=checkpoint,
             state={**self.capture(at_end=at_end), "added": added, "shared_outside": shared},
             validation_progress=total,
-            loggers=run(private.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
+            loggers=run(compat.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
-            untracked=run(private.HOOKED, lambda: self._untracked.names(trainer)) or [],
+            untracked=run(compat.HOOKED, lambda: self._untracked.names(trainer)) or [],
             lost=sorted(parts.hooked.lost),
         )
 
@@ -216,7 +208,7 @@ class FitState(PerTrainer):
 
     def end_epoch(self) -> None:
         """Where an epoch of training ends, before the module's own hook: put back what fits the data of the next."""
-        self._parts.switches.run(private.HOOKED, lambda: self._parts.hooked.end_epoch(self._trainer))
+        self._parts.switches.run(compat.HOOKED, lambda: self._parts.hooked.end_epoch(self._trainer))
 
     def end_untrained(self) -> None:
         """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""
@@ -278,7 +270,7 @@ class Restoring(OfTrainer):
             return
         is_known = shared["version"] == VERSION
         found = shared["ranks"][0]["found"] if is_known else {}
-        self._run(private.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._patches))
+        self._run(compat.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._patches))
         if not is_known:
             self.findings.append(
                 f"the exact state of the snapshot has version {shared['version']}, and this lightning_spot writes"
@@ -291,16 +283,16 @@ class Restoring(OfTrainer):
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
         if (loaders := self._parts.loaders) is not None:
-            self._run(private.LOADERS, loaders.ask_again)
+            self._run(compat.LOADERS, loaders.ask_again)
         self._parts.restore(Stage.LOAD, values)
         is_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
         is_over |= trainer.max_epochs is not None and 0 <= trainer.max_epochs <= checkpoint["epoch"]
         continued = partial(loggers.continue_in, of_another_run=of_another_run, is_over=is_over)
-        self._run(private.LOGGERS, lambda: continued(trainer, shared["loggers"]))
+        self._run(compat.LOGGERS, lambda: continued(trainer, shared["loggers"]))
         # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
         limits = (trainer.max_steps, shared["max_steps"])
         reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
-        stops = values["should_stop"] and self._run(private.PROGRESS, lambda: progress.may_stop(trainer, checkpoint))
+        stops = values["should_stop"] and self._run(compat.PROGRESS, lambda: loops.may_stop(trainer, checkpoint))
         self._steps_are_over = bool(stops) or reached
         self.untracked, self.lost = shared["untracked"], shared["lost"]
         self._precise = buffers.more_precise(trainer.lightning_module, checkpoint)
@@ -308,7 +300,7 @@ class Restoring(OfTrainer):
         if states := precise_of(checkpoint):
             self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
         self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))
-        self._run(private.PROGRESS, lambda: self._enter_stopped(checkpoint))
+        self._run(compat.PROGRESS, lambda: self._enter_stopped(checkpoint))
 
     def _of_this_rank(self, shared: State) -> State:
         trainer, ranks = self._trainer, shared["ranks"]
@@ -323,7 +315,7 @@ class Restoring(OfTrainer):
         self._has_begun = True
         if values is None:
             return
-        self._run(private.PROGRESS, lambda: progress.forget_validations(trainer))
+        self._run(compat.PROGRESS, lambda: loops.forget_validations(trainer))
         self._restore_overwritten()
         buffers.put(trainer.lightning_module, self._precise)
         self._parts.restore(Stage.TRAIN_START, values)
@@ -376,14 +368,14 @@ class Restoring(OfTrainer):
         done = max((done for loader in loaders if (done := batches_done(loader)) is not None), default=None)
         if done is not None:
             done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
-            self._run(private.PROGRESS, lambda: progress.number_batches(trainer, done))
+            self._run(compat.PROGRESS, lambda: loops.number_batches(trainer, done))
         ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
         is_over = ended or (done is not None and done >= trainer.num_training_batches)
         others.gather_anew(values, is_over=is_over)
         # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
         is_place = is_over or bool(done and others.is_between_batches)
         if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
-            self._val_total = self._run(private.PROGRESS, lambda: progress.validate_first(trainer, self._patches))
+            self._val_total = self._run(compat.PROGRESS, lambda: loops.validate_first(trainer, self._patches))
         say(logging.INFO, "ranks-changed", "{about}", about=others.line(trainer), only_rank_zero=True)
         self.findings += others.reasons
 
@@ -404,9 +396,9 @@ class Restoring(OfTrainer):
     def _enter_stopped(self, checkpoint: dict[str, Any]) -> None:
         """Of a run that takes no more steps: have Lightning come to the end of its epoch."""
         values, validates = self._values, self._val_total is not None
-        if values is None or not self._steps_are_over or not progress.is_in_epoch(checkpoint):
+        if values is None or not self._steps_are_over or not loops.is_in_epoch(checkpoint):
             return
-        progress.enter_epoch(self._trainer, self._patches, validates=validates, should_stop=values["should_stop"])
+        loops.enter_epoch(self._trainer, self._patches, validates=validates, should_stop=values["should_stop"])
 
     def position_for(self, loader: PositionedLoader) -> State | None:
         """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
@@ -420,7 +412,7 @@ class Restoring(OfTrainer):
         if len(positions) != len(loaders):
             return None
         if self._others is not None:
-            return self._others.position(loader, index)
+            return self._others.position(loader_itself(loader), index)
         return positions[index]  # type: ignore[no-any-return]
 
     def what_has_other_data(self) -> list[str]:
@@ -465,13 +457,13 @@ class Restoring(OfTrainer):
 
     def _validates(self, *, should_stop: bool) -> bool:
         """Whether a run stopped in front of a validation begins with it: it may have been told to validate no more."""
-        comes = self._run(private.SEAMS, lambda: progress.is_validation_due(self._trainer, should_stop=should_stop))
+        comes = self._run(compat.BOUNDARIES, lambda: loops.is_validation_due(self._trainer, should_stop=should_stop))
         return comes is not False
 
     def _count_validations(self) -> None:
         """Take the mark out that makes Lightning begin with a validation (see mark_before_validation)."""
         total, self._val_total = self._val_total, None
-        batches = private.VAL_BATCH_PROGRESS.of(self._trainer.fit_loop.epoch_loop.val_loop)
+        batches = compat.VAL_BATCH_PROGRESS.of(self._trainer.fit_loop.epoch_loop.val_loop)
         batches.total.load_state_dict(total)
 
     def _go_on_with_random(self) -> bool:
@@ -488,11 +480,11 @@ class Restoring(OfTrainer):
         if values is None:
             return
         trainer = self._trainer
-        self._run("skipped batches", lambda: progress.restore(trainer, values["added"]))
+        self._run("skipped batches", lambda: loops.restore(trainer, values["added"]))
         self._parts.restore(Stage.FIRST_BATCH, values)
         # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
         # the metrics. Here they are.
-        self._run(private.PROGRESS, lambda: private.RESTARTING.set(trainer.fit_loop, False))
+        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))
 
     def end_untrained(self) -> None:
         """At the end of a ``fit`` that had nothing left to train: the program goes on as it did after training.
@@ -506,166 +498,10 @@ class Restoring(OfTrainer):
         if not self._has_begun:
             self._parts.restore(Stage.UNTRAINED, values)
         self._parts.restore(Stage.END, values)
-        self._run(private.PROGRESS, lambda: progress.end_restart(self._trainer))
+        self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))
 
 
 def why_loaders_are_not_exact(loaders: Loaders) -> list[str]:
     """What of the loaders does not come back to where it was; of those for validation, what their workers draw."""
     reasons = [reason for loader in loaders.training for reason in why_not_exact(loader)]
     return reasons + [reason for loader in loaders.validation for reason in why_workers_are_not_exact(loader)]
-
-
-class OtherRanks:
-    """What one rank takes over from other ranks.
-
-    Args:
-        ranks: states of all ranks that took the snapshot.
-        rank: number of this one.
-        world: number of ranks now.
-        share: which share of the data this one has, and of how many; default one for each rank. Ranks of tensor
-            parallelism have the same.
-        shares: how many there were; default likewise.
-
-    Attributes:
-        reasons: why this resume is not what it might be, each with what to do; known once all is taken over.
-        is_between_batches: whether the ranks there are now would have seen just these samples after whole batches;
-            known once every loader has its place.
-    """
-
-    def __init__(
-        self, ranks: list[State], rank: int, world: int, share: tuple[int, int] | None = None, shares: int | None = None
-    ) -> None:
-        self._ranks, self._rank, self._world = ranks, rank, world
-        self._share, self._shares = share or (rank, world), shares or len(ranks)
-        self._own = ranks[rank % len(ranks)]
-        self._left: int | None = None
-        self.reasons: list[str] = []
-        self.is_between_batches = True
-
-    def values(self, trainer: pl.Trainer) -> State:
-        """The state of this rank, but for its place in the data."""
-        values = dict(self._own)
-        values["random"] = random_of([state["random"] for state in self._ranks], self._rank)
-        values["gradients"] = self._gradients(trainer)
-        if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
-            values["buffers"] = self._ranks[0]["buffers"]
-        return values
-
-    def gather_anew(self, values: State, *, is_over: bool) -> None:
-        """Have what was gathered in the epoch begin anew: metrics, and what was logged of it.
-
-        Args:
-            values: of this rank.
-            is_over: whether no batch of the epoch is left. Then there would be no values of it, which callbacks ask
-                for: each rank has those of one that was there.
-        """
-        names = sorted({name for state in self._ranks for name in _gathered(state)})
-        if is_over:
-            values["results"] = [{**item, "apart": True} for item in values.get("results") or ()]
-            what = "are in this epoch those of some of the ranks that were there"
-        else:
-            values.update(metrics={}, results=[])
-            what = "begin anew in this epoch: their values of it are those of the batches that are left"
-        if names:
-            self.reasons.append(
-                f"metrics and logged means ({format_names(names)}) {what}. Those of later epochs are whole"
-            )
-
-    def _gradients(self, trainer: pl.Trainer) -> State:
-        """In mid-accumulation, every rank has the mean, so that the mean over ranks is what it was."""
-        found = [state["gradients"] for state in self._ranks]
-        if not (any(found) and is_sharded(trainer)):
-            names = dict.fromkeys(name for state in found for name in state)
-            held = {name: [state[name] for state in found if name in state] for name in names}
-            return {name: torch.stack(each).sum(0) / len(found) for name, each in held.items()}
-        self.reasons.append(
-            "gradients in mid-accumulation are in shards of the ranks that were there: the batches of that window are"
-            " missing in its step"
-        )
-        return {}
-
-    def _positions(self, index: int) -> list[Any]:
-        return [(state["loaders"] or [None] * (index + 1))[index] for state in self._ranks]
-
-    def position(self, loader: Any, index: int) -> State | None:
-        """Place at which a training loader goes on; ``None`` for the start of an epoch."""
-        positions = self._positions(index)
-        own: State | None = positions[self._rank % len(positions)]
-        if own is None or "at_iter" not in own:  # between two epochs
-            return own
-        present = random_of([state["random"] for state in self._ranks], self._rank)
-        begun = {**own, "at_iter": {**present, "own": own["at_iter"]["own"]}, "at_first": None, "dealt": False}
-        if own["exhausted"]:
-            return begun
-        inner, shared = loader_itself(loader), own.get("order")
-        if shared is not None and self._is_common(positions) and order.is_dealt_to(inner, shared, self._share[1]):
-            rest = order.rest_of(shared, own["yielded"], inner, *self._share)
-            self._left = max(self._left or 0, shared["length"] - rest["first"])
-            self.is_between_batches &= rest["first"] % (rest["batch"] * rest["world"]) == 0
-            return {**begun, "order": rest, "dealt": True, "yielded": 0}
-        self.is_between_batches = False
-        self.reasons.append(
-            f"the order of the samples of {_name(inner)} is not known over all ranks: each rank passes over as many of"
-            " its batches as were trained on, and some samples of this epoch may be seen twice or not at all. Use a"
-            " map-style data set with torch's samplers"
-        )
-        begun |= {"at_iter": own["at_iter"], "at_first": own["at_first"]}
-        if "state" in own and self._rank < len(self._ranks):  # the loader keeps its place itself
-            return begun
-        begun.pop("state", None)
-        return {**begun, "yielded": own["yielded"] * self._shares // self._share[1]}
-
-    def _is_common(self, positions: list[State]) -> bool:
-        """Whether all ranks went through one order, dealt among them or among groups of them, equally far."""
-        if any(position is None or position.get("order") is None for position in positions):
-            return False
-        facts = [
-            {**{name: value for name, value in position["order"].items() if name != "rank"}, "at": position["yielded"]}
-            for position in positions
-        ]
-        return all(fact == facts[0] for fact in facts) and len(positions) % facts[0]["world"] == 0
-
-    def line(self, trainer: pl.Trainer) -> str:
-        """What is said of it."""
-        what = "weights, optimizers and schedulers go on as they were"
-        if self._left is not None:
-            what += f"; the {self._left} samples of epoch {trainer.current_epoch} that no rank has seen are dealt anew"
-        if len(self._ranks) == self._world:
-            return f"{self._world} ranks with {self._shares} shares of the data -> {self._share[1]}: {what}"
-        old = "1 rank" if len(self._ranks) == 1 else f"{len(self._ranks)} ranks"
-        return f"{old} -> {self._world}: {what}"
-
-
-def _gathered(state: State) -> Iterator[str]:
-    """Names of what a rank has gathered in an epoch: of metrics that were updated, and of what was logged."""
-    yield from (item["name"] for item in state.get("results") or ())
-    for name, metric in (state["metrics"] or {}).items():
-        if metric["counters"].get(private.UPDATE_COUNT.name):
-            yield name
-
-
-def random_of(ranks: list[State], rank: int) -> State:
-    """Generators of a rank: its own, if it was there; else such as no other has, unless all had the same.
-
-    Args:
-        ranks: generators of the ranks that were there.
-        rank: whose.
-    """
-    if rank < len(ranks):
-        return ranks[rank]
-    if all(torch.equal(state["torch"], ranks[0]["torch"]) for state in ranks) and len(ranks) > 1:
-        return ranks[0]
-    digest = hashlib.sha256(ranks[0]["torch"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
-    seed = int.from_bytes(digest[:4], "little")
-    return {
-        "python": capture_generator(random.Random(seed)),
-        "numpy": capture_generator(np.random.RandomState(seed)),
-        "torch": torch.Generator().manual_seed(seed).get_state(),
-    }
-
-
-def _name(loader: Any) -> str:
-    for part in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-        if part is not None and not type(part).__module__.startswith("torch."):
-            return type(part).__name__
-    return f"a {type(loader).__name__}"

@@ -11,17 +11,16 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.exact import private
-from lightning_spot.exact.epochs import DataResume
-from lightning_spot.exact.position import (
+from lightning_spot.exact import compat
+from lightning_spot.exact.dataloader import (
+    DataResume,
     FollowedLoader,
     PositionedLoader,
     identities_in,
     loader_itself,
     position_of,
-    restore_owners,
+    restore_own,
     restore_state,
-    restore_values,
     state_of,
 )
 from lightning_spot.exact.randomness import State, capture_random, restore_random
@@ -64,20 +63,20 @@ class Loaders:
             processed = original(loader)
             if trainer.state.stage == "train":
                 if has_positions():  # given to loaders once these know their epoch: Lightning gives them before that
-                    private.LOADER_STATES.set(trainer.fit_loop, [])
+                    compat.LOADER_STATES.set(trainer.fit_loop, [])
                 return PositionedLoader(processed, position_for, restore_step, data_resume())
             if trainer.state.stage in ("validate", "sanity_check"):
                 return FollowedLoader(processed, self._before_validation)
             return processed
 
-        private.PROCESS_DATALOADER.wrap(self._patches, trainer.strategy, partial(partial, process_dataloader))
+        compat.PROCESS_DATALOADER.wrap(self._patches, trainer.strategy, partial(partial, process_dataloader))
 
     def end(self) -> None:
         """Let the trainer go, and give it its loaders back: a ``CombinedLoader`` of the user's holds them, too."""
         self._patches.close()
         with suppress(AttributeError, ValueError):  # another Lightning may keep them elsewhere
             for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
-                if (combined := private.COMBINED_LOADER.of(loop)) is not None:
+                if (combined := compat.COMBINED_LOADER.of(loop)) is not None:
                     combined.flattened = [loader_itself(loader) for loader in _flat(loop)]
 
     @property
@@ -96,7 +95,7 @@ class Loaders:
         """Note the epoch and the random numbers with which Lightning asks for loaders."""
         fit_loop = self._trainer.fit_loop
         for name, loop in (("training", fit_loop), ("validation", fit_loop.epoch_loop.val_loop)):
-            self._follow(name, loop, private.DATA_SOURCE.of(loop))
+            self._follow(name, loop, compat.DATA_SOURCE.of(loop))
 
     def _follow(self, name: str, loop: Any, source: Any) -> None:
         def dataloader(original: Callable[[], Any]) -> Any:
@@ -108,10 +107,10 @@ class Loaders:
                 with self._asking():
                     return original()
             if name == "validation":
-                private.LAST_VAL_RELOAD.set(loop, saved["reloaded"])
+                compat.LAST_VAL_RELOAD.set(loop, saved["reloaded"])
             return self._as_it_was(saved, original)
 
-        private.REQUEST_LOADER.wrap(self._patches, source, partial(partial, dataloader))
+        compat.REQUEST_LOADER.wrap(self._patches, source, partial(partial, dataloader))
 
     def _request(self) -> State:
         return {"epoch": self._trainer.current_epoch, "random": capture_random(), "data": self._data_state()}
@@ -135,7 +134,7 @@ class Loaders:
     def _as_it_was(self, saved: State, request: Callable[[], Any]) -> Any:
         """Ask in the epoch, with the random numbers and the state of the data module, of the first time."""
         present = self._request()
-        progress = private.EPOCH_PROGRESS.of(self._trainer.fit_loop).current
+        progress = compat.EPOCH_PROGRESS.of(self._trainer.fit_loop).current
         restore_random(saved["random"])
         progress.completed, epoch = saved["epoch"], progress.completed  # it is trainer.current_epoch
         self._set_data_state(saved["data"])
@@ -156,8 +155,8 @@ class Loaders:
         """
         fit_loop = self._trainer.fit_loop
         reloaded = {
-            "training": private.LAST_RELOAD.of(fit_loop),
-            "validation": private.LAST_VAL_RELOAD.of(fit_loop.epoch_loop.val_loop),
+            "training": compat.LAST_RELOAD.of(fit_loop),
+            "validation": compat.LAST_VAL_RELOAD.of(fit_loop.epoch_loop.val_loop),
         }
         consumed = getattr(_iterator(self._trainer), "_consumed", None)
         if consumed is not None and self._epoch_done:
@@ -174,11 +173,11 @@ class Loaders:
     @property
     def _epoch_done(self) -> bool:
         """Whether the epoch has no batches left."""
-        return bool(private.NO_MORE_BATCHES.of(self._trainer.fit_loop.epoch_loop)())
+        return bool(compat.NO_MORE_BATCHES.of(self._trainer.fit_loop.epoch_loop)())
 
     def positions(self, *, at_end: bool) -> list[State | None]:
         """Where each training loader is, see :func:`position_of`."""
-        ahead = len(getattr(private.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ()))
+        ahead = len(getattr(compat.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ()))
         return [position_of(loader, ahead, epoch_done=self._epoch_done, at_end=at_end) for loader in self.training]
 
     def ask_again(self) -> None:
@@ -188,12 +187,12 @@ class Loaders:
         in ``configure_optimizers``. What it was given has begun at the start of an epoch.
         """
         fit_loop = self._trainer.fit_loop
-        if (combined := private.COMBINED_LOADER.of(fit_loop)) is None:
+        if (combined := compat.COMBINED_LOADER.of(fit_loop)) is None:
             return
-        if (fetcher := private.DATA_FETCHER.of(fit_loop)) is not None:
+        if (fetcher := compat.DATA_FETCHER.of(fit_loop)) is not None:
             fetcher.teardown()  # workers end
         combined.flattened = [loader_itself(loader) for loader in combined.flattened]  # it may be the user's
-        private.COMBINED_LOADER.set(fit_loop, None)
+        compat.COMBINED_LOADER.set(fit_loop, None)
 
     def resume(self, saved: State) -> None:
         """Before loaders are asked for: ask as it was done when :meth:`capture` was called."""
@@ -203,10 +202,10 @@ class Loaders:
         """When training begins: count epochs from where loaders were asked for, and know which has ended."""
         self._has_begun = True
         for loader in self.training:
-            restore_values(loader)
+            restore_own(loader, begins=True)
         request = saved["requests"].get("training")
         if request is not None:
-            private.LAST_RELOAD.set(self._trainer.fit_loop, request["reloaded"])
+            compat.LAST_RELOAD.set(self._trainer.fit_loop, request["reloaded"])
         consumed = getattr(_iterator(self._trainer), "_consumed", None)
         if consumed is not None and saved["consumed"] is not None and len(consumed) == len(saved["consumed"]):
             consumed[:] = saved["consumed"]
@@ -214,11 +213,11 @@ class Loaders:
     def go_on(self, saved: State) -> None:
         """Just before the step: set what loaders draw from of their own."""
         for loader in self.training:
-            restore_owners(loader)
+            restore_own(loader, begins=False)
         if "validation" not in saved["requests"] and not self._trainer.validating:
             # Where an epoch that is resumed ends with a validation, Lightning asks before the epoch: the undisturbed
             # run asks when the validation begins, after other numbers were drawn.
-            private.VAL_COMBINED_LOADER.set(self._trainer.fit_loop.epoch_loop.val_loop, None)
+            compat.VAL_COMBINED_LOADER.set(self._trainer.fit_loop.epoch_loop.val_loop, None)
             self._requests.pop("validation", None)
         self._states = list(saved["validation"])
         for loader in self.validation:
@@ -234,9 +233,9 @@ class Loaders:
 
 
 def _flat(loop: Any) -> list[Any]:
-    combined = private.COMBINED_LOADER.of(loop)
+    combined = compat.COMBINED_LOADER.of(loop)
     return list(combined.flattened) if combined is not None else []
 
 
 def _iterator(trainer: pl.Trainer) -> Any:
-    return getattr(private.COMBINED_LOADER.of(trainer.fit_loop), "_iterator", None)
+    return getattr(compat.COMBINED_LOADER.of(trainer.fit_loop), "_iterator", None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torchmetrics import Metric
 
-from lightning_spot.exact import namespaces, private
+from lightning_spot.exact import compat, namespaces
 from lightning_spot.trees import mapped
 
 if TYPE_CHECKING:
@@ -21,38 +21,38 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx")
-_LOGGED = {"callback": private.CALLBACK_METRICS, "log": private.LOGGED_METRICS, "progress_bar": private.BAR_METRICS}
+_LOGGED = {"callback": compat.CALLBACK_METRICS, "log": compat.LOGGED_METRICS, "progress_bar": compat.BAR_METRICS}
 _PLAIN = (torch.Tensor, int, float, str)
-_COUNTERS = (private.UPDATE_COUNT.name, "_num_vals_seen")  # the second belongs to torchmetrics' Running
+_COUNTERS = (compat.UPDATE_COUNT.name, "_num_vals_seen")  # the second belongs to torchmetrics' Running
 
 
 def capture_results(trainer: pl.Trainer) -> list[State]:
     """The epoch's accumulators."""
-    results = private.RESULTS.of(trainer.fit_loop.epoch_loop)
+    results = compat.RESULTS.of(trainer.fit_loop.epoch_loop)
     return [_result_state(item) for item in results.values() if not item.has_reset and _is_plain(item)]
 
 
 def restore_results(trainer: pl.Trainer, saved: list[State]) -> None:
     """Put them back, just before the next batch (or the end of the epoch)."""
-    results = private.RESULTS.of(trainer.fit_loop.epoch_loop)
+    results = compat.RESULTS.of(trainer.fit_loop.epoch_loop)
     for each in saved:
         _restore_result(trainer, results, each)
 
 
 def is_in_epoch(trainer: pl.Trainer) -> bool:
     """Whether a batch of the epoch has been logged."""
-    return private.FIRST_ITERATION.of(private.LOGGER_CONNECTOR.of(trainer)) is not None
+    return compat.FIRST_ITERATION.of(compat.LOGGER_CONNECTOR.of(trainer)) is not None
 
 
 def restore_in_epoch(trainer: pl.Trainer, saved: bool) -> None:
     """Have the next batch not be taken for the first, which would reset what was accumulated."""
     if saved:
-        private.FIRST_ITERATION.set(private.LOGGER_CONNECTOR.of(trainer), False)
+        compat.FIRST_ITERATION.set(compat.LOGGER_CONNECTOR.of(trainer), False)
 
 
 def capture_last(trainer: pl.Trainer) -> State:
     """The values logged last."""
-    connector = private.LOGGER_CONNECTOR.of(trainer)
+    connector = compat.LOGGER_CONNECTOR.of(trainer)
     present = {name: values.of(connector) for name, values in _LOGGED.items()}
     return {
         name: _copy({key: each for key, each in values.items() if isinstance(each, _PLAIN)})
@@ -62,7 +62,7 @@ def capture_last(trainer: pl.Trainer) -> State:
 
 def restore_last(trainer: pl.Trainer, saved: State) -> None:
     """Put them back; a program may read them when ``fit`` has returned."""
-    connector = private.LOGGER_CONNECTOR.of(trainer)
+    connector = compat.LOGGER_CONNECTOR.of(trainer)
     for name, values in _LOGGED.items():
         values.of(connector).update(saved[name])
 
@@ -75,10 +75,10 @@ def last_value(trainer: pl.Trainer, name: str) -> torch.Tensor | float | None:
 
 def last_values(trainer: pl.Trainer) -> State:
     """The last logged value of each metric, likewise."""
-    connector = private.LOGGER_CONNECTOR.of(trainer)
-    present = private.RESULTS.of(trainer.fit_loop.epoch_loop) is not None and trainer.training
+    connector = compat.LOGGER_CONNECTOR.of(trainer)
+    present = compat.RESULTS.of(trainer.fit_loop.epoch_loop) is not None and trainer.training
     found = connector.metrics["callback"] if present else {}
-    return {**private.CALLBACK_METRICS.of(connector), **found}
+    return {**compat.CALLBACK_METRICS.of(connector), **found}
 
 
 def is_metric(value: object) -> TypeGuard[Metric]:
@@ -111,7 +111,7 @@ def metrics_in(module: torch.nn.Module) -> list[tuple[str, Metric]]:
 
 def _metric_state(metric: Metric) -> State:
     return {
-        "states": {name: _copy(getattr(metric, name)) for name in private.DEFAULTS.of(metric)},
+        "states": {name: _copy(getattr(metric, name)) for name in compat.DEFAULTS.of(metric)},
         "counters": {name: getattr(metric, name) for name in _COUNTERS if isinstance(getattr(metric, name, None), int)},
         "last": _last(metric),
     }
@@ -119,12 +119,12 @@ def _metric_state(metric: Metric) -> State:
 
 def _restore_metric(metric: Metric, saved: State) -> None:
     for name, value in saved["states"].items():
-        if name in private.DEFAULTS.of(metric):
+        if name in compat.DEFAULTS.of(metric):
             setattr(metric, name, _to(value, metric.device))
     for name, value in saved["counters"].items():
         setattr(metric, name, value)
-    private.FORWARD_CACHE.set(metric, _to(saved["last"], metric.device))
-    private.COMPUTED.set(metric, None)
+    compat.FORWARD_CACHE.set(metric, _to(saved["last"], metric.device))
+    compat.COMPUTED.set(metric, None)
 
 
 def _is_plain(item: Any) -> bool:
@@ -140,18 +140,18 @@ def _result_state(item: Any) -> State:
         **{flag: getattr(meta, flag) for flag in _FLAGS},
         "reduce_fx": meta.reduce_fx.__name__,
         "metric_attribute": meta.metric_attribute,
-        "sync": (getattr(meta.sync, private.SHOULD_SYNC), meta.sync.rank_zero_only),
+        "sync": (getattr(meta.sync, compat.SHOULD_SYNC), meta.sync.rank_zero_only),
         "is_tensor": item.is_tensor,
         "value": _copy(item.value) if item.is_tensor else None,
         "batch_size": _copy(item.cumulated_batch_size) if item.is_tensor and meta.is_mean_reduction else None,
         "last": _last(item),
-        "updates": private.UPDATE_COUNT.of(item),
+        "updates": compat.UPDATE_COUNT.of(item),
     }
 
 
 def _restore_result(trainer: pl.Trainer, results: Any, saved: State) -> None:
-    home = namespaces.of(trainer, private.RESULT_MODULE)
-    meta = private.METADATA.of(home)(
+    home = namespaces.of(trainer, compat.RESULT_MODULE)
+    meta = compat.METADATA.of(home)(
         fx=saved["fx"],
         name=saved["name"],
         reduce_fx=getattr(torch, saved["reduce_fx"]),
@@ -159,9 +159,9 @@ def _restore_result(trainer: pl.Trainer, results: Any, saved: State) -> None:
         **{flag: saved[flag] for flag in _FLAGS},
     )
     should, rank_zero_only = saved["sync"]
-    sync = {private.SHOULD_SYNC: should, "fn": trainer.strategy.reduce, "rank_zero_only": rank_zero_only}
-    meta.sync = private.SYNC.of(home)(**sync)
-    item = private.RESULT_METRIC.of(home)(meta, saved["is_tensor"])
+    sync = {compat.SHOULD_SYNC: should, "fn": trainer.strategy.reduce, "rank_zero_only": rank_zero_only}
+    meta.sync = compat.SYNC.of(home)(**sync)
+    item = compat.RESULT_METRIC.of(home)(meta, saved["is_tensor"])
     device = trainer.strategy.root_device
     if saved["is_tensor"]:
         item.to(device)
@@ -173,8 +173,8 @@ def _restore_result(trainer: pl.Trainer, results: Any, saved: State) -> None:
             item.value = operator.attrgetter(saved["metric_attribute"])(trainer.lightning_module)
         except AttributeError:
             return  # the module has no such metric any more
-    private.FORWARD_CACHE.set(item, _to(saved["last"], device))
-    private.UPDATE_COUNT.set(item, saved["updates"])
+    compat.FORWARD_CACHE.set(item, _to(saved["last"], device))
+    compat.UPDATE_COUNT.set(item, saved["updates"])
     suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
     # What other ranks have left would be refused when it is logged in the next epoch, as something else.
     apart = "of other ranks: " if saved.get("apart") else ""
@@ -183,7 +183,7 @@ def _restore_result(trainer: pl.Trainer, results: Any, saved: State) -> None:
 
 def _last(metric: Any) -> torch.Tensor | None:
     """What a metric returned last, if it is one tensor."""
-    value = private.FORWARD_CACHE.of(metric)
+    value = compat.FORWARD_CACHE.of(metric)
     return value.detach().clone() if isinstance(value, torch.Tensor) else None
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.exact import namespaces, private
+from lightning_spot.exact import compat, namespaces
 from lightning_spot.patches import Patches
 from lightning_spot.say import say
 
@@ -36,13 +36,13 @@ def places_of(trainer: pl.Trainer, *, before_validation: bool, at_end: bool) -> 
     """
     if not trainer.is_global_zero:
         return []
-    step = private.BATCHES_THAT_STEPPED.of(trainer.fit_loop.epoch_loop) + before_validation
+    step = compat.BATCHES_THAT_STEPPED.of(trainer.fit_loop.epoch_loop) + before_validation
     return [_place(logger, step, at_end) for logger in trainer.loggers]
 
 
 def logged_step(trainer: pl.Trainer) -> int:
     """The step that Lightning itself logs by: it counts batches, where a batch may make several optimizer steps."""
-    return int(getattr(trainer.fit_loop.epoch_loop, private.BATCHES_THAT_STEPPED.name, trainer.global_step))
+    return int(getattr(trainer.fit_loop.epoch_loop, compat.BATCHES_THAT_STEPPED.name, trainer.global_step))
 
 
 def continue_in(
@@ -152,14 +152,14 @@ def _go_back(logger: Any, place: dict[str, Any], is_over: bool) -> None:
     fresh, is_moved = Path(logger.log_dir), logger.version != place["version"]
     if is_moved and not (isinstance(logger.version, int) and isinstance(place["version"], int)):
         return  # a version that the user has named
-    writer = private.EXPERIMENT.of(logger)  # of rank 0 only
-    private.VERSION.set(logger, place["version"])
+    writer = compat.EXPERIMENT.of(logger)  # of rank 0 only
+    compat.VERSION.set(logger, place["version"])
     if writer is not None and _is(logger, "CSVLogger"):
         _truncate(writer, Path(logger.log_dir), None if is_over else place["rows"])
     elif writer is not None:
         writer.close()
-        private.EXPERIMENT.set(logger, None)
-        private.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = place["step"]  # where the next writer has it end
+        compat.EXPERIMENT.set(logger, None)
+        compat.TENSORBOARD_OPTIONS.of(logger)["purge_step"] = place["step"]  # where the next writer has it end
     if writer is not None and is_moved:
         _remove_if_unused(fresh)
     text = "{about} continues in {now}"

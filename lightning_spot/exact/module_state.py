@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import Dataset
 
-from lightning_spot.exact import namespaces, private
+from lightning_spot.exact import compat, namespaces
 from lightning_spot.exact.aliases import Holders, Owners, Place, Sharing, are_tied, tie
 from lightning_spot.exact.buffers import Buffers, Marks, marks_of
 from lightning_spot.exact.builtin_callbacks import tuners
@@ -223,9 +223,9 @@ def _not_the_users(part: Any) -> frozenset[str]:
     if isinstance(part, type):
         return frozenset(vars(part).keys() - class_attributes(part).keys())
     own = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else _OF_MODULES
-    parameters = private.PARAMETERS.of(part).keys()
+    parameters = compat.PARAMETERS.of(part).keys()
     computed = {name.removesuffix(end) for end in _COMPUTED for name in parameters if name.endswith(end)}
-    return own | computed | {name for name in vars(part) if name.startswith(private.COMPOSABLE)}
+    return own | computed | {name for name in vars(part) if name.startswith(compat.COMPOSABLE)}
 
 
 def _own_names() -> frozenset[str]:
@@ -416,7 +416,7 @@ def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:
     return {
         f"{name}.{key}" if name else key: parameter.requires_grad
         for name, part in modules
-        for key, parameter in private.PARAMETERS.of(part).items()
+        for key, parameter in compat.PARAMETERS.of(part).items()
         if parameter is not None
     }
 
@@ -445,7 +445,7 @@ def _registered(module: nn.Module) -> dict[Place, torch.Tensor]:
     return {
         (name, key): value
         for name, part in module.named_modules(remove_duplicate=False)
-        for table in (private.PARAMETERS.of(part), private.BUFFERS.of(part))
+        for table in (compat.PARAMETERS.of(part), compat.BUFFERS.of(part))
         for key, value in table.items()
         if value is not None
     }
@@ -575,9 +575,9 @@ class PreTrainingEffects(OfTrainer):
         buffers: is told which buffers were.
     """
 
-    def __init__(self, trainer: pl.Trainer, switches: private.Switches, hooked: ModuleState, buffers: Buffers) -> None:
+    def __init__(self, trainer: pl.Trainer, switches: compat.Switches, hooked: ModuleState, buffers: Buffers) -> None:
         super().__init__(trainer)
-        self._run = partial(switches.run, private.HOOKED)
+        self._run = partial(switches.run, compat.HOOKED)
         self._hooked, self._buffers = hooked, buffers
         self._first: ModuleState | None = None
         self._before = ModuleState()

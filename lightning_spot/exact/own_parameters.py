@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.config import format_names
-from lightning_spot.exact import private
+from lightning_spot.exact import compat
 from lightning_spot.exact.optimizers import names_of
 from lightning_spot.exact.rank_states import share_of
 from lightning_spot.exact.sharded import holder_of, is_sharded
@@ -85,5 +85,5 @@ def average_now_and_then(trainer: pl.Trainer) -> bool:
 
 def _hook_states(trainer: pl.Trainer) -> list[Any]:
     """What DDP's communication hooks keep from one step to the next."""
-    hooks: Any = getattr(trainer.strategy.model, private.COMM_HOOKS.name, ())
+    hooks: Any = getattr(trainer.strategy.model, compat.COMM_HOOKS.name, ())
     return [state for _, state in hooks if state is not None and not isinstance(state, ProcessGroup)]

@@ -26,7 +26,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import logged_values, private
+from lightning_spot.exact import compat, logged_values
 from lightning_spot.exact.buffers import Buffers
 from lightning_spot.exact.builtin_callbacks import (
     capture_averaging,
@@ -117,14 +117,14 @@ class GradientOrder:
 
 def _rebuilds(ddp: DistributedDataParallel) -> bool:
     """Whether DDP rebuilds buckets, and nobody's communication hook would take the rehearsal for a step."""
-    return not (ddp.find_unused_parameters or ddp.static_graph or private.COMM_HOOKS.of(ddp))
+    return not (ddp.find_unused_parameters or ddp.static_graph or compat.COMM_HOOKS.of(ddp))
 
 
 def _rehearse(ddp: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> None:
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    reducer = private.REDUCER.of(ddp)
+    reducer = compat.REDUCER.of(ddp)
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
     with torch.enable_grad():
@@ -144,13 +144,13 @@ def shares_buffers(trainer: pl.Trainer) -> bool | None:
     statistics of its own, and a DDP that is made again for a resume would take them away.
     """
     ddp = trainer.model
-    return bool(private.SHARES_BUFFERS.of(ddp)) if isinstance(ddp, DistributedDataParallel) else None
+    return bool(compat.SHARES_BUFFERS.of(ddp)) if isinstance(ddp, DistributedDataParallel) else None
 
 
 def restore_sharing(trainer: pl.Trainer, saved: bool | None) -> None:
     """Have it do as :func:`shares_buffers` found."""
     if saved is not None and isinstance(trainer.model, DistributedDataParallel):
-        private.SHARES_BUFFERS.set(trainer.model, saved)
+        compat.SHARES_BUFFERS.set(trainer.model, saved)
 
 
 class Stage(enum.Enum):
@@ -189,7 +189,7 @@ class StateParts(OfTrainer):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self.switches = private.Switches()
+        self.switches = compat.Switches()
         self.generators = Generators()
         self.buffers = Buffers()
         self.hooked = ModuleState()
@@ -284,8 +284,8 @@ class StateParts(OfTrainer):
         loop = self._trainer.fit_loop.epoch_loop
         if not self.module.automatic_optimization:
             return True
-        accumulates = self.switches.run(private.PROGRESS, lambda: bool(private.SHOULD_ACCUMULATE.of(loop)()))
-        again = self.switches.run(private.AVERAGING, lambda: steps_without_backward(self._trainer))
+        accumulates = self.switches.run(compat.PROGRESS, lambda: bool(compat.SHOULD_ACCUMULATE.of(loop)()))
+        again = self.switches.run(compat.AVERAGING, lambda: steps_without_backward(self._trainer))
         return accumulates is not False or bool(again)
 
     def restore_gradients(self, saved: State) -> None:
@@ -306,7 +306,7 @@ class StatePart:
 
     Attributes:
         name: its key there.
-        requires: the part of :mod:`~lightning_spot.exact.private` that it is off without, or what to call it where it
+        requires: the part of :mod:`~lightning_spot.exact.compat` that it is off without, or what to call it where it
             fails; ``None`` for one that needs no private name, and whose failure is one of the snapshot.
         capture: returns it as values that load with ``weights_only=True``; ``None`` if there is none.
         restore: puts that back, at each of its stages.
@@ -361,12 +361,12 @@ _HOOKED: Mapping[Stage, Restore] = {
 PARTS = (
     # Before a step, generators are set last of all: see Restoring.
     StatePart("random", None, StateParts.random, _to(_restore_random, Stage.END)),
-    StatePart("loaders", private.LOADERS, StateParts.positions),
-    StatePart("around_loaders", private.LOADERS, StateParts.around_loaders, _AROUND_LOADERS),
-    StatePart("metrics", private.METRICS, StateParts.metrics, _to(_restore_metrics, Stage.FIRST_BATCH)),
-    StatePart("logged", private.LOGGED, _of(capture_last), _to(restore_last, Stage.FIRST_BATCH, Stage.END)),
-    StatePart("results", private.LOGGED, _of(capture_results), _to(restore_results, Stage.FIRST_BATCH)),
-    StatePart("in_epoch", private.LOGGED, _of(is_in_epoch), _to(restore_in_epoch, Stage.FIRST_BATCH)),
+    StatePart("loaders", compat.LOADERS, StateParts.positions),
+    StatePart("around_loaders", compat.LOADERS, StateParts.around_loaders, _AROUND_LOADERS),
+    StatePart("metrics", compat.METRICS, StateParts.metrics, _to(_restore_metrics, Stage.FIRST_BATCH)),
+    StatePart("logged", compat.LOGGED, _of(capture_last), _to(restore_last, Stage.FIRST_BATCH, Stage.END)),
+    StatePart("results", compat.LOGGED, _of(capture_results), _to(restore_results, Stage.FIRST_BATCH)),
+    StatePart("in_epoch", compat.LOGGED, _of(is_in_epoch), _to(restore_in_epoch, Stage.FIRST_BATCH)),
     StatePart(
         "checkpoints",
         "ModelCheckpoint's last score",
@@ -376,15 +376,15 @@ PARTS = (
     StatePart(
         "modules", "metrics and averages of callbacks", _of(capture_modules), _to(restore_modules, Stage.TRAIN_START)
     ),
-    StatePart("averaging", private.AVERAGING, _of(capture_averaging), _to(restore_averaging, Stage.TRAIN_START)),
+    StatePart("averaging", compat.AVERAGING, _of(capture_averaging), _to(restore_averaging, Stage.TRAIN_START)),
     StatePart("found", "what the tuners found", _of(capture_found)),  # see rest_tuners
     StatePart("should_stop", None, lambda parts: parts.trainer.should_stop, _to(_restore_stop, Stage.FIRST_BATCH)),
     StatePart(
         "buffers", None, StateParts.changed_buffers, dict.fromkeys((Stage.FIRST_BATCH, Stage.END), _restore_buffers)
     ),
-    StatePart("shared_buffers", private.SHARING, _of(shares_buffers), _to(restore_sharing, Stage.FIRST_BATCH)),
-    StatePart("hooked", private.HOOKED, lambda parts: parts.hooked.capture(parts.trainer, parts.modules), _HOOKED),
-    StatePart("toggled", private.TOGGLES, _of(toggled), _to(restore_toggled, Stage.TRAIN_START, Stage.UNTRAINED)),
+    StatePart("shared_buffers", compat.SHARING, _of(shares_buffers), _to(restore_sharing, Stage.FIRST_BATCH)),
+    StatePart("hooked", compat.HOOKED, lambda parts: parts.hooked.capture(parts.trainer, parts.modules), _HOOKED),
+    StatePart("toggled", compat.TOGGLES, _of(toggled), _to(restore_toggled, Stage.TRAIN_START, Stage.UNTRAINED)),
     StatePart("gradients", None, StateParts.gradients, {Stage.FIRST_BATCH: StateParts.restore_gradients}),
     StatePart("gradient_order", None, lambda parts: parts.gradient_order.saved()),
 )

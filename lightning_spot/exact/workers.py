@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_spot.exact import private
+from lightning_spot.exact import compat
 from lightning_spot.exact.indices import Indices, is_stateful, random_now, replacing, sampler_name
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
@@ -100,7 +100,7 @@ class LastingWorkers:
 
     @property
     def _is_made(self) -> bool:
-        return private.WORKERS_ITERATOR.of(self._loader) is not None
+        return compat.WORKERS_ITERATOR.of(self._loader) is not None
 
     def _random(self) -> State:
         return {**capture_random(), "own": self._own.capture()}
@@ -126,7 +126,7 @@ class LastingWorkers:
         with replacing(self._loader, {self._name: self.indices, **self._watch.values(self._loader)}):
             iterator = iter(self._loader)
         if self._is_made:
-            vars(private.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
+            vars(compat.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
         return iterator
 
     def _ask(self) -> None:
@@ -309,7 +309,7 @@ def lasts(loader: Any) -> bool:
 
 def are_made(loader: Any) -> bool:
     """Whether workers that persist are at work for this loader."""
-    return lasts(loader) and private.WORKERS_ITERATOR.of(loader) is not None
+    return lasts(loader) and compat.WORKERS_ITERATOR.of(loader) is not None
 
 
 def make_unnoticed(loader: Any) -> None:
@@ -331,7 +331,7 @@ def make_unnoticed(loader: Any) -> None:
 
 def _known(loader: Any) -> LastingWorkers | None:
     """Who had the workers made that are at work for this loader; ``None`` if nobody of ours did."""
-    known: LastingWorkers | None = getattr(private.WORKERS_ITERATOR.of(loader), _KNOWN, None)
+    known: LastingWorkers | None = getattr(compat.WORKERS_ITERATOR.of(loader), _KNOWN, None)
     return known
 
 
@@ -345,5 +345,5 @@ def why_not_asked(loader: Any) -> str | None:
         return "they read a stream"
     if loader.batch_sampler is None:
         return "they load without batch_size"
-    is_made = private.WORKERS_ITERATOR.of(loader) is not None
+    is_made = compat.WORKERS_ITERATOR.of(loader) is not None
     return "they were at work before the training" if is_made and _known(loader) is None else None

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lightning_spot.capture.attempt import versions
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact import private
+from lightning_spot.exact import compat
 from lightning_spot.exact.builtin_callbacks import is_tuned
 from lightning_spot.exact.optimizers import names_of
 from lightning_spot.fit.collectives import Agreement
@@ -159,7 +159,7 @@ def _tensors(module: Module) -> dict[str, str]:
         found[name] = f"{parameter.dtype}{shape}{'' if parameter.requires_grad else ', frozen'}"
     for above, each in module.named_modules():
         for name, buffer in each.named_buffers(above, recurse=False):
-            if name.rpartition(".")[2] not in private.NON_PERSISTENT.of(each) and not is_lazy(buffer):
+            if name.rpartition(".")[2] not in compat.NON_PERSISTENT.of(each) and not is_lazy(buffer):
                 found[name] = f"{buffer.dtype} {tuple(shape_of(buffer))}"
     return {name: text for name, text in found.items() if name not in own}
 

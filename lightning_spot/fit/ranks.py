@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import SpotError
-from lightning_spot.exact import namespaces, private
+from lightning_spot.exact import compat, namespaces
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.fit.collectives import Agreement
 from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
@@ -35,7 +35,7 @@ _FILES_OF_A_RANK = 3  # a connection to the key-value channel, besides its own
 
 def main_address(trainer: pl.Trainer) -> str:
     """Address of rank 0, as all ranks know it."""
-    return str(private.CLUSTER_ENVIRONMENT.of(private.ACCELERATOR_CONNECTOR.of(trainer)).main_address)
+    return str(compat.CLUSTER_ENVIRONMENT.of(compat.ACCELERATOR_CONNECTOR.of(trainer)).main_address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ class Ranks:
 
 def is_requeued_by_slurm(trainer: pl.Trainer) -> bool:
     """Whether Lightning is to ask SLURM for another turn when a job is cut off."""
-    if not FitState.of(trainer).can(private.ENVIRONMENT):
+    if not FitState.of(trainer).can(compat.ENVIRONMENT):
         return False
-    environment = private.CLUSTER_ENVIRONMENT.of(private.ACCELERATOR_CONNECTOR.of(trainer))
+    environment = compat.CLUSTER_ENVIRONMENT.of(compat.ACCELERATOR_CONNECTOR.of(trainer))
     kinds = namespaces.classes("fabric.plugins.environments", "SLURMEnvironment")
     return isinstance(environment, kinds) and bool(environment.auto_requeue)
 

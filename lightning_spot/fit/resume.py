@@ -25,7 +25,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach, end_other_version
 from lightning_spot.config import format_names
 from lightning_spot.errors import ModelChangedError, ServerUnreachableError, SettingsError, SpotError
-from lightning_spot.exact import builtin_callbacks, namespaces, private, progress
+from lightning_spot.exact import builtin_callbacks, compat, loops, namespaces
 from lightning_spot.exact.checkpoint import OF_DATA, OF_MODEL, held
 from lightning_spot.exact.compare import shown
 from lightning_spot.exact.dump import KEY
@@ -100,7 +100,7 @@ class Resume(OfTrainer):
 
     def is_wanted(self) -> bool:
         """Whether one of the callbacks resumes the run, and this Lightning lets it; from ``setup`` on."""
-        is_able = FitState.of(self._trainer).can(private.RESUME)
+        is_able = FitState.of(self._trainer).can(compat.RESUME)
         return is_able and any(getattr(part, "resumes", False) for part in parts_of(self._trainer))
 
     @property
@@ -183,7 +183,7 @@ class Resume(OfTrainer):
         was_started = trainer.strategy.broadcast(found is not None and max(found.seen_attempts, default=0) > 0)
         let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
-        connector = private.RESUMING_CONNECTOR.of(trainer)
+        connector = compat.RESUMING_CONNECTOR.of(trainer)
 
         def resume_start(original: Callable[..., None], checkpoint_path: Any = None, **options: Any) -> None:
             self._patches.close()  # once
@@ -196,11 +196,11 @@ class Resume(OfTrainer):
             if who:
                 self._say_found(checkpoint_path, who)
             checkpoint_path = None if self.chosen is not None else checkpoint_path
-            loaded = private.LOADED_CHECKPOINT.of(connector)
+            loaded = compat.LOADED_CHECKPOINT.of(connector)
             with fetched_once(trainer, location, checkpoint_path):
                 original(checkpoint_path, **options)
             if self.chosen is not None:
-                private.LOADED_CHECKPOINT.set(connector, loaded)
+                compat.LOADED_CHECKPOINT.set(connector, loaded)
             if checkpoint_path and not who:
                 self._say_named(checkpoint_path)
             if checkpoint_path or self.chosen is not None:
@@ -209,7 +209,7 @@ class Resume(OfTrainer):
                 self._then.pop(0)()
 
         self._patches.close()  # two callbacks may resume the same run
-        private.RESUME_START.wrap(self._patches, connector, partial(partial, resume_start))
+        compat.RESUME_START.wrap(self._patches, connector, partial(partial, resume_start))
         return location
 
     def _say_found(self, path: Any, who: str) -> None:
@@ -228,7 +228,7 @@ class Resume(OfTrainer):
 
     def _say_named(self, path: Any) -> None:
         """Say that the user's checkpoint is taken; in each start of a program, it takes its progress away."""
-        step = private.LOADED_CHECKPOINT.of(private.RESUMING_CONNECTOR.of(self._trainer)).get("global_step")
+        step = compat.LOADED_CHECKPOINT.of(compat.RESUMING_CONNECTOR.of(self._trainer)).get("global_step")
         newest = self.snapshots[0].step if self.snapshots else -1
         if isinstance(step, int) and step < newest:
             say(
@@ -333,8 +333,8 @@ class Resume(OfTrainer):
                 names=format_names(others),
             )
         home = namespaces.of(trainer, "utilities.migration")
-        migrated, _ = private.MIGRATE.of(home)(checkpoint)
-        private.LOADED_CHECKPOINT.set(private.RESUMING_CONNECTOR.of(trainer), migrated)
+        migrated, _ = compat.MIGRATE.of(home)(checkpoint)
+        compat.LOADED_CHECKPOINT.set(compat.RESUMING_CONNECTOR.of(trainer), migrated)
 
     # -- after it -------------------------------------------------------------------------------------------------
 
@@ -548,7 +548,7 @@ def check_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str)
         SettingsError: naming the limit.
     """
     epochs, steps = trainer.max_epochs, trainer.max_steps
-    begun = checkpoint["epoch"] + progress.is_in_epoch(checkpoint) - builtin_callbacks.further_epochs(trainer)
+    begun = checkpoint["epoch"] + loops.is_in_epoch(checkpoint) - builtin_callbacks.further_epochs(trainer)
     is_beyond = epochs is not None and 0 <= epochs < begun
     if not is_beyond and not 0 <= steps < checkpoint["global_step"]:
         return

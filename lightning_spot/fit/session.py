@@ -19,8 +19,8 @@ from lightning_spot.errors import PreemptedError, SpotError, TierError
 from lightning_spot.exact import namespaces
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.fit_state import FitState
+from lightning_spot.exact.loops import StepBoundary
 from lightning_spot.exact.per_trainer import PerTrainer
-from lightning_spot.exact.seams import Seam
 from lightning_spot.exact.sharded import is_sharded
 from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement
@@ -189,7 +189,7 @@ class FitSession(PerTrainer):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def stop(
-        self, notice: Notice, seam: Seam, *, cut_short: Callable[[], bool], part: Callable[[float], None]
+        self, notice: Notice, seam: StepBoundary, *, cut_short: Callable[[], bool], part: Callable[[float], None]
     ) -> NoReturn:
         """Secure the state before the deadline of a notice and leave. Every rank calls it, at the same place.
 
@@ -371,15 +371,15 @@ def _preempted(found: Any) -> str:
     return f"{found.dirpath}/{found.CHECKPOINT_NAME_LAST}-preempted{found.FILE_EXTENSION}"
 
 
-def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
+def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: StepBoundary) -> None:
     """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
     found = _model_checkpoint(trainer)
-    if found is None or not found.dirpath or seam not in (Seam.AFTER_BATCH, Seam.BEFORE_VALIDATION):
+    if found is None or not found.dirpath or seam not in (StepBoundary.AFTER_BATCH, StepBoundary.BEFORE_VALIDATION):
         text = "nothing was saved now; the run resumes from its last checkpoint"
         say(logging.INFO, "secured", text, only_rank_zero=True)
         return
     path = _preempted(found)
-    dump = FitState.of(trainer).dump(before_validation=seam is Seam.BEFORE_VALIDATION)
+    dump = FitState.of(trainer).dump(before_validation=seam is StepBoundary.BEFORE_VALIDATION)
     trainer.strategy.save_checkpoint(dump.gathered(trainer), path)
     trainer.strategy.barrier("lightning_spot.preempted")
     forget_listings(str(found.dirpath))
@@ -391,7 +391,7 @@ def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: Seam) -> None:
 
 
 def secure(
-    trainer: pl.Trainer, snapshotter: Snapshotter, seam: Seam, deadline: Deadline, cut_short: Callable[[], bool]
+    trainer: pl.Trainer, snapshotter: Snapshotter, seam: StepBoundary, deadline: Deadline, cut_short: Callable[[], bool]
 ) -> str:
     """Bring the training state of all ranks to safety: an urgent snapshot if there is something new and time.
 
@@ -442,7 +442,7 @@ def _stand_still(snapshotter: Snapshotter) -> None:
         iterations.end()
 
 
-def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: Seam) -> Dump | None:
+def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: StepBoundary) -> Dump | None:
     """The newest state of this rank, see :meth:`CurrentState.newest`; an error of one rank is an error of all."""
     take = partial(snapshotter.current_state.newest, seam)
     # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.

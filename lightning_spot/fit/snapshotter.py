@@ -20,12 +20,12 @@ from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, BestEffort, f
 from lightning_spot.config import format_bytes, format_count, format_seconds
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.exact import namespaces
+from lightning_spot.exact.compat import writes_of
 from lightning_spot.exact.dump import Dump
 from lightning_spot.exact.fit_state import FitState
 from lightning_spot.exact.logged_values import last_value, last_values
+from lightning_spot.exact.loops import StepBoundaries, StepBoundary
 from lightning_spot.exact.per_trainer import OfTrainer
-from lightning_spot.exact.private import writes_of
-from lightning_spot.exact.seams import Seam, Seams
 from lightning_spot.fit import run_lookup
 from lightning_spot.fit.collectives import Agreement, AsyncBroadcast
 from lightning_spot.fit.coordinator import Coordinator, Decision, SnapshotSettings
@@ -531,8 +531,8 @@ class Snapshotter(OfTrainer):
         elif writing.found is not None:
             say_what_is_left(writing.found)
         self.pacing.begin(trainer, writing.number, self._resume.interval)
-        Seams.of(trainer).add(self)
-        self._patches.callback(lambda: Seams.of(trainer).remove(self))
+        StepBoundaries.of(trainer).add(self)
+        self._patches.callback(lambda: StepBoundaries.of(trainer).remove(self))
         if writing.iterations is not None:
             writing.iterations.begin()
             self._patches.callback(writing.iterations.end)
@@ -811,14 +811,14 @@ class CurrentState(OfTrainer):
                 raise
             return failure_of(error)
 
-    def newest(self, seam: Seam) -> Dump | None:
+    def newest(self, seam: StepBoundary) -> Dump | None:
         """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
-        if seam is Seam.SANITY_CHECK:
+        if seam is StepBoundary.SANITY_CHECK:
             return None
-        if seam is Seam.VALIDATION:
+        if seam is StepBoundary.VALIDATION:
             kept, self._kept = self._kept, None
             return kept if kept is not None and kept.is_unchanged else None
-        dump = self.state(before_validation=seam is Seam.BEFORE_VALIDATION)
+        dump = self.state(before_validation=seam is StepBoundary.BEFORE_VALIDATION)
         if isinstance(dump, SpotError):
             text = "no snapshot of step {step}: {error}"
             say(logging.WARNING, "no-urgent-snapshot", text, step=self._trainer.global_step, error=dump)

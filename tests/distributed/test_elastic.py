@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_spot.exact import logged_values
-from lightning_spot.exact.fit_state import OtherRanks, random_of
-from lightning_spot.exact.position import PositionedLoader, batches_done, position_of
+from lightning_spot.exact.dataloader import PositionedLoader, batches_done, loader_itself, position_of
+from lightning_spot.exact.elastic import OtherRanks, random_of
 from lightning_spot.exact.randomness import capture_random
 from lightning_spot.exact.rank_states import are_these, share_of
 from tests.support.elastic_trainer import LENGTH, Numbers, train
@@ -51,7 +51,9 @@ class Ranks:
             loader = DataLoader(data, **{"batch_size": 3, "sampler": sampler, **more})
         others = self.others[rank]
         return PositionedLoader(
-            loader, lambda loader: others.position(loader, 0) if others is not None else None, lambda _: True
+            loader,
+            lambda loader: others.position(loader_itself(loader), 0) if others is not None else None,
+            lambda _: True,
         )
 
     def train(self, batches: int | None = None) -> list[int]:
@@ -129,7 +131,9 @@ def test_tensor_parallel_ranks_get_the_same_remaining_samples() -> None:
         others = OtherRanks(states, 3 % world, world, share)
         sampler: Any = DistributedSampler(Numbers(30), share[1], share[0]) if world > 1 else None
         loader = DataLoader(Numbers(30), batch_size=3, sampler=sampler, shuffle=sampler is None)
-        going_on = PositionedLoader(loader, lambda item, others=others: others.position(item, 0), lambda _: True)  # type: ignore[misc]
+        going_on = PositionedLoader(
+            loader, lambda item, others=others: others.position(loader_itself(item), 0), lambda _: True
+        )  # type: ignore[misc]
         rest = [number for batch in going_on for number in batch.flatten().tolist()]
         assert others.reasons == []
         assert not set(rest) & set(seen)
@@ -152,7 +156,7 @@ def test_the_same_rank_count_with_other_data_shares_is_elastic(old: int, new: in
         others = OtherRanks(states, share, 4, share_of(trainer), old)
         going_on = PositionedLoader(
             Ranks(new, 96).loaders[share].__dict__["_loader"],
-            lambda item, others=others: others.position(item, 0),  # type: ignore[misc]
+            lambda item, others=others: others.position(loader_itself(item), 0),  # type: ignore[misc]
             lambda _: True,
         )
         seen += [number for batch in going_on for number in batch.flatten().tolist()]
@@ -214,7 +218,7 @@ def test_what_cannot_be_dealt_is_named_and_passed_over(data: Any, more: State, n
     states = [{"random": capture_random(), "loaders": [position_of(loader)]}] * 4
     others = OtherRanks(states, 0, 2)
     resumed = PositionedLoader(
-        DataLoader(data, batch_size=2, **more), lambda item: others.position(item, 0), lambda _: True
+        DataLoader(data, batch_size=2, **more), lambda item: others.position(loader_itself(item), 0), lambda _: True
     )
     rest = list(iter(resumed))
     assert batches_done(resumed) is None

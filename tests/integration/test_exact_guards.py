@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.exact import progress, state_parts
+from lightning_spot.exact import loops, state_parts
 from lightning_spot.exact.indices import Indices
 from lightning_spot.exact.loaders import Loaders
 from lightning_spot.exact.module_state import ModuleState
@@ -28,7 +28,7 @@ PARTS = [
     (ModuleState, "begin", "what hooks changed"),
     (ModuleState, "capture", "what hooks changed"),
     (Loaders, "follow_requests", "requests for loaders"),
-    (progress, "even_out", "skipped batches"),
+    (loops, "even_out", "skipped batches"),
     (state_parts, "around_loaders", "the position in the data"),
     (state_parts, "checkpoints", "ModelCheckpoint's last score"),
 ]

@@ -25,7 +25,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import NodeStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
-from lightning_spot.exact.seams import Seam
+from lightning_spot.exact.loops import StepBoundary
 from lightning_spot.fit.session import FitSession, secure
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan
 from lightning_spot.memory.host import Host, InProcessHost
@@ -96,7 +96,7 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
             if trainer.global_step == 3:
                 assert callback.snapshotter is not None
                 deadline = Deadline.of(None, 60.0)
-                said.append(secure(trainer, callback.snapshotter, Seam.AFTER_BATCH, deadline, lambda: False))
+                said.append(secure(trainer, callback.snapshotter, StepBoundary.AFTER_BATCH, deadline, lambda: False))
                 raise Stop
 
     monkeypatch.setattr(InProcessHost, "seal", seal)
@@ -124,7 +124,7 @@ def test_a_fenced_trainer_does_not_wait_at_a_notice(tmp_path: Path) -> None:
                 store.claim(replace(mine, attempt=mine.attempt + 1, digest="of another host"))
                 assert callback.snapshotter is not None
                 deadline = Deadline.of(None, 15.0)
-                said.append(secure(trainer, callback.snapshotter, Seam.AFTER_BATCH, deadline, lambda: False))
+                said.append(secure(trainer, callback.snapshotter, StepBoundary.AFTER_BATCH, deadline, lambda: False))
                 raise Stop
 
     said: list[str] = []
@@ -152,7 +152,7 @@ class InValidation(pl.Callback):
         self.seen.append(trainer.global_step)
         if not trainer.sanity_checking and self.snapshots.snapshotter is not None:
             deadline = Deadline.of(None, 60.0)
-            self.said = secure(trainer, self.snapshots.snapshotter, Seam.VALIDATION, deadline, lambda: False)
+            self.said = secure(trainer, self.snapshots.snapshotter, StepBoundary.VALIDATION, deadline, lambda: False)
             raise Stop
 
 

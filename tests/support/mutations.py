@@ -144,8 +144,8 @@ EXACT = [
     Mutation(
         "metrics",
         "exact.state_parts",
-        "private.METRICS, StateParts.metrics,",
-        "private.METRICS, lambda _: {},",
+        "compat.METRICS, StateParts.metrics,",
+        "compat.METRICS, lambda _: {},",
         _OTHER + "an epoch's metrics are those of its rest",
         _equal("logging"),
     ),
@@ -288,7 +288,7 @@ EXACT = [
     Mutation(
         "progress before validation",
         "exact.fit_state",
-        "run(private.PROGRESS, lambda: mark(checkpoint)) if before_validation else None",
+        "run(compat.PROGRESS, lambda: mark(checkpoint)) if before_validation else None",
         "None",
         "a run that was stopped in front of a validation leaves it out",
         _equal("sanity-check-whole"),
@@ -296,7 +296,7 @@ EXACT = [
     Mutation(
         "restarting",
         "exact.fit_state",
-        "        self._run(private.PROGRESS, lambda: private.RESTARTING.set(trainer.fit_loop, False))",
+        "        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))",
         "        pass",
         _OTHER + "schedulers by a metric skip the resumed epoch",
         _equal("plateau-of-the-epoch"),
@@ -336,7 +336,7 @@ EXACT = [
     Mutation(
         "loggers",
         "exact.fit_state",
-        '        self._run(private.LOGGERS, lambda: continued(trainer, shared["loggers"]))',
+        '        self._run(compat.LOGGERS, lambda: continued(trainer, shared["loggers"]))',
         "        pass",
         "rows of the log come twice, or are lost",
         _of("loggers", "csv[numbered-epoch-0-1]"),
@@ -344,7 +344,7 @@ EXACT = [
     Mutation(
         "names of what does not come back",
         "exact.fit_state",
-        "run(private.HOOKED, lambda: self._untracked.names(trainer)) or []",
+        "run(compat.HOOKED, lambda: self._untracked.names(trainer)) or []",
         "[]",
         "what is not exact is not named",
         _of("exact_guards", "changes_no_checkpoint_holds_are_named_before_resuming"),

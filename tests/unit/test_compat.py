@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.exact import private
+from lightning_spot.exact import compat
 from lightning_spot.image.safe_load import safe_load
 from lightning_spot.tiers.local import LocalStore
 from tests.support.said import listening, points
@@ -33,10 +33,10 @@ ALLOWED = {
     *("_indices", "_values"),  # the page of torch on sparse tensors has them, for such as are not coalesced
     "_foreach_copy_",  # copied one by one without it: test_copier
 }
-IN_DDP = {private.BUCKETS, private.SHARING}  # nothing has the names of these parts here
-IN_TUNERS = {private.TUNERS}
-IN_TENSORBOARD = {private.TENSORBOARD_OPTIONS}
-USED = [name for name in private.ALL if name.part not in IN_DDP | IN_TUNERS and name not in IN_TENSORBOARD]
+IN_DDP = {compat.BUCKETS, compat.SHARING}  # nothing has the names of these parts here
+IN_TUNERS = {compat.TUNERS}
+IN_TENSORBOARD = {compat.TENSORBOARD_OPTIONS}
+USED = [name for name in compat.ALL if name.part not in IN_DDP | IN_TUNERS and name not in IN_TENSORBOARD]
 NAMES, PARTS = sorted({name.name for name in USED}), sorted({name.part for name in USED})
 
 
@@ -44,7 +44,7 @@ def test_no_private_name_of_others_elsewhere() -> None:
     # What pickling cannot do, plain torch.save does: test_layout.
     # By another reader of zip files than torch's, safe_load could check another pickle than torch then reads.
     # Torch's restricted unpickler is private, all of it: without it, nothing can be read safely.
-    may = ("private.py", "dtensors.py", "pickling.py", "safe_load.py")
+    may = ("compat.py", "dtensors.py", "pickling.py", "safe_load.py")
     assert {path.name: found for path in USERS if path.name not in may and (found := _private_names(path))} == {}
 
 
@@ -66,19 +66,19 @@ def _private_names(path: Path) -> set[str]:
 
 def hide(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:
     """Have no object an attribute of these names."""
-    real_of, real_set = private.Name.of, private.Name.set
+    real_of, real_set = compat.Name.of, compat.Name.set
 
-    def of(self: private.Name, owner: Any) -> Any:
+    def of(self: compat.Name, owner: Any) -> Any:
         if self.name in hidden:
             raise AttributeError(f"{type(owner).__name__!r} object has no attribute {self.name!r}")
         return real_of(self, owner)
 
-    def set_(self: private.Name, owner: Any, value: Any) -> None:
+    def set_(self: compat.Name, owner: Any, value: Any) -> None:
         of(self, owner)
         real_set(self, owner, value)
 
-    monkeypatch.setattr(private.Name, "of", of)
-    monkeypatch.setattr(private.Name, "set", set_)
+    monkeypatch.setattr(compat.Name, "of", of)
+    monkeypatch.setattr(compat.Name, "set", set_)
 
 
 def fit(root: Path, *more: pl.Callback) -> list[str]:
@@ -107,7 +107,7 @@ class Looks(pl.Callback):
         for hidden in NAMES:
             with pytest.MonkeyPatch.context() as patch:
                 hide(patch, hidden)
-                self.missed[hidden] = private.problems(trainer)
+                self.missed[hidden] = compat.problems(trainer)
 
 
 def parts_with(*hidden: str) -> set[str]:
@@ -138,11 +138,11 @@ def test_all_names_are_there(tmp_path: Path) -> None:
 
 
 def test_a_name_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = private.Name.of
+    real = compat.Name.of
     shape = "_callback_metrics"
-    monkeypatch.setattr(private.Name, "of", lambda self, owner: [] if self.name == shape else real(self, owner))
+    monkeypatch.setattr(compat.Name, "of", lambda self, owner: [] if self.name == shape else real(self, owner))
     (said,) = fit(tmp_path)
-    assert said.startswith(f"{private.LOGGED} is off: ")
+    assert said.startswith(f"{compat.LOGGED} is off: ")
     assert "is of type list here" in said
 
 

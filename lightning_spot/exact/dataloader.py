@@ -1,14 +1,22 @@
-"""One pass over a loader that knows how far it got, and the rest of one that an earlier attempt has begun."""
+"""The position in the data: a loader that knows how far it got in its epoch, and can go there again.
+
+An epoch is one pass over a loader, or the rest of one that an earlier attempt has begun. What it was made of is written
+down with the position, and compared where another process goes on with it.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_spot.exact import private
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_spot.exact import compat
 from lightning_spot.exact.change_detector import digest_of
-from lightning_spot.exact.findings import say_not_exact
+from lightning_spot.exact.elastic import batch_of, dealt, order_of
 from lightning_spot.exact.indices import (
     Indices,
     draws_at_once,
@@ -18,8 +26,6 @@ from lightning_spot.exact.indices import (
     replacing,
     sampler_name,
 )
-from lightning_spot.exact.made_of import made_of
-from lightning_spot.exact.order import batch_of, dealt, order_of
 from lightning_spot.exact.own_state import OwnState
 from lightning_spot.exact.randomness import State, capture_random, restore_random
 from lightning_spot.exact.workers import (
@@ -30,8 +36,73 @@ from lightning_spot.exact.workers import (
     make_unnoticed,
     watch_of,
     watching,
+    why_not_asked,
 )
 from lightning_spot.say import say
+
+if TYPE_CHECKING:
+    pass
+
+
+def say_not_exact(findings: Iterable[str]) -> None:
+    """Log what is not exact, if there is anything, on rank 0.
+
+    Args:
+        findings: each a cause, what follows, and what to do.
+    """
+    if found := tuple(dict.fromkeys(findings)):
+        text = "a resume is not exact in these points, of which each says what to do:{about}"
+        lines = "".join(f"\n  - {each}" for each in found)
+        say(logging.WARNING, "not-exact", text, about=lines, only_rank_zero=True, findings=found)
+
+
+def made_of(loader: Any) -> State:
+    """Length of the data set, workers, sampler and ``drop_last`` of a loader; ``None`` for what it has not."""
+    length = None
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        with suppress(TypeError, NotImplementedError):
+            length = len(loader.dataset)  # type: ignore[arg-type]
+    return {
+        "length": length,
+        "workers": getattr(loader, "num_workers", 0),
+        "sampler": type(sampler).__name__ if (sampler := _sampler_of(loader)) is not None else None,
+        "drop_last": getattr(loader, "drop_last", None),
+    }
+
+
+def _sampler_of(loader: Any) -> Any:
+    """The sampler that decides on the order: one of batches is that of another, or is of the user's own."""
+    batches = getattr(loader, "batch_sampler", None)
+    return batches if batches is not None and not hasattr(batches, "sampler") else getattr(loader, "sampler", None)
+
+
+def differences(position: State | None, loader: Any) -> Iterator[str]:
+    """What has changed since an epoch began, and what that means, for a loader that goes on at a position."""
+    if position is None:
+        return
+    was, now = position["made_of"], made_of(loader)
+    changed = {name for name, value in was.items() if value != now[name]}
+    within = "at_iter" in position and not position["exhausted"] and position["yielded"]
+    if "workers" in changed:
+        what = "random numbers drawn in loading (augmentation) are others"
+        if now["length"] is None:
+            what = "a stream deals its samples to them in another way, so that some are seen twice or not at all"
+        yield f"num_workers was {was['workers']} and is {now['workers']}: {what}"
+    if changed & {"length", "sampler"}:
+        facts = [f"{text} was {was[name]} and is {now[name]}" for name, text in _NAMES.items() if name in changed]
+        what = "epochs from here on are made of what there is now"
+        if within:
+            what = (
+                f"this epoch goes on behind batch {position['yielded']} in another order, so that some of its samples"
+                " are seen twice or not at all; the next epoch is a whole one"
+            )
+        yield f"{', '.join(facts)}: {what}"
+    if "drop_last" in changed:
+        yield f"drop_last was {was['drop_last']} and is {now['drop_last']}: epochs end with another batch"
+
+
+_NAMES = {"length": "the number of samples in the data set", "sampler": "the sampler"}
+
 
 DataResume = Literal["auto", "replay", "seek"]
 """How a loader comes back to its position: ``"replay"`` loads the epoch's batches again and drops them, which is exact
@@ -132,7 +203,7 @@ class Epoch:
         return {**data, "state": self._loader_state(), "ended": self.exhausted, "yielded": self.yielded}
 
     def position(self, ahead: int, *, epoch_done: bool = False) -> State:
-        """See :func:`~lightning_spot.exact.position.position_of`."""
+        """See :func:`~lightning_spot.exact.dataloader.position_of`."""
         state = self.before if ahead and self.before is not None else self._state()
         done = state["exhausted"] or epoch_done
         workers = self.workers.saved(now=done) if self.workers is not None else None
@@ -229,7 +300,7 @@ class ResumedEpoch(Epoch):
         return super().__next__()
 
     def position(self, ahead: int, *, epoch_done: bool = False) -> State:
-        """See :func:`~lightning_spot.exact.position.position_of`."""
+        """See :func:`~lightning_spot.exact.dataloader.position_of`."""
         if self.resume is None:
             return super().position(ahead, epoch_done=epoch_done)
         return {**self.resume, "exhausted": self.resume.get("exhausted", False) or epoch_done}
@@ -266,7 +337,7 @@ class ResumedEpoch(Epoch):
                 vars(item)[name] = before
         if self._has_loaded and are_made(self.loader):
             self.inner = iter(())
-            private.WORKERS_ITERATOR.set(self.loader, None)
+            compat.WORKERS_ITERATOR.set(self.loader, None)
             make_unnoticed(self.loader)
         elif self.exhausted and self.workers is None:  # it may have gone to its end without them
             make_unnoticed(self.loader)
@@ -459,3 +530,270 @@ def has_length(loader: Any) -> bool:
 def _can_load(item: Any) -> bool:
     """Whether a loader's state may be given on to this object."""
     return callable(getattr(item, "load_state_dict", None)) and isinstance(getattr(item, "__dict__", None), dict)
+
+
+class FollowedLoader:
+    """Stands in for a loader; in everything it *is* that loader, but that its own state can be had and set.
+
+    Args:
+        loader: a ``DataLoader`` or any other iterable.
+        before: called with it just before an epoch begins.
+    """
+
+    def __init__(self, loader: Any, before: Callable[[FollowedLoader], None] | None = None) -> None:
+        own = OwnState.of(loader)
+        # Past __setattr__, which belongs to the loader.
+        self.__dict__.update(_loader=loader, _before=before, _own=own, _epoch=None, _why=why_not_asked(loader))
+        self.__dict__["_were_made"] = False
+        self.__dict__["_workers"] = LastingWorkers.of(loader, own)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(loader, DataLoader) stays true
+        return type(self.__dict__["_loader"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_loader"], name, value)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_loader"])
+
+    def __iter__(self) -> Iterator[Any]:
+        own = self.__dict__
+        if own["_before"] is not None:
+            own["_before"](self)
+        if own["_were_made"]:
+            own["_were_made"] = False
+            make_unnoticed(own["_loader"])
+        return begin_epoch(own["_loader"], own["_workers"])
+
+
+class PositionedLoader(FollowedLoader):
+    """Stands in for a training loader and counts what it yields.
+
+    In a resumed epoch nothing is drawn before the first batch is asked for: only then are samplers at the right epoch.
+
+    Args:
+        loader: a ``DataLoader`` or any other iterable.
+        resume: asked when an epoch begins: the position to begin it at, or ``None`` for its start.
+        restore_step: called just before the first batch after a resume is fetched: sets all generators to what they
+            were at the resumed step; ``False`` if there is nothing to set now, as for all loaders but the first that
+            asks. Told whether that batch is there at all: the epoch may have been at its end.
+        data_resume: how to get to a position.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        resume: Callable[[PositionedLoader], State | None],
+        restore_step: Callable[[bool], bool],
+        data_resume: DataResume = "auto",
+    ) -> None:
+        watch_of(loader, seeks=data_resume == "seek")
+        super().__init__(loader)
+        self.__dict__.update(_resume=resume, _restore_step=restore_step, _data_resume=data_resume)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the loader; its state, while it is still to go to its place, is that of its place."""
+        epoch = self.__dict__["_epoch"]
+        state = epoch.state_to_come if name == "state_dict" and isinstance(epoch, ResumedEpoch) else None
+        return super().__getattr__(name) if state is None else lambda: state
+
+    def __iter__(self) -> Iterator[Any]:
+        own = self.__dict__
+        before = own["_epoch"]
+        if before is not None:
+            before.leave()
+        position = own["_resume"](self)
+        parts = own["_loader"], own["_own"], own["_workers"]
+        own["_epoch"] = (
+            Epoch(*parts)
+            if position is None
+            else ResumedEpoch(*parts, position, own["_restore_step"], own["_data_resume"])
+        )
+        if before is not None:
+            own["_epoch"].follow(before)
+        return own["_epoch"]  # type: ignore[no-any-return]
+
+
+def position_of(loader: Any, ahead: int = 0, *, epoch_done: bool = False, at_end: bool = False) -> State | None:
+    """Position of a :class:`PositionedLoader` that has begun an epoch, as plain values; ``None`` for other loaders.
+
+    Args:
+        loader: any loader.
+        ahead: 1 if a batch was fetched ahead and not trained on yet.
+        epoch_done: whether the epoch has no more batches; the loader itself may (``limit_train_batches``).
+        at_end: whether the run is at its end, outside any epoch.
+    """
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if epoch is None:
+        return None
+    if at_end:
+        return {**(state_of(loader) or {}), **epoch.at_end()}
+    position: State = epoch.position(ahead, epoch_done=epoch_done)
+    return position
+
+
+def state_of(loader: Any) -> State | None:
+    """State of a :class:`FollowedLoader` between two epochs, as plain values; ``None`` for other loaders."""
+    if type(loader) not in (FollowedLoader, PositionedLoader):
+        return None
+    own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
+    were_made = loader.__dict__["_were_made"] or (workers is None and are_made(loader.__dict__["_loader"]))
+    saved = workers.saved(now=True) if workers is not None else None
+    return {"own": own.capture(), "workers": saved, "were_made": were_made, "data": own.changed_data()}
+
+
+def restore_state(loader: Any, state: State | None, but: Collection[int] = ()) -> None:
+    """Set what :func:`state_of` returned, but in objects of these identities: training has gone on with them."""
+    if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
+        own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
+        own.restore(state["own"], but=but)
+        names = own.differing_data(state["data"])
+        if workers is not None:
+            workers.resume(state["workers"])
+            names += workers.lost()
+        say_changed(names)
+        loader.__dict__["_were_made"] = state["were_made"]
+
+
+def restore_own(loader: Any, *, begins: bool) -> None:
+    """Set what a loader that is to be resumed has of its own: its epoch may have no batch left to ask it for.
+
+    Args:
+        loader: any.
+        begins: whether training begins. Then values of a loader in front of a new epoch are set, before hooks set those
+            of the epoch; all else is set in front of the first step.
+    """
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if not isinstance(epoch, ResumedEpoch) or epoch.resume is None:
+        return
+    is_new = "at_iter" not in epoch.resume
+    if not begins:
+        epoch.own.restore(epoch.resume["own"], values=not is_new)
+        epoch.say_what_differs()
+    elif is_new:
+        epoch.own.restore(epoch.resume["own"])
+
+
+def identities_in(loader: Any) -> set[int]:
+    """Identities of the objects within reach of a loader."""
+    own = loader.__dict__["_own"] if type(loader) in (FollowedLoader, PositionedLoader) else OwnState({"": loader})
+    return {id(item) for _, item in own.items()}
+
+
+def batches_done(loader: Any) -> int | None:
+    """Batches of its epoch that count as done in a loader which is to go on in its middle; ``None`` for others."""
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if not isinstance(epoch, ResumedEpoch) or epoch.resume is None or "at_iter" not in epoch.resume:
+        return None
+    if not has_length(loader) or (epoch.dealt is None and not epoch.exhausted):
+        return int(epoch.yielded)
+    left = len(dealt(epoch.dealt, epoch.loader)) - epoch.yielded if epoch.dealt is not None else 0
+    return max(0, len(loader) - (0 if epoch.exhausted else left))
+
+
+def other_batches(loader: Any, position: State | None) -> Iterator[str]:
+    """What to say where a loader goes on in the middle of its epoch with larger or smaller batches than before."""
+    if position is None or "at_iter" not in position or position["exhausted"]:
+        return
+    was, now = position.get("batch"), batch_of(loader_itself(loader))
+    passed = position["yielded"]
+    if was is None or now is None or was == now or not passed or "state" in position:
+        return
+    what = "passed over" if now > was else "seen twice"
+    yield (
+        f"the batch size was {was} when the snapshot was taken and is {now} now: this epoch goes on after as many"
+        f" batches as were trained on ({passed}), and {passed * abs(now - was)} of its samples are {what}, on each"
+        " rank. The next epoch is a whole one"
+    )
+
+
+def loader_itself(loader: Any) -> Any:
+    """The loader that a :class:`FollowedLoader` stands in for; others as they are."""
+    return loader.__dict__["_loader"] if type(loader) in (FollowedLoader, PositionedLoader) else loader
+
+
+def why_not_exact(loader: Any) -> Iterator[str]:
+    """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
+    inner = loader_itself(loader)
+    if is_stateful(inner):
+        yield from _why_its_state_is_not_exact(loader, inner)
+        return
+    if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
+        yield (
+            f"{_BEGINS_AGAIN} Use torchdata's"
+            " StatefulDataLoader (any loader with state_dict and load_state_dict), or a map-style data set"
+        )
+    if getattr(inner, "num_workers", 0) > 0 and not getattr(inner, "in_order", True):
+        yield "with in_order=False the order of batches is that of the workers' speed, which no resume can repeat"
+    yield from why_workers_are_not_exact(loader)
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    yield from _what_workers_lack(epoch, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
+    if epoch is not None and epoch.indices is not None and epoch.indices.draws_along:
+        yield (
+            f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
+            " the rest of an epoch may not be exact. Give it a generator of its own"
+        )
+
+
+_BEGINS_AGAIN = (
+    "the data position after a resume is not exact unless this stream yields the same samples each time: a resumed"
+    " epoch begins it again and drops as many batches as were trained on."
+)
+
+
+def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
+    """Why a loader's own state may not bring it back; nothing if it does, as far as is known."""
+    data = getattr(inner, "dataset", None)
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
+    if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
+        yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
+    for buffer in shuffle_buffers(OwnState({"dataset": data})) if loader.__dict__.get("_data_resume") == "seek" else ():
+        yield (
+            f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may lose"
+            ' or repeat samples. Leave data_resume="seek" out: batches are loaded again'
+        )
+    yield from _what_workers_lack(
+        epoch, "its state does not hold", 'Set data_resume="replay", and persistent_workers=False'
+    )
+
+
+def _what_workers_lack(epoch: Epoch | None, why: str, do: str) -> Iterator[str]:
+    """What the workers of the attempt before had done in an epoch, and those that go on in it have not."""
+    if not isinstance(epoch, ResumedEpoch) or not epoch.has_other_workers:
+        return
+    what = ["draw random numbers"] if epoch.workers_draw else []
+    what += [f"change {', '.join(epoch.workers_changed)}"] if epoch.workers_changed else []
+    if epoch.workers_draw is None:
+        what = ["may draw random numbers or change the data"]
+    if what:
+        yield (
+            f"workers of {type(epoch.loader).__name__} {' and '.join(what)}, which {why}: what they load is not exact"
+            f" after this resume. {do}"
+        )
+
+
+def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
+    """Why the workers of this loader, for training or validation, may not come back as they were; what to do."""
+    if type(loader) not in (FollowedLoader, PositionedLoader):
+        return
+    reason, workers = loader.__dict__["_why"], loader.__dict__["_workers"]
+    if reason is None and workers is not None and workers.is_lost:
+        reason = "the loader makes them in a way of its own"
+    if reason is not None:
+        yield (
+            f"workers persist over epochs, and cannot be asked which random numbers they go on with, since {reason}:"
+            " random augmentation in them is not exact. Set persistent_workers=False"
+        )
+
+
+def _kind(loader: Any) -> str:
+    """Class of what draws: of the sampler, or of the loader if that is torch's."""
+    sampler = getattr(loader, sampler_name(loader))
+    while type(sampler).__module__.startswith("torch.") and hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return type(loader if is_known(sampler) and iterates_itself(loader) else sampler).__name__

@@ -1,16 +1,109 @@
-"""Lightning's counters of batches and steps, where what it saves of them would lead a resume astray."""
+"""Lightning's loops: where a batch ends, and counters that would lead a resume astray.
+
+Training can be cut at two places of a batch's end and go on from there exactly. Lightning's ``on_train_batch_end`` is
+too early for that: the module's own hook, the step's logging, the validation and metric-driven schedulers follow it.
+What follows it all is ``on_advance_end`` of Lightning's training epoch loop, so that is what is wrapped here.
+``tests/integration/test_exact.py`` guards it against changes in Lightning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_spot.exact import private
+from lightning_spot.exact import compat
+from lightning_spot.exact.per_trainer import PerTrainer
 from lightning_spot.patches import Patches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+class StepBoundary(enum.Enum):
+    """Where training is when it is to stop."""
+
+    SANITY_CHECK = enum.auto()
+    AFTER_BATCH = enum.auto()
+    BEFORE_VALIDATION = enum.auto()
+    VALIDATION = enum.auto()
+
+
+class BoundaryListener(Protocol):
+    """What is told of seams."""
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        """A batch is done and a validation follows; also when a resumed run comes to the one it stopped at."""
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """A batch is done, with no validation after it; schedulers have stepped, the epoch's end may follow."""
+
+
+def is_tuning(trainer: pl.Trainer, callbacks: Sequence[pl.Callback]) -> bool:
+    """Whether a tuner is at work: it trains for a trial, with none of the run's callbacks.
+
+    Args:
+        trainer: any trainer.
+        callbacks: of the run.
+    """
+    present = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    return bool(callbacks) and not any(callback in present for callback in callbacks)
+
+
+class StepBoundaries(PerTrainer):
+    """The seams of one trainer. One for each trainer: see :meth:`of`.
+
+    Attributes:
+        is_on: whether this Lightning lets them be found. If not, :meth:`batch_ended` stands for them.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self._listeners: list[BoundaryListener] = []
+        self._patches = Patches()
+        self.is_on = True
+
+    def add(self, listener: BoundaryListener) -> None:
+        """Tell ``listener``, after those added before it."""
+        if listener in self._listeners:
+            return
+        self._listeners.append(listener)
+        if len(self._listeners) == 1 and self.is_on:
+            self._wrap()
+
+    def batch_ended(self, listener: BoundaryListener) -> None:
+        """Where there are no seams, tell ``listener`` in ``on_train_batch_end``: before what follows the batch."""
+        if not self.is_on and listener in self._listeners:
+            listener.after_batch(self._trainer)
+
+    def remove(self, listener: BoundaryListener) -> None:
+        """Tell it no more."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+            if not self._listeners:
+                self._patches.close()
+
+    def _wrap(self) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        ours = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
+
+        def on_advance_end(original: Callable[[Any], None], data_fetcher: Any) -> None:
+            if is_tuning(self._trainer, ours):
+                original(data_fetcher)
+                return
+            # A checkpoint of Lightning's own, taken after the last validation of an epoch, comes here once more.
+            validates = compat.SHOULD_VALIDATE.of(loop)(data_fetcher) and not compat.SKIP_NEXT_VAL.of(loop)
+            if validates:
+                for listener in list(self._listeners):
+                    listener.before_validation(self._trainer)
+            original(data_fetcher)
+            if not validates:
+                for listener in list(self._listeners):
+                    listener.after_batch(self._trainer)
+
+        compat.ADVANCE_END.wrap(self._patches, loop, partial(partial, on_advance_end))
+
 
 State = dict[str, Any]
 
@@ -49,7 +142,7 @@ def even_out(checkpoint: State) -> State:
 
 def number_batches(trainer: pl.Trainer, done: int) -> None:
     """Let ``done`` batches of this epoch count as done, before its loop begins: an epoch has other batches now."""
-    current = private.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).current
+    current = compat.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).current
     for name in ("ready", "started", "processed", "completed"):
         setattr(current, name, done)
 
@@ -69,16 +162,16 @@ def validate_first(trainer: pl.Trainer, patches: Patches) -> dict[str, int]:
 
     def validate(advance: Callable[[Any], None], data_fetcher: Any) -> None:
         once.close()
-        if not (loop.restarting and private.SHOULD_VALIDATE.of(loop)(data_fetcher)):
+        if not (loop.restarting and compat.SHOULD_VALIDATE.of(loop)(data_fetcher)):
             advance(data_fetcher)
 
-    private.ADVANCE_IN_EPOCH.wrap(once, loop, partial(partial, validate))
-    return dict(private.VAL_BATCH_PROGRESS.of(loop.val_loop).total.state_dict())
+    compat.ADVANCE_IN_EPOCH.wrap(once, loop, partial(partial, validate))
+    return dict(compat.VAL_BATCH_PROGRESS.of(loop.val_loop).total.state_dict())
 
 
 def restore(trainer: pl.Trainer, added: State) -> None:
     """Take back what :func:`even_out` added, when training goes on."""
-    total = private.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).total
+    total = compat.BATCH_PROGRESS.of(trainer.fit_loop.epoch_loop).total
     for name, count in added.items():
         setattr(total, name, getattr(total, name) - count)
 
@@ -93,7 +186,7 @@ def is_validation_due(trainer: pl.Trainer, *, should_stop: bool) -> bool:
     loop, stops = trainer.fit_loop, trainer.should_stop
     trainer.should_stop = should_stop
     try:
-        return bool(private.SHOULD_VALIDATE.of(loop.epoch_loop)(private.DATA_FETCHER.of(loop)))
+        return bool(compat.SHOULD_VALIDATE.of(loop.epoch_loop)(compat.DATA_FETCHER.of(loop)))
     finally:
         trainer.should_stop = stops
 
@@ -127,7 +220,7 @@ def forget_validations(trainer: pl.Trainer) -> None:
     There is one where the process has tuned, or fitted with this trainer. Lightning would leave the validation out,
     and each epoch that follows without a single batch.
     """
-    private.HAS_VALIDATED.set(trainer.fit_loop.epoch_loop.val_loop, False)
+    compat.HAS_VALIDATED.set(trainer.fit_loop.epoch_loop.val_loop, False)
 
 
 def enter_epoch(trainer: pl.Trainer, patches: Patches, *, validates: bool, should_stop: bool) -> None:
@@ -149,17 +242,17 @@ def enter_epoch(trainer: pl.Trainer, patches: Patches, *, validates: bool, shoul
     def enter(advance: Callable[[], None]) -> None:
         once.close()
         if validates:
-            private.ADVANCE_IN_EPOCH.wrap(once, epoch_loop, partial(partial, validate))
+            compat.ADVANCE_IN_EPOCH.wrap(once, epoch_loop, partial(partial, validate))
         else:  # or one more batch would be fetched before that is looked at
-            private.HAS_VALIDATED.set(epoch_loop.val_loop, True)
+            compat.HAS_VALIDATED.set(epoch_loop.val_loop, True)
         advance()
 
     def validate(advance: Callable[[Any], None], data_fetcher: Any) -> None:
         once.close()
         trainer.should_stop = should_stop
-        if private.SHOULD_VALIDATE.of(epoch_loop)(data_fetcher):  # else it would train one more batch
+        if compat.SHOULD_VALIDATE.of(epoch_loop)(data_fetcher):  # else it would train one more batch
             advance(data_fetcher)
 
-    private.ADVANCE.wrap(once, loop, partial(partial, enter))
+    compat.ADVANCE.wrap(once, loop, partial(partial, enter))
     once.callback(setattr, loop, "__class__", kind)
     loop.__class__ = type(kind.__name__, (kind,), {"done": False})

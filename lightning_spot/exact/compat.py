@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 RESUME = "the resume"
 SNAPSHOTS = "Lightning's checkpoint for a snapshot"
-SEAMS = "the ends of batches"
+BOUNDARIES = "the ends of batches"
 PROGRESS = "the loops' progress"
 LOGGED = "logged values"
 METRICS = "metric states"
@@ -48,7 +48,7 @@ TOGGLES = "toggled optimizers"
 WITHOUT = {
     RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
     SNAPSHOTS: "snapshots are taken in the way of Trainer.save_checkpoint",
-    SEAMS: "snapshots are taken before what follows a batch: a resume from them is not exact",
+    BOUNDARIES: "snapshots are taken before what follows a batch: a resume from them is not exact",
     SIGNALS: "with several ranks, a signal to one of them may hang the others",
     ENVIRONMENT: "the ranks agree on no place to stop: after a notice, the run resumes from its last snapshot",
 }
@@ -229,9 +229,9 @@ CLUSTER_ENVIRONMENT = Name(ENVIRONMENT, "cluster_environment", lambda t: ACCELER
 
 # -- the loops --------------------------------------------------------------------------------------------------------
 
-ADVANCE_END = Name(SEAMS, "on_advance_end", _epoch_loop, Callable)
-SHOULD_VALIDATE = Name(SEAMS, "_should_check_val_fx", _epoch_loop, Callable)
-SKIP_NEXT_VAL = Name(SEAMS, "_skip_next_val", _epoch_loop, bool)
+ADVANCE_END = Name(BOUNDARIES, "on_advance_end", _epoch_loop, Callable)
+SHOULD_VALIDATE = Name(BOUNDARIES, "_should_check_val_fx", _epoch_loop, Callable)
+SKIP_NEXT_VAL = Name(BOUNDARIES, "_skip_next_val", _epoch_loop, bool)
 RESTARTING = Name(PROGRESS, "_restarting", _fit_loop, bool)
 ADVANCE = Name(PROGRESS, "advance", _fit_loop, Callable)
 ADVANCE_IN_EPOCH = Name(PROGRESS, "advance", _epoch_loop, Callable)
