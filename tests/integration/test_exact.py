@@ -78,16 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-SOAK = {
-    *("workers", "own-generator", "distributed-sampler", "plateau", "estimated-steps-workers", "two-optimizers"),
-    *("two-loaders", "max-steps", "bf16", "limited"),
-}
-"""Left to the long run: another case, or one of the table, goes the same way."""
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.soak] if case in SOAK else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "limited"])
 def test_killed_twice_and_equal(case: str, tmp_path: Path, undisturbed: Any, seed: int) -> None:
     chance = random.Random(seed)
     # Five batches are a step of "accumulation"; before the first there is nothing to resume from.

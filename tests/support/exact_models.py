@@ -419,17 +419,6 @@ class Thaw(shipped.BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
 
 
-class RateAgain(shipped.LearningRateFinder):
-    """Looks for a rate when an epoch starts, as Lightning's documentation shows."""
-
-    def on_fit_start(self, *_: Any) -> None:
-        return
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            self.lr_find(trainer, pl_module)
-
-
 def half(epoch: int) -> float:
     return 1.5
 
@@ -587,13 +576,6 @@ class Silent(Stream):
     """Without noise."""
 
     noise = False
-
-
-class Sized(Stream):
-    """A stream with a length."""
-
-    def __len__(self) -> int:
-        return SAMPLES
 
 
 class Shuffling(Stream):

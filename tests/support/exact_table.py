@@ -24,12 +24,9 @@ from lightning.pytorch import callbacks as shipped
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
-    RandomSampler,
     Subset,
-    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -160,15 +157,6 @@ CALLBACKS: dict[str, Case] = {
         covers=("BatchSizeFinder",),
         soak=True,  # tuned as by the one above
     ),
-    "learning-rate-finder-later": Case(
-        model=m.Net,
-        loaders=None,
-        val=None,
-        callbacks=lambda: [m.RateAgain(num_training_steps=5)],
-        ignored=("requests.validation",),  # the trial asks for that loader once more
-        stops=(17, 8),
-        soak=True,
-    ),
     "early-stopping": Case(
         model=Model,
         callbacks=lambda: [shipped.EarlyStopping("loss_epoch", patience=2, min_delta=10.0)],
@@ -179,10 +167,6 @@ CALLBACKS: dict[str, Case] = {
         model=Model,
         callbacks=lambda: [shipped.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)],
         covers=("ModelCheckpoint",),
-    ),
-    "model-checkpoint-steps": Case(
-        callbacks=lambda: [shipped.ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_on_train_epoch_end=True)],
-        soak=True,
     ),
     "model-checkpoint-by-time": Case(
         callbacks=lambda: [shipped.ModelCheckpoint(train_time_interval=timedelta(hours=1))], says="train_time_interval"
@@ -239,7 +223,6 @@ SETTINGS: dict[str, Case] = {
     ),
     "bf16": Case(model=Model, settings={"precision": "bf16-mixed"}, covers=("precision",)),
     "double": Case(settings={"precision": "64-true"}, loaders=lambda: rows(False), soak=True),
-    "half": Case(settings={"precision": "bf16-true"}, soak=True),
     "val-often": Case(model=Model, settings={"val_check_interval": 0.4}, covers=("val_check_interval",)),
     "val-across-epochs": Case(
         settings={"val_check_interval": 7, "check_val_every_n_epoch": None},
@@ -247,19 +230,11 @@ SETTINGS: dict[str, Case] = {
         covers=("check_val_every_n_epoch",),
         soak=True,
     ),
-    "val-seldom": Case(settings={"check_val_every_n_epoch": 2, "max_epochs": 4}, soak=True),
     "val-not-asked-for-yet": Case(
         model=m.DrawingForValidation,
         loaders=None,
         val=None,
         settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
-    ),
-    "val-not-asked-for-yet-combined": Case(
-        model=m.Several,
-        loaders=m.combined("max_size_cycle"),
-        val=lambda: CombinedLoader([validation(), validation()], "sequential"),
-        settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
-        soak=True,
     ),
     "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval"),
     "limited": Case(
@@ -268,7 +243,6 @@ SETTINGS: dict[str, Case] = {
         stops=(5, 4),
         covers=("limit_train_batches", "limit_val_batches"),
     ),
-    "limited-share": Case(settings={"limit_train_batches": 0.6}, stops=(5, 4), soak=True),
     "overfit": Case(settings={"overfit_batches": 4}, stops=(6, 4), covers=("overfit_batches",)),
     "reload-each-epoch": Case(
         model=m.WithData,
@@ -286,15 +260,12 @@ SETTINGS: dict[str, Case] = {
         settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5},
         stops=(7, 9),
     ),
-    "loaders-of-the-module": Case(model=m.WithData, loaders=None, val=None, soak=True),
     "loaders-of-a-data-module": Case(
         data=m.Data, loaders=None, val=None, settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
     ),
     "sanity-check-whole": Case(
         settings={"num_sanity_val_steps": -1}, stops=(-3, 3), covers=("num_sanity_val_steps",), soak=True
     ),
-    "no-sanity-check": Case(settings={"num_sanity_val_steps": 0}, soak=True),
-    "no-validation": Case(val=None, settings={"limit_val_batches": 0}, soak=True),
     "max-steps": Case(
         settings={"max_steps": 13, "max_epochs": -1, "val_check_interval": 3},
         stops=(9, 3),
@@ -323,20 +294,6 @@ LOADERS: dict[str, Case] = {
     "estimated-in-configure-model": Case(
         model=lambda: m.EstimatedEarly("configure_model"), data=m.Data, loaders=None, val=None
     ),
-    "estimated-in-setup-workers": Case(
-        model=lambda: m.EstimatedEarly("setup"),
-        loaders=lambda: rows(num_workers=2, persistent_workers=True),
-        soak=True,
-    ),
-    "estimated-in-setup-combined": Case(
-        model=lambda: m.EstimatedEarly("setup"), loaders=lambda: CombinedLoader(rows(), "min_size"), soak=True
-    ),
-    "estimated-in-setup-reloaded": Case(
-        model=lambda: m.EstimatedEarly("setup"),
-        loaders=lambda: rows(generator=torch.Generator().manual_seed(5)),
-        settings={"reload_dataloaders_every_n_epochs": 1},
-        soak=True,
-    ),
     "workers": Case(
         model=Model,
         loaders=lambda: rows(num_workers=2, prefetch_factor=3),
@@ -347,12 +304,6 @@ LOADERS: dict[str, Case] = {
     ),
     "workers-that-persist": Case(
         loaders=lambda: rows(num_workers=2, persistent_workers=True), covers=("persistent_workers",)
-    ),
-    "workers-that-persist-limited": Case(
-        loaders=lambda: rows(num_workers=2, persistent_workers=True, drop_last=True),
-        settings={"limit_train_batches": 3},
-        stops=(5, 4),
-        soak=True,
     ),
     "workers-that-persist-own-generators": Case(
         loaders=lambda: DataLoader(
@@ -379,19 +330,8 @@ LOADERS: dict[str, Case] = {
         settings={"limit_val_batches": 2, "val_check_interval": 4},
         says="workers persist",
     ),
-    "workers-for-validation": Case(
-        val=lambda: validation(num_workers=1, generator=torch.Generator().manual_seed(3)), soak=True
-    ),
-    "shuffled-validation": Case(
-        val=lambda: DataLoader(Rows(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
-        settings={"limit_val_batches": 2},
-        soak=True,
-    ),
     "validation-with-own-generators": Case(
         val=lambda: DataLoader(m.Noisy(), 16, sampler=m.Own(random.Random(3))), settings={"val_check_interval": 4}
-    ),
-    "two-for-validation": Case(
-        model=m.Several, loaders=m.combined("max_size_cycle"), val=lambda: [validation(), validation()], soak=True
     ),
     "out-of-order": Case(
         loaders=lambda: rows(num_workers=2, in_order=False), says="in_order", differs=True, covers=("in_order",)
@@ -406,38 +346,16 @@ LOADERS: dict[str, Case] = {
         covers=("sampler",),
         soak=True,
     ),
-    "replacement": Case(
-        loaders=lambda: rows(shuffle=False, sampler=RandomSampler(Rows(), replacement=True, num_samples=SAMPLES)),
-        soak=True,
-    ),
-    "subset-random": Case(loaders=lambda: rows(shuffle=False, sampler=SubsetRandomSampler(range(SAMPLES))), soak=True),
-    "own-numpy-generator": Case(
-        loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.default_rng(5))), soak=True
-    ),
     "own-numpy-state": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.RandomState(5), eager=True))),
-    "own-python-random": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(random.Random(5))), soak=True),
-    "own-torch-generator": Case(
-        loaders=lambda: rows(shuffle=False, num_workers=1, sampler=m.Own(torch.Generator().manual_seed(5), eager=True)),
-        soak=True,
-    ),
-    "generator-deeper-down": Case(loaders=lambda: rows(shuffle=False, sampler=m.Holding()), soak=True),
     "counting-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Counting()), soak=True),
     "popping-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Popping()), says="Popping", differs=True),
     "batch-sampler": Case(loaders=lambda: DataLoader(Rows(), batch_sampler=m.Batches()), covers=("batch_sampler",)),
-    "batch-sampler-around": Case(
-        loaders=lambda: DataLoader(Rows(), batch_sampler=BatchSampler(m.Own(random.Random(1)), 3, drop_last=True)),
-        stops=(9, 4),
-        soak=True,
-    ),
     "without-batches": Case(
         loaders=lambda: DataLoader(m.Chunks(), batch_size=None, shuffle=True),
         covers=("batch_size", "shuffle", "dataset"),
     ),
     "drop-last": Case(
         loaders=lambda: rows(batch_size=3, drop_last=True), stops=(9, 4), covers=("drop_last",), soak=True
-    ),
-    "generators-of-the-data": Case(
-        loaders=lambda: DataLoader(m.Noisy(), BATCH, shuffle=True, collate_fn=m.Collate()), soak=True
     ),
     "generators-of-nested-data": Case(
         loaders=lambda: DataLoader(ConcatDataset([Subset(m.Noisy(), range(8)), m.Noisy()]), BATCH, shuffle=True),
@@ -460,7 +378,6 @@ LOADERS: dict[str, Case] = {
         covers=("sequential",),
         soak=True,
     ),
-    "combined-streams": Case(model=m.Several, loaders=m.streams("max_size_cycle"), says=STREAM, soak=True),
     "loader-of-ones-own": Case(loaders=m.HandMade, says=STREAM),
     "loader-that-iterates-in-its-own-way": Case(loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True)),
     "loader-that-iterates-in-its-own-way-persistent": Case(
@@ -474,9 +391,7 @@ LOADERS: dict[str, Case] = {
         callbacks=lambda: [shipped.LambdaCallback(on_train_epoch_start=m.tell_the_epoch)],
     ),
     "stream": Case(loaders=lambda: DataLoader(m.Stream(), BATCH), says=STREAM, soak=True),
-    "stream-with-a-length": Case(loaders=lambda: DataLoader(m.Sized(), BATCH), says=STREAM, soak=True),
     "stream-with-a-generator": Case(loaders=lambda: DataLoader(m.Shuffling(), BATCH), says=STREAM, soak=True),
-    "stream-with-workers": Case(loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2), says=STREAM, soak=True),
     "stream-with-workers-that-persist": Case(
         loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2, persistent_workers=True),
         says="workers persist",
@@ -492,8 +407,6 @@ LOOPS: dict[str, Case] = {
     "manual": Case(model=Gan),
     "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
     "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
-    "adagrad": Case(model=lambda: m.Optimized(partial(torch.optim.Adagrad, lr=0.01)), soak=True),
-    "fused-adam": Case(model=lambda: m.Optimized(partial(torch.optim.AdamW, lr=0.01, fused=True)), soak=True),
     "precise-state": Case(  # a product in float32, beside parameters in bfloat16
         model=lambda: m.Optimized(partial(torch.optim.NAdam, lr=0.01)), settings={"precision": "bf16-true"}
     ),
@@ -501,31 +414,12 @@ LOOPS: dict[str, Case] = {
     "precise-averages": Case(
         model=lambda: m.Optimized(partial(torch.optim.ASGD, lr=0.01)), settings={"precision": "bf16-true"}, soak=True
     ),
-    "step-schedule": Case(
-        model=lambda: m.Scheduled(partial(_Step, step_size=1), interval="step", frequency=3), soak=True
-    ),
-    "epoch-schedule": Case(
-        model=lambda: m.Scheduled(partial(_Step, step_size=1, gamma=0.5), interval="epoch"), soak=True
-    ),
     "plateau-of-the-epoch": Case(model=Plateau),
     "plateau-of-validation": Case(
         model=lambda: m.Scheduled(partial(_Plateau, patience=0, threshold=0.3), monitor="val_loss"),
         stops=(10, 3),
         soak=True,
     ),
-    "plateau-each-step": Case(
-        model=lambda: m.Scheduled(
-            partial(_Plateau, patience=1, threshold=0.5, factor=0.9), interval="step", monitor="loss_step"
-        ),
-        soak=True,
-    ),
-    "warm-restarts": Case(
-        model=lambda: m.Scheduled(
-            partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=5), interval="step"
-        ),
-        soak=True,
-    ),
-    "epoch-start-hooks": Case(model=m.Evaluating, soak=True),
     "changed-in-the-sanity-check": Case(model=m.Remembering, loaders=None, val=None, stops=(5, 7)),
     "changed-in-the-sanity-check-and-not-kept": Case(model=kept.Checking, says="Checking.checked"),
     "changed-in-a-trial": Case(
