@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_spot.client.encoding import (
@@ -43,21 +43,8 @@ logger = logging.getLogger(__name__)
 _ASK_S = 5.0
 _WAIT_FOR_SLOT_S = 10.0
 
-_TOLD = (
-    "location",
-    "attempt",
-    "token",
-    "keep",
-    "durable_url",
-    "min_upload_interval_s",
-    "compression",
-    "hosts",
-    "carry",
-    "committed",
-    "left",
-    "pid",
-    "host",
-)
+ONLY_NEAR = ("nodes", "replicas", "apart", "session", "is_claimed")
+"""What of a run its trainer says to the server of its host, and no other does."""
 
 
 class ServerStore:
@@ -182,7 +169,7 @@ class ServerStore:
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`NodeTier.open_run`."""
-        body = {name: getattr(info, name) for name in _TOLD}
+        body = {name: value for name, value in asdict(info).items() if name not in ONLY_NEAR}
         opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
         self.know(info)
         with answered(self.url):

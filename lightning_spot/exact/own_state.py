@@ -14,7 +14,7 @@ import weakref
 from collections import ChainMap, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -288,14 +288,19 @@ def _stamps(item: Any, own: State) -> State:
 
 
 def _copies(item: Any, changed: State, left: int) -> State:
-    """Copies of what has changed in an object; none, if some of it is no plain value, or beside an open file."""
+    """Copies of what has changed in an object; none, if some is no plain value, or beside a file or an iterator."""
     own = _fields(item)
-    if not changed.keys() <= own.keys() or any(map(is_handle, own.values())):
+    if not changed.keys() <= own.keys() or any(map(_is_opaque, own.values())):
         return {}
     try:
         return {name: copy_of(value, min(left, _MOST_BYTES), _MOST_KEPT) for name, value in changed.items()}
     except NotPlain:
         return {}
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether a value does not show what has changed in it: an open file, and iterators but for a count."""
+    return is_handle(value) or (hasattr(value, "__next__") and type(value) is not count)
 
 
 def _put(holder: Any, name: str, saved: Any) -> None:

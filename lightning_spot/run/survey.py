@@ -10,8 +10,8 @@ import functools
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +38,7 @@ from lightning_spot.run.identity import Identity, ServerRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.say import forget, say
-from lightning_spot.threads import both
+from lightning_spot.threads import both, in_background
 from lightning_spot.tiers.commit import commit_left, look
 from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.local import LocalStore
@@ -344,37 +344,27 @@ def ask_all(asked: Mapping[str, Callable[[], Any]], wait_s: float) -> tuple[dict
     """
     answers: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    wrong: list[SettingsError] = []
-
-    def ask(tier: str) -> None:
+    asked_now: dict[str, Future[Any]] = {}
+    for tier, ask in asked.items():
         try:
-            answers[tier] = asked[tier]()
+            asked_now[tier] = in_background(ask, "spot-survey")
+        except RuntimeError as error:  # no more threads can be had now: that tier was not asked
+            problems[tier] = str(error)
+    late = wait(asked_now.values(), wait_s).not_done
+    for tier, answer in asked_now.items():
+        if answer in late:
+            problems[tier] = f"no answer within {wait_s:.0f} s"
+            continue
+        try:
+            answers[tier] = answer.result()
         except SnapshotNotFoundError:
             answers[tier] = Holdings()
-        except SettingsError as error:
-            wrong.append(error)
+        except SettingsError:
+            raise
         except SpotError as error:
             problems[tier] = str(error)
         except Exception as error:  # whatever a library raises: that tier could not be read
             text = "reading {about} failed unexpectedly"
             say(logging.ERROR, "survey-failed", text, about=tier, exc_info=True)
             problems[tier] = f"{type(error).__name__}: {error}"
-
-    threads: dict[str, threading.Thread] = {}
-    for tier in asked:
-        thread = threading.Thread(target=ask, args=(tier,), name="spot-survey", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads can be had now: that tier was not asked
-            problems[tier] = str(error)
-        else:
-            threads[tier] = thread
-    deadline = time.monotonic() + wait_s
-    for tier, thread in threads.items():
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            problems[tier] = f"no answer within {wait_s:.0f} s"
-    if wrong:
-        raise wrong[0]
-    late = set(problems)
-    return {tier: answer for tier, answer in answers.items() if tier not in late}, problems
+    return answers, problems

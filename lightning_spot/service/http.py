@@ -35,7 +35,6 @@ import asyncio
 import functools
 import hmac
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +44,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
+from lightning_spot.client.remote import ONLY_NEAR
 from lightning_spot.config import (
     PROTOCOL_VERSION,
     SEND_BYTES,
@@ -366,8 +366,6 @@ def _check_target(request: web.Request) -> None:
 OPEN_PATH = "/v1/runs/{run}/open"
 
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
-# Said by trainers of this host, and by no others.
-_ONLY_NEAR = ("nodes", "replicas", "apart", "session", "is_claimed")
 
 
 class RunRequests:
@@ -399,7 +397,7 @@ class RunRequests:
         near = same_host(request)
         body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_BODY_BYTES)
         name, identity = parse_run(request.match_info["run"])
-        known = {name: value for name, value in body.items() if near or name not in _ONLY_NEAR}
+        known = {name: value for name, value in body.items() if near or name not in ONLY_NEAR}
         least = {"location": "", "attempt": 0, "token": ""}
         info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
         info = replace(info, committed=committed(body, info.attempt))
@@ -479,12 +477,15 @@ class Files:
         if path.endswith("manifest.json"):
             return web.Response(text=manifest.to_json(), content_type="application/json")
         span = manifest.span_at(path) or FileSpan(path, 0, manifest.nbytes)  # another name, of a snapshot of one file
-        start, stop, status = byte_range(request.headers.get(hdrs.RANGE), span.nbytes)
-        response = web.StreamResponse(status=status)
+        start, stop, _ = request.http_range.indices(span.nbytes)
+        is_range = hdrs.RANGE in request.headers
+        if start >= stop and is_range:
+            raise ServerRefusedError(f"this range lies outside the file of {span.nbytes} bytes", status=416)
+        response = web.StreamResponse(status=206 if is_range else 200)
         response.content_length = stop - start
         response.content_type = "application/octet-stream"
         response.headers.update({hdrs.ACCEPT_RANGES: "bytes", hdrs.ETAG: etag})
-        if status == 206:
+        if is_range:
             response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
         start, stop = span.offset + start, span.offset + stop
         with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
@@ -574,21 +575,6 @@ def _hanging_up(request: web.Request) -> Iterator[None]:
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("hung up") from error
-
-
-def byte_range(header: str | None, nbytes: int) -> tuple[int, int, int]:
-    """``(start, stop, status)`` of the bytes asked for; one range, as in RFC 9110 §14."""
-    if header is None:
-        return 0, nbytes, 200
-    match = re.fullmatch(r"bytes=(\d{0,19})-(\d{0,19})", header)
-    if match is None or match.groups() == ("", ""):
-        raise SettingsError(f"range {header[:80]!r} is not understood; one range of bytes, please")
-    first, last = match.groups()
-    start = int(first) if first else max(0, nbytes - int(last))
-    stop = min(nbytes, int(last) + 1) if first and last else nbytes
-    if start >= stop:
-        raise ServerRefusedError(f"range {header!r} lies outside the file of {nbytes} bytes", status=416)
-    return start, stop, 206
 
 
 def resolve(ring: Ring, run: str, path: str) -> tuple[Held, Manifest]:

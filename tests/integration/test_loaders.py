@@ -331,6 +331,19 @@ class Guarded(Transformed):
         self.transform = Sealed()
 
 
+class Cycled(Curriculum):
+    """Counts beside an iterator that does not show its place, as torchio's queue does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.read = itertools.cycle((0.1, 0.2, 0.3)), 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        x, y = super().__getitem__(index)
+        return x + next(self.source), y
+
+
 class Augmented(Curriculum):
     """Reads through a module without weights."""
 
@@ -441,6 +454,7 @@ CHANGES = [
     (Guarded, stronger_past_its_class, "epoch", "had changed dataset.transform.strength"),
     (Counted, nothing, "epoch", ""),
     (Iterated, nothing, "epoch", "had changed dataset.transform.count"),
+    (Cycled, nothing, "epoch", "had changed dataset.read"),
     (Augmented, higher, "batch", ""),
     (Queued, nothing, "first epoch", ""),
     (Queued, nothing, "epoch", ""),

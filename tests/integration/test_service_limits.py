@@ -444,7 +444,7 @@ def test_a_request_that_is_wrong_or_too_much_is_refused(lasting_node: RunningNod
     assert client_of(lasting_node).call("GET", "/healthz") == {"status": "ok"}
 
 
-@pytest.mark.parametrize("header", ["bytes=-0", "bytes=10-5", "bytes=100-", "bytes=99999999999999999999-", "bytes=x"])
+@pytest.mark.parametrize("header", ["bytes=10-5", "bytes=100-", "bytes=99999999999999999999-", "bytes=x"])
 def test_a_range_outside_a_file_is_refused(lasting_node: RunningNode, header: str) -> None:
     put_file(lasting_node, "run", "small", b"0123456789")
     status, _ = answer(lasting_node, request("GET", "/v1/files/run/small", headers=f"Range: {header}\r\n"))
