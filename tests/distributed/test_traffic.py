@@ -139,10 +139,10 @@ def test_training_waits_for_no_collective_of_ours(
         said = [name for step, name, _ in talks if FIRST <= step < LAST]
         assert said == ["broadcast", "broadcast.wait"] * snapshots
         asked = Counter(_what(path) for step, path, _ in requests if FIRST <= step < LAST)
-        # A slot, that it is sealed; rank 0: whether the snapshot counts, how the tiers are. Some may come from the
+        # A slot, its commit; rank 0: whether the snapshot counts, how the tiers are. Some may come from the
         # snapshot before. A slot may be leased ahead in vain, or too early, be given back, and asked for again where
         # steps take long. Whether a server lives is asked while it takes long to answer.
-        usual = {"channel", "uploads", "seal"} | (set() if rank else {"status", "awaited"})
+        usual = {"channel", "uploads", "commit"} | (set() if rank else {"status", "awaited"})
         assert asked.keys() <= usual | {"healthz"}, asked
         for what in usual:
             assert asked[what] <= {"uploads": 4, "status": 2, "awaited": 4}.get(what, 1) * (snapshots + 2), asked
@@ -206,7 +206,7 @@ def test_a_word_comes_as_it_was_said(group: Any, said: Any) -> None:
 
 def test_for_a_word_that_is_too_long_all_ranks_wait(group: Any) -> None:
     word, dice = AsyncBroadcast(group), random.Random(1)
-    said = "".join(f"{dice.randrange(2**64):x}" for _ in range(1000))
+    said = "".join(f"{dice.randrange(2**64):x}" for _ in range(2000))
     word.say(said)
     assert word.hear() == said
     assert group.waited == 1

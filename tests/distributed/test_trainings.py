@@ -225,7 +225,7 @@ def test_a_file_that_the_user_names_is_gone_on_from_exactly(warm_python: str, tm
     alone = tmp_path / "alone.ckpt"
     alone.write_bytes(path.read_bytes())
     failed = run(warm_python, train, tmp_path / "alone", ckpt=alone, code=None)
-    assert "is not in the whole directory of a snapshot" in failed.log
+    assert "has no states of ranks 1 to 1 beside it" in failed.log
 
 
 @pytest.mark.soak
