@@ -477,15 +477,16 @@ class Servers:
             carried.append(self.all[0].url)  # nobody takes it now: it is owed to whoever will
         return Tiers(tuple(own), tuple(carried))
 
-    def is_to_upload(self, server: Server) -> bool:
+    def is_to_upload(self, server: Server, now_s: float) -> bool:
         """Whether a server is to be asked to bring the run on: one only is, the first that does not refuse."""
         if self.uploader is not None or any(each.asked_to_upload for each in self.all):
             return self.uploader is server
-        return all(each.is_out for each in self.all[: self.all.index(server)])
+        before = self.all[: self.all.index(server)]
+        return all(each.is_out or (each.away_until_s > now_s and not each.used) for each in before)
 
     def asks(self, server: Server, now_s: float) -> bool:
         """A server is being asked; whether also to bring the run on."""
-        upload = self.is_to_upload(server)
+        upload = self.is_to_upload(server, now_s)
         server.asking, server.asked_to_upload, server.asked_s = True, upload, now_s
         return upload
 

@@ -375,6 +375,14 @@ def test_the_first_server_uploads_whichever_is_asked_first() -> None:
     assert servers.uploader is second
 
 
+def test_one_that_is_not_asked_now_keeps_no_other_from_uploading() -> None:
+    """It did not show its registers, and was never asked for anything else."""
+    servers = Situation(["run live servers=a,b"]).servers
+    assert servers is not None
+    servers.all[0].away_until_s = 1010.0
+    assert servers.asks(servers.all[1], 1000.0)
+
+
 @pytest.mark.parametrize(
     ("lines", "waited_for"),
     [
