@@ -57,9 +57,9 @@ from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.ring import Held, Ring
+from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, parse_run
-from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.slots import Held, Slot
 from lightning_spot.protocol.listening import CountedLog, open_files
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
@@ -117,7 +117,7 @@ def not_ready(node: Node) -> list[str]:
         slots, most = node.ring.files
         enough = slots < most
         reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
-    if any(health.error for health in list(node.flusher.health.values())):
+    if any(health.error for health in list(node.reconciler.health.values())):
         reasons.append("the storage, or another server, is failing")
     return reasons
 
@@ -415,7 +415,7 @@ class RunRequests:
             return
         if take_environment(given):
             forget_sessions()
-            self._node.flusher.wait_clean(None, 0.0)  # what fails is tried soon
+            self._node.reconciler.wait_clean(None, 0.0)  # what fails is tried soon
 
     async def close(self, request: web.Request) -> web.Response:
         """The trainer leaves."""
@@ -437,11 +437,11 @@ class RunRequests:
         run = request.match_info["run"]
         key = self._node.registry.key(run)
         listed = [
-            {"manifest": slot.manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
+            {"manifest": slot.manifest.to_dict(), "dirty": self._node.ring.owed([slot]), "safe": slot.safe}
             for slot in self._node.ring.committed(key)
             if slot.manifest is not None
         ]
-        refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
+        refused = [manifest.to_dict() for manifest in self._node.reconciler.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
         newest = self._node.ring.newest_committed(key, elsewhere=True)
         return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})

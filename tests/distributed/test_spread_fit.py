@@ -10,7 +10,7 @@ import pytest
 
 from lightning_spot.exact.compare import differences
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import work
+from lightning_spot.memory import reconcile
 from lightning_spot.memory.node import Node
 from tests.distributed.test_sharded_fit import check_states, final, snapshots, without_what_came_later
 from tests.distributed.test_sharded_hosts import Train, aborted, log, train
@@ -82,7 +82,7 @@ def test_a_training_is_killed_while_a_server_shuts_down(
     found, root = nodes(2), tmp_path / "run"
     assert train(root, "--kill", who, 6, "--memory", ",".join(found)) != 0
     newest, leaving = newest_whole(found), list(found.values())[1]
-    monkeypatch.setattr(work, "LEFT_S", 1.0)
+    monkeypatch.setattr(reconcile, "LEFT_S", 1.0)
     leaving.drain()
     until(lambda: leaving.settled, "it to owe nothing", 60.0)
     leaving.ring.close(keep_unsafe=False)

@@ -429,8 +429,6 @@ def test_an_answer_that_is_none_is_one_error(answer: dict[str, Any], monkeypatch
         ServerStore("spot://127.0.0.1:1/run").survey()
 
 
-LISTED = {"path": f"{snapshot_name(5, 1)}/model.ckpt", "nbytes": 3, "created_unix_s": 1.0, "dirty": [], "step": 5}
-FILES = {"files": [{**LISTED, "safe": ["s3://bucket/run"]}], "last": LISTED["path"]}
 HELD = {
     "attempt": 1,
     "committed": "",
@@ -439,18 +437,18 @@ HELD = {
 
 
 def test_what_a_server_lists_is_right_or_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = [FILES]
+    whole = manifest()
+    listing = {**HELD, "snapshots": [{"manifest": whole.to_dict(), "dirty": [], "safe": ["s3://bucket/run"]}]}
+    said: list[Any] = [listing]
     monkeypatch.setattr(ServerClient, "call", lambda *_what, **_how: said[-1])
-    monkeypatch.setattr(ServerClient, "head", lambda *_what, **_how: {})
     files = SpotFileSystem(host="127.0.0.1", port=1, skip_instance_cache=True)
-    assert files.find("run") == [f"run/{LISTED['path']}"]
-    for wrong in wrongly(FILES):
+    assert files.find("run") == [f"run/{whole.data_path}"]
+    for wrong in wrongly(listing):
         said.append(wrong)
         with contextlib.suppress(ServerUnreachableError, SnapshotNotFoundError):
             for entry in files.find("run", detail=True).values():
                 assert entry["size"] >= 0
-            for entry in files.ls(f"run/{snapshot_name(5, 1)}"):
-                assert all(isinstance(url, str) for url in [*entry.get("dirty", []), *entry.get("safe", [])])
+            files.ls(f"run/{whole.name}")
             files.info("run/last.ckpt")
     for wrong in wrongly(HELD):
         said.append(wrong)
