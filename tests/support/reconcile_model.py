@@ -34,7 +34,8 @@ def made(step: int, writer: int, writers: int, attempt: int, what: str) -> Manif
     manifest = shard_manifest(step, writer, writers, attempt=attempt)
     assert manifest.shard is not None
     digest, persist = ("other" if what == "other" else "plan"), what != "unkept"
-    return replace(manifest, shard=replace(manifest.shard, digest=digest, persist=persist), checksums=("x",) * (manifest.nbytes // manifest.part_bytes))
+    checksums = ("0" * 32,) * (manifest.nbytes // manifest.part_bytes)
+    return replace(manifest, shard=replace(manifest.shard, digest=digest, persist=persist), checksums=checksums)
 
 
 @dataclass(eq=False)
