@@ -69,7 +69,7 @@ class SnapshotSettings:
     Attributes:
         policy: that decides when.
         ring: how the ring on this host is opened.
-        on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for the flusher.
+        on_full: what to do when all slots are dirty: ``"skip"`` this snapshot, or ``"wait"`` for a free one.
         upload_timeout_s: how long the end waits until all is durable, seconds.
         copy_mode: how copying is spread over the iteration that follows.
     """

@@ -33,7 +33,7 @@ from lightning_spot.fit.preflight import check_one_optimizer
 from lightning_spot.fit.resume import Resume
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.memory.work import FOLLOWED_S
+from lightning_spot.memory.reconcile import FOLLOWED_S
 from lightning_spot.patches import Patches
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.identity import starts_between

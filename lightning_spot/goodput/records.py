@@ -361,7 +361,7 @@ class Journal:
                 write_record(self._url, self.record.attempt, self.record.as_dict())
                 self._mend()
             except TierError as error:
-                logger.debug("%s", error)  # the flusher tells of a tier that fails
+                logger.debug("%s", error)  # its uploader tells of a tier that fails
             except Exception as error:  # such as want of memory: there may be some again at the next beat
                 why = f"{type(error).__name__}: {error}"
                 text = "goodput cannot be recorded now: {why}"

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.runs import RunInfo, key_of
-from lightning_spot.memory.slots import Slot, SlotState, file_order
+from lightning_spot.memory.slots import Mark, Slot, SlotState, file_order
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
 from lightning_spot.retry import retried
 from lightning_spot.say import recovered, say
@@ -84,17 +84,18 @@ class SlotArea:
 
     def record(self, slot: Slot) -> None:
         """Write the commit record of a slot whose bytes are here."""
-        if slot.memory is None or slot.memory.path is None or slot.manifest is None:
+        is_kept = slot.memory is not None and slot.memory.path is not None
+        if slot.manifest is None or not (is_kept or slot.manifest.why_failed):
             return
         self._write(
             f"slot-{slot.index}.json",
             {
                 "manifest": slot.manifest.to_dict(),
-                "places": slot.places,
+                "places": slot.commit.places,
                 "safe": slot.safe,
                 "refused": slot.refused,
                 "settled": slot.settled,
-                "sequence": slot.sequence,
+                "sequence": slot.commit.sequence,
             },
         )
 
@@ -187,7 +188,7 @@ class SlotArea:
     def _once(self, slots: list[Slot]) -> list[Slot]:
         """Of slots that hold a file of one name, or the same snapshot, the newest; the others are removed."""
         newest: dict[tuple[str, str], Slot] = {}
-        for slot in sorted(slots, key=lambda slot: (file_order(slot.manifest), slot.sequence)):
+        for slot in sorted(slots, key=lambda slot: (file_order(slot.manifest), slot.commit.sequence)):
             assert slot.manifest is not None
             older = newest.get((slot.run, slot.manifest.name))
             newest[slot.run, slot.manifest.name] = slot
@@ -230,15 +231,17 @@ class SlotArea:
         try:
             record = read_sealed(read_file(record_path, LARGE_BYTES, linked=True), LARGE_BYTES)
             manifest = Manifest.from_dict(record["manifest"])
-            slot.memory = SlotMemory.reopen(self.image(slot))
-            if manifest.nbytes > slot.capacity:
-                raise CorruptSnapshotError(f"{where} is shorter than its manifest says")
-            with slot.view(manifest.nbytes) as view:
-                manifest.verify(view, where)
-            slot.places = tuple(record["places"]) if record["places"] is not None else None
-            slot.safe, slot.refused = list(record["safe"]), list(record["refused"])
+            if not manifest.why_failed:
+                slot.buffer.memory = SlotMemory.reopen(self.image(slot))
+                if manifest.nbytes > slot.capacity:
+                    raise CorruptSnapshotError(f"{where} is shorter than its manifest says")
+                with slot.view(manifest.nbytes) as view:
+                    manifest.verify(view, where)
+            slot.commit.places = tuple(record["places"]) if record["places"] is not None else None
+            for mark in (Mark.REFUSED, Mark.SAFE):
+                slot.seen.update(dict.fromkeys((str(url) for url in record[mark.value]), mark))
             slot.settled = bool(record.get("settled"))
-            slot.sequence, slot.generation = int(record["sequence"]), 1
+            slot.commit.sequence, slot.buffer.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
             text = "{about} of an earlier server is damaged. It is dropped; the snapshot before it counts: {error}"
             say(logging.WARNING, "leftover-damaged", text, about=where, error=error)
@@ -252,7 +255,7 @@ class SlotArea:
             raise
         slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
         slot.writer = manifest.shard.writer if manifest.shard is not None else 0
-        slot.committed_s = time.monotonic()
+        slot.commit.at_s = time.monotonic()
         text = "took over snapshot {about} of run {run} from an earlier server"
         say(logging.INFO, "leftover-taken", text, about=manifest.name, run=manifest.run)
         return slot

@@ -202,7 +202,7 @@ def counts(manifest: Manifest, committed: Order | None) -> bool:
 
 
 class InProcessHost:
-    """A ring and flusher in the trainer's own process: nothing of it outlives a killed trainer.
+    """A ring and its workers in the trainer's own process: nothing of it outlives a killed trainer.
 
     Args:
         slots: slots of the ring.
@@ -293,7 +293,7 @@ class InProcessHost:
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""
-        return self._node.flusher.refused(self._node.registry.key(self.run))
+        return self._node.reconciler.refused(self._node.registry.key(self.run))
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""

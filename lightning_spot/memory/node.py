@@ -1,4 +1,4 @@
-"""A snapshot server without its network: runs, uploads and what becomes of them, over a ring and a flusher.
+"""A snapshot server without its network: runs, uploads and what becomes of them, over a ring and a reconciler.
 
 The HTTP service puts this on a socket; with ``local_server=False`` a trainer holds one in its own process.
 """
@@ -13,20 +13,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.config import KEEP
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.area import Left
-from lightning_spot.memory.flusher import Flusher
 from lightning_spot.memory.placement import placed_apart
+from lightning_spot.memory.reconcile import Server, Servers
 from lightning_spot.memory.registry import MOST_RUNS, Registry
-from lightning_spot.memory.replication import Replication
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
 from lightning_spot.memory.slots import Slot, Tiers
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.memory.uploads import Uploads
+from lightning_spot.memory.worker import Reconciler
 from lightning_spot.tiers import fsspec_client
 from lightning_spot.tiers.fences import Owner, Standing, check_fence, digest_of
 from lightning_spot.tiers.store import Store
@@ -40,12 +39,12 @@ class Remembered:
     Args:
         ring: of the server. Where its slots do not outlive the server, nothing is noted.
         registry: the runs.
-        flusher: that deletes.
+        reconciler: that deletes.
         routes: of the runs.
     """
 
-    def __init__(self, ring: Ring, registry: Registry, flusher: Flusher, routes: Routes) -> None:
-        self._ring, self._registry, self._flusher, self._routes = ring, registry, flusher, routes
+    def __init__(self, ring: Ring, registry: Registry, reconciler: Reconciler, routes: Routes) -> None:
+        self._ring, self._registry, self._reconciler, self._routes = ring, registry, reconciler, routes
         self._area = ring.area
         self._deleting: set[str] = set()  # runs of which deletions are noted
 
@@ -54,7 +53,7 @@ class Remembered:
         if self._area is None:
             return
         key = run.info.key
-        deletions = self._flusher.deletions(key)
+        deletions = self._reconciler.deletions(key)
         self._area.keep_run(run.info, run.complete, deletions)
         if deletions:
             self._deleting.add(key)
@@ -84,7 +83,7 @@ class Remembered:
             self._routes.open(left.info)
             self._ring.forget_refusals(left.info.key)
             for url, manifest in left.deletions:
-                self._flusher.delete(url, manifest)
+                self._reconciler.delete(url, manifest)
 
     def _is_empty(self, left: Left) -> bool:
         return not left.deletions and not self._ring.committed(left.info.key)
@@ -127,19 +126,12 @@ class Node:
         self.lease, self.find_upload, self.streaming = self.uploads.lease, self.uploads.find, self.uploads.streaming
         self.seal, self.commit, self.fail = self.uploads.seal, self.uploads.commit, self.uploads.fail
         self.abort = self.uploads.abort
-        self.flusher = Flusher(
-            self.ring, open_store, self.registry.info, self._heard, lambda key, url: self.routes.standing(key, url)
+        self.reconciler = Reconciler(
+            self.ring, open_store, self.registry.info, self._noted, lambda key, url: self.routes.standing(key, url)
         )
         self._lock = self.registry.lock
-        self.routes = Routes(
-            self.ring,
-            self.flusher,
-            open_store,
-            self.registry.info,
-            flush_to=flush_to,
-            allow=allow,
-        )
-        self._remembered = Remembered(self.ring, self.registry, self.flusher, self.routes)
+        self.routes = Routes(self.ring, self.reconciler, open_store, self.registry.info, flush_to=flush_to, allow=allow)
+        self._remembered = Remembered(self.ring, self.registry, self.reconciler, self.routes)
         self._remembered.take_over()
 
     # -- runs -----------------------------------------------------------------------------------------------------
@@ -175,6 +167,8 @@ class Node:
             self._remembered.note(run)
             for key in (*forgotten, *self.registry.under_other_names(info), *self.registry.stale()):
                 self._forget(key)
+            with self.ring.changed:
+                self.ring.touch(info.key)
         opened = self.routes.opened(run.info)
         if self.draining and not info.session:
             return replace(opened, carries=False, why_not="it is shutting down", leaves=True)
@@ -196,7 +190,7 @@ class Node:
             self.registry.leave(known, session)
             known.complete = complete
             self._remembered.note(known)
-        self._wake()
+        self._wake(known.info.key)
 
     def settle(self, run: str, attempt: int, name: str, lineage: str) -> None:
         """Note what the sender of a run has made durable by itself, see :meth:`Ring.settle`.
@@ -245,17 +239,17 @@ class Node:
         for info in left:  # what a tier refused for a later attempt may be the newest that there is all the same
             self.ring.forget_refusals(info.key)
         self.uploads.end_session(session)
-        self._wake()
+        self._wake(*(info.key for info in left))
         return left
 
     @property
     def draining(self) -> bool:
         """Whether this server is about to end, and takes no new runs."""
-        return self.flusher.leaves
+        return self.reconciler.leaves
 
     def drain(self) -> None:
         """Take no new runs: this server is about to end."""
-        self.flusher.leave()
+        self.reconciler.leave()
 
     @property
     def closing(self) -> bool:
@@ -274,21 +268,20 @@ class Node:
     @property
     def settled(self) -> bool:
         """Whether no upload is under way and nothing waits for a tier, deletions neither."""
-        return not len(self.uploads) and not self.flusher.owed()
+        return not len(self.uploads) and not self.reconciler.owed()
 
     @property
     def busy(self) -> bool:
-        """Whether a trainer is connected, an upload under way, or something dirty that a working tier will take."""
-        dirty = {url for slot in self.ring.committed() for url in slot.dirty}
-        return bool(self.registry.sessions or len(self.uploads) or any(not self.flusher.failing(url) for url in dirty))
+        """Whether a trainer is connected, an upload under way, or a working tier waits for something."""
+        waits = any(not self.reconciler.failing(url) for url in self.reconciler.owed())
+        return bool(self.registry.sessions or len(self.uploads) or waits)
 
     @property
     def finished(self) -> bool:
         """Whether no run needs this node: each has said that it is complete and all is safe below, or none began."""
         runs = list(self.registry.runs.values())
-        dirty = any(slot.dirty for slot in self.ring.committed())
         needed = not all(run.complete for run in runs) if runs else not self._not_needed
-        return not (needed or dirty or self.busy)
+        return not (needed or self.registry.sessions) and self.settled
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -317,9 +310,9 @@ class Node:
             manifest = Manifest(
                 run=info.name, run_id=info.id, name=file_name(name), file="", step=0, attempt=info.attempt, nbytes=0
             )
-            urls = [*tiers.own, *tiers.carried]
+            urls = [*tiers.all]
         for url in urls:
-            self.flusher.delete(url, manifest)
+            self.reconciler.delete(url, manifest)
         with self._lock:
             if (known := self.registry.runs.get(key)) is not None:
                 self._remembered.note(known)
@@ -327,17 +320,14 @@ class Node:
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def flush(self, run: str | None, wait_s: float) -> list[str]:
-        """Bring everything dirty to the tiers below; see :meth:`Flusher.wait_clean`."""
-        key = self.registry.key(run) if run else None
-        if key is not None:
-            self.routes.ask_soon(key)
-        return self.flusher.wait_clean(key, wait_s)
+        """Bring everything dirty to the tiers below; see :meth:`Reconciler.wait_clean`."""
+        return self.reconciler.wait_clean(self.registry.key(run) if run else None, wait_s)
 
     def close(self, *, keep_unsafe: bool = False) -> None:
-        """Stop flushing and give the memory back."""
+        """Stop uploading and give the memory back."""
         with ExitStack() as ends:  # from the last one on, whatever fails in one: the memory is given back
             ends.callback(self.ring.close, keep_unsafe=keep_unsafe)
-            for part in (self.flusher, self.routes, self.uploads):
+            for part in (self.reconciler, self.uploads):
                 ends.callback(part.close)
 
     def tiers(self) -> dict[str, TierHealth]:
@@ -353,7 +343,7 @@ class Node:
                 refused=self._refused(health),
                 silent=fsspec_client.silent(url),
             )
-            for url, health in {**unused, **self.flusher.health}.items()
+            for url, health in {**unused, **self.reconciler.health}.items()
         }
 
     def _refused(self, health: TierHealth) -> str:
@@ -384,31 +374,27 @@ class Node:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def _wake(self, *keys: str) -> None:
         """A trainer has gone: what servers have of its run approximately is to be there exactly now."""
         with self.ring.changed:
+            for key in keys:
+                self.ring.touch(key)
             self.ring.notify()
 
     def _committed(self, key: str, manifest: Manifest) -> None:
-        self.flusher.keep(key, manifest.name)  # a file of that name may have been removed just before
-        info = self.registry.info(key)
-        self.ring.trim(key, info.keep if info is not None else KEEP)
+        self.reconciler.keep(key, manifest.name)  # a file of that name may have been removed just before
 
     def _forget(self, key: str) -> None:
         """A run of which nothing is held has not been opened for long: keep nothing of it."""
         tiers = self.ring.tiers(key)
         self.routes.forget(key)
         self.ring.set_tiers(key, None)
-        self.flusher.forget(key, (*tiers.own, *tiers.carried))
+        self.reconciler.forget(key, tiers.all)
         self._remembered.forget(key)
 
-    def _heard(self, url: str, error: Exception | None) -> None:
-        self.routes.heard(url, error)
+    def _noted(self) -> None:
         with self._lock:
             self._remembered.note_deletions()
-
-
-_JOIN_S = 6.0  # a request to a server that does not answer takes 5 s
 
 
 class Routes:
@@ -416,7 +402,7 @@ class Routes:
 
     Args:
         ring: is told where the runs go.
-        flusher: tells how tiers are doing.
+        reconciler: is told of the runs' servers; tells how tiers are doing.
         open_store: makes the store of a tier's URL.
         run: what is known of a run, by its key; ``None`` if nothing is.
         flush_to: see :class:`~lightning_spot.memory.node.Node`.
@@ -429,7 +415,7 @@ class Routes:
     def __init__(
         self,
         ring: Ring,
-        flusher: Flusher,
+        reconciler: Reconciler,
         open_store: Callable[[str], Store],
         run: Callable[[str], RunInfo | None],
         *,
@@ -440,10 +426,9 @@ class Routes:
         self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
         self.prefixes = [*self._allow, *filter(None, [self.flush_to])] if self._allow is not None else None
         self._ring = ring
-        self._flusher = flusher
+        self._reconciler = reconciler
         self._run = run
         self.open_store = open_store
-        self._replications: dict[str, Replication] = {}
         self._refusals: dict[str, str] = {}
 
     def open(self, info: RunInfo) -> None:
@@ -457,9 +442,9 @@ class Routes:
             return
         self._refusals[key] = refused
         if info.nodes:
-            info, known = _placed(info), self._replications.get(key)
+            info, known = _placed(info), self._servers(key)
             if known is None or not _same(known.info, info):
-                self._begin(info)
+                self._reconciler.serve(key, Servers(info))
             return
         self.forget(key)
         self._refusals[key] = refused
@@ -467,25 +452,33 @@ class Routes:
         self._ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
 
     def servers(self, key: str) -> list[str]:
-        """URLs of a run at the servers that it is kept at, see :attr:`Replication.used`."""
-        replication = self._replications.get(key)
-        return replication.used if replication is not None else []
+        """URLs of a run at the servers that it is kept at, that first which uploads it; none while none does.
+
+        A server that has just failed, and was not asked since, is none of them.
+        """
+        with self._ring.changed:
+            servers = self._servers(key)
+            uploader = servers.uploader if servers is not None else None
+            if servers is None or uploader is None or not uploader.is_sound:
+                return []
+            others = [each.url for each in servers.all if each.is_sound and each is not uploader]
+            return [uploader.url, *others]
 
     def opened(self, info: RunInfo) -> Opened:
         """What to answer who opens a run: whether it is brought to its storage from here."""
-        replication, refused = self._replications.get(info.key), self._refusals[info.key]
-        if replication is not None:
-            carries = replication.carries or not refused
-            return Opened(info.attempt, carries, "" if carries else replication.why_not)
+        servers, refused = self._servers(info.key), self._refusals[info.key]
+        if servers is not None:
+            carries = servers.uploader is not None or not refused
+            return Opened(info.attempt, carries, "" if carries else servers.why_not)
         why_not = refused
-        if not why_not and info.durable_url is not None and self._flusher.failing(info.durable_url):
-            why_not = f"its storage fails here: {self._flusher.health[info.durable_url].error}"
+        if not why_not and info.durable_url is not None and self._reconciler.failing(info.durable_url):
+            why_not = f"its storage fails here: {self._reconciler.health[info.durable_url].error}"
         return Opened(info.attempt, not why_not, why_not)
 
     def carries(self, key: str) -> bool:
         """Whether a run is brought to its storage from here."""
-        replication = self._replications.get(key)
-        return (replication is not None and replication.carries) or self._refusals.get(key, "unknown") == ""
+        servers = self._servers(key)
+        return (servers is not None and servers.uploader is not None) or self._refusals.get(key, "unknown") == ""
 
     def allowed(self, url: str) -> str:
         """Why this server may not write to a durable URL, for people; ``""`` if it may."""
@@ -536,77 +529,47 @@ class Routes:
 
     def away(self) -> dict[str, str]:
         """URLs of runs at servers that do not work, and what is wrong."""
-        return {
-            url: why for replication in list(self._replications.values()) for url, why in replication.away().items()
-        }
-
-    def heard(self, url: str, error: Exception | None) -> None:
-        """Take note of how a put at a tier went."""
-        for replication in list(self._replications.values()):
-            replication.heard(url, error)
-
-    def ask_soon(self, key: str) -> None:
-        """Have the servers of a run asked whether they are there, see :meth:`Replication.ask_soon`."""
-        if (replication := self._replications.get(key)) is not None:
-            replication.ask_soon()
+        with self._ring.changed:
+            found = (each for servers in self._reconciler.servers.values() for each in servers.all)
+            return {each.url: each.why for each in found if each.failures and not each.used}
 
     def status(self, key: str) -> dict[str, Any]:
         """Where a run goes, as JSON-ready values."""
-        tiers, replication = self._ring.tiers(key), self._replications.get(key)
+        with self._ring.changed:
+            tiers, servers = self._ring.tiers(key), self._servers(key)
+            found = servers.all if servers is not None else []
+            used, uploader = [each for each in found if each.used], next((e.url for e in found if e.uploads), "")
         return {
-            "destinations": [*tiers.own, *tiers.carried],
+            "destinations": [*tiers.all],
             "carried": list(tiers.carried),
-            "node": replication.active if replication is not None else "",
-            "carrier": replication.active if replication is not None and replication.carries else "",
-            "kept_at": replication.used if replication is not None else [],
-            "nodes": replication.status() if replication is not None else {},
-            "why_not": replication.why_not if replication is not None else self._refusals.get(key, ""),
+            "node": uploader or next((each.url for each in used), ""),
+            "carrier": uploader,
+            "kept_at": self.servers(key),
+            "nodes": {each.url: _role(each) for each in found},
+            "why_not": servers.why_not if servers is not None else self._refusals.get(key, ""),
         }
 
     def forget(self, key: str) -> None:
         """Look after a run no longer."""
         self._refusals.pop(key, None)
-        if (replication := self._replications.pop(key, None)) is not None:
-            replication.close()
+        if self._servers(key) is not None:
+            self._reconciler.serve(key, None)
 
-    def close(self) -> None:
-        """Look after no run any longer."""
-        replications = list(self._replications.values())
-        for replication in replications:
-            replication.close()
-        for replication in replications:
-            replication.join(_JOIN_S)
-
-    def _begin(self, info: RunInfo) -> None:
-        """Look for the servers of a run again.
-
-        Raises:
-            RuntimeError: see :meth:`Replication.start`; who opens the run asks once more.
-        """
-        key, known = info.key, self._replications.get(info.key)
-        replication = Replication(
-            self._ring,
-            self.open_store,
-            info,
-            is_urgent=lambda: self._flusher.is_urgent(key),
-            is_left=lambda: self._is_left(key),
-        )
-        with self._ring.changed:
-            replication.start()
-            self._replications[key] = replication
-            if known is not None:
-                known.close()
-
-    def _is_left(self, key: str) -> bool:
-        """Whether the trainer is gone: only its own host is told of servers; others know what they were told."""
-        info = self._run(key)
-        return info is not None and (info.left or (bool(info.nodes) and not info.session))
+    def _servers(self, key: str) -> Servers | None:
+        return self._reconciler.servers.get(key)
 
     def _own_tier(self, info: RunInfo) -> str | None:
         """Where this server makes a run durable by itself; ``None`` if nowhere."""
         if info.durable_url is not None and not self.allowed(info.durable_url):
             return info.durable_url
         return f"{self.flush_to}/{info.text}" if self.flush_to is not None else None
+
+
+def _role(server: Server) -> str:
+    """What a server does for a run, for people."""
+    if server.used:
+        return "carries it on" if server.uploads else "holds it"
+    return f"away: {server.why}" if server.failures else "spare"
 
 
 def _same(known: RunInfo, info: RunInfo) -> bool:

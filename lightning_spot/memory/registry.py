@@ -240,7 +240,7 @@ class Registry:
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
         with self._ring.changed:
-            ending = [group for group in self._ring.groups() if group.ends_run]
+            ending = [group for view in self._ring.views() for group in view.groups if group.ends_run]
             ended = {(group.slots[0].run, group.manifest.attempt) for group in ending}
         for slot in self._ring.committed():
             if (manifest := slot.manifest) is not None and slot.run not in runs:

@@ -1,4 +1,4 @@
-"""The ring: slots of memory that runs fill in turn, and what each of them still owes to the tiers below.
+"""The ring: slots of memory that runs fill in turn, and what each of them owes to the tiers below.
 
 Rules, in the order in which they bind:
 
@@ -27,7 +27,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,36 +42,27 @@ from lightning_spot.errors import (
     SpotError,
 )
 from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
-from lightning_spot.image.shards import (
-    Image,
-    JoinedImage,
-    Status,
-    assemble,
-    check_of_one,
-    failed,
-    registers_of,
-    status,
-)
+from lightning_spot.image.shards import Image, Status, assemble, check_of_one, failed, registers_of, status
 from lightning_spot.memory.area import SlotArea
 from lightning_spot.memory.slots import (
+    MOST_ABORTED,
     MOST_SLOTS,
     Group,
+    Held,
     Known,
     Limits,
     Making,
-    Room,
+    Mark,
+    Placement,
     Slot,
     SlotState,
     Tiers,
-    bases_of,
+    View,
     bound,
     capacity_for,
     file_order,
     find_room,
-    grouped,
-    only_here,
     reusable,
-    set_owed,
     shards_in,
     status_of,
     why_full,
@@ -79,54 +70,11 @@ from lightning_spot.memory.slots import (
 from lightning_spot.protocol.listening import open_files
 from lightning_spot.say import UNEXPECTED, say
 from lightning_spot.staging.slot import SlotMemory
-from lightning_spot.tiers.store import newest_first, worth_keeping
 
 logger = logging.getLogger(__name__)
 
 _NOWHERE = Tiers()
-_MOST_ABORTED = 16  # snapshots whose registers stay, although nothing newer is committed: their writers ask why
 _MOST_MARKS = 64  # committed snapshots of a run and lineage that are remembered: who waits for one asks soon
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """What can be read here as one: a snapshot or file in one slot, or a snapshot whose shards are in several.
-
-    Attributes:
-        slots: that hold it; of several, in the order of their writers.
-        manifests: of what each of them holds.
-    """
-
-    slots: tuple[Slot, ...]
-    manifests: tuple[Manifest, ...]
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is still what the slots hold."""
-        return all(slot.manifest is manifest for slot, manifest in zip(self.slots, self.manifests, strict=True))
-
-    @property
-    def dirty(self) -> list[str]:
-        """URLs at which some of it is owed."""
-        return list(dict.fromkeys(url for slot in self.slots for url in slot.dirty))
-
-    @property
-    def safe(self) -> list[str]:
-        """URLs at which all of it is."""
-        return [url for url in self.slots[0].safe if all(url in slot.safe for slot in self.slots)]
-
-    def image(self) -> Image:
-        """Its bytes. The caller must have it pinned."""
-        views = [slot.view(manifest.nbytes) for slot, manifest in zip(self.slots, self.manifests, strict=True)]
-        return views[0] if len(views) == 1 else JoinedImage(self.manifests, views)
-
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
-        """Yield ``(slot, start, stop)`` of what lies in a range of its image: in which slot, and where there."""
-        if len(self.slots) == 1:
-            yield self.slots[0], start, stop
-            return
-        for writer, first, last in JoinedImage(self.manifests, ()).pieces(start, stop):
-            yield self.slots[writer], first, last
 
 
 class SlotTable:
@@ -146,6 +94,7 @@ class SlotTable:
         opened_s: when each run was opened last, or was asked for by the host of its trainer, as long as that lives
             (monotonic).
         known: of snapshots, beyond what is in the slots.
+        stale: keys of runs of which something changed that nobody has looked at since.
     """
 
     def __init__(self, area: SlotArea | None) -> None:
@@ -157,9 +106,15 @@ class SlotTable:
         self.begun_s = time.monotonic()
         self.opened_s: dict[str, float] = {}
         self.known = Known()
+        self.stale: set[str] = set()
+        self._of_run: dict[str, dict[Slot, None]] = {}
+        self._views: dict[str, View] = {}
         self._assembled: dict[tuple[str, str], tuple[tuple[Manifest, ...], Manifest]] = {}
         self._tiers: dict[str, Tiers] = {}
         self._watchers: list[Callable[[], None]] = []
+        for slot in self.slots:
+            self._of_run.setdefault(slot.run, {})[slot] = None
+            self.stale.add(slot.run)
 
     # -- where a run's snapshots go, and are ----------------------------------------------------------------------
 
@@ -170,8 +125,7 @@ class SlotTable:
                 self._tiers.pop(run, None)
                 if tiers is not None:
                     self._tiers[run] = tiers
-                self.refresh(run)
-                self.notify()
+                self.touch(run)
 
     def tiers(self, run: str) -> Tiers:
         """Where a run's snapshots go."""
@@ -183,69 +137,80 @@ class SlotTable:
             own = {url for tiers in self._tiers.values() for url in tiers.own}
             return {url for tiers in self._tiers.values() for url in tiers.carried} - own
 
-    def mark_safe(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """Clear a dirty bit; call it only after the tier said the snapshot, or shard, is committed there."""
+    def mark(self, slot: Slot, manifest: Manifest, url: str, mark: Mark) -> None:
+        """Note what was seen of a snapshot, or shard, at a tier: safe is what that has said to be committed there."""
         with self.changed:
-            self._note(slot, manifest, slot.safe, url)
-            if manifest.shard is not None and slot.manifest is manifest:
+            if slot.manifest is not manifest or slot.seen.get(url) is mark:
+                return
+            slot.seen[url] = mark
+            self._record(slot)
+            if mark is Mark.SAFE and manifest.shard is not None:
                 of_it = self.registers(slot.run, manifest.snapshot).values()
                 is_whole = status(shards_in(of_it), manifest.order) is Status.COMMITTED
-                if is_whole and all(url in each.safe for each in of_it):
+                if is_whole and all(each.seen.get(url) is Mark.SAFE for each in of_it):
                     self.mark_committed(slot.run, manifest.lineage, manifest.order)
-
-    def mark_inexact(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """Note that a tier has an approximation of a snapshot, which stays owed there."""
-        self._note(slot, manifest, slot.inexact_at, url)
-
-    def mark_refused(self, slot: Slot, manifest: Manifest, url: str) -> None:
-        """Stop trying to bring a snapshot to a tier that refuses it for good (a fence)."""
-        self._note(slot, manifest, slot.refused, url)
 
     def forget_refusals(self, run: str) -> None:
         """A later attempt writes from here now, or the trainer is gone: what tiers refused is owed to them again."""
         with self.changed:
             for slot in self.committed(run):
                 if slot.refused and slot.snapshot is not None:
-                    slot.refused = []
-                    self._written(slot)
+                    slot.seen = {url: mark for url, mark in slot.seen.items() if mark is not Mark.REFUSED}
+                    self._record(slot)
 
     def mark_lost(self, slot: Slot, manifest: Manifest, url: str) -> None:
         """A tier has lost a snapshot that was safe there: it is owed again if it is the newest."""
         with self.changed:
-            if slot.manifest is manifest and url in slot.safe:
-                slot.safe.remove(url)
-                self._written(slot)
+            if slot.manifest is manifest and slot.seen.get(url) is Mark.SAFE:
+                del slot.seen[url]
+                self._record(slot)
 
     def settle(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
         with self.changed:
             for slot in self.committed(run):
                 manifest = slot.snapshot
-                if (
-                    manifest is not None
-                    and not slot.settled
-                    and manifest.lineage == lineage
-                    and manifest.order <= order
-                ):
+                is_meant = manifest is not None and manifest.lineage == lineage and manifest.order <= order
+                if is_meant and not slot.settled:
                     slot.settled = True
-                    self._written(slot)
+                    self._record(slot)
 
     # -- when a snapshot of several writers counts ----------------------------------------------------------------
 
     def registers(self, run: str, name: str) -> dict[int, Slot]:
         """The slots that hold shards of a snapshot, or why there will be none, by the number of the writer."""
         with self.changed:
-            found = (slot for slot in self.slots if slot.run == run and slot.shard is not None)
-            return {slot.writer: slot for slot in found if slot.manifest is not None and slot.manifest.snapshot == name}
+            found = ((slot, slot.manifest) for slot in self.of_run(run) if slot.shard is not None)
+            return {slot.writer: slot for slot, manifest in found if manifest and manifest.snapshot == name}
 
-    def groups(self, run: str | None = None) -> list[Group]:
-        """The snapshots of a run that are here, whole or not. Call it under the lock."""
-        return grouped((slot for slot in self.slots if run in (None, slot.run)), self.known)
+    def of_run(self, run: str) -> list[Slot]:
+        """The slots that a run fills or holds. Call it under the lock."""
+        return list(self._of_run.get(run, ()))
+
+    def runs(self) -> list[str]:
+        """Keys of the runs that have slots. Call it under the lock."""
+        return list(self._of_run)
+
+    def view(self, run: str) -> View:
+        """The snapshots of a run that are here, whole or not, and what is owed of it. Call it under the lock."""
+        if (view := self._views.get(run)) is None:
+            view = self._views[run] = View(self.of_run(run), self.tiers(run), self.known)
+        return view
+
+    def views(self) -> list[View]:
+        """Those of all runs. Call it under the lock."""
+        return [self.view(run) for run in self.runs()]
+
+    def owed(self, slots: Iterable[Slot]) -> list[str]:
+        """URLs at which some of what slots hold is owed."""
+        with self.changed:
+            urls = (url for slot in slots if slot.run for url in self.view(slot.run).owed.get(slot, ()))
+            return list(dict.fromkeys(urls))
 
     def status_of(self, run: str, name: str) -> tuple[Status, str]:
         """What has become of a snapshot, as far as is known here, and why it is aborted, for people."""
         with self.changed:
-            for group in self.groups(run):
+            for group in self.view(run).groups:
                 if group.manifest.snapshot == name:
                     return group.state, group.why
             order, committed = snapshot_order(name) or (0, 0, 0), self._committed_orders(run, elsewhere=False)
@@ -263,19 +228,18 @@ class SlotTable:
             while len(orders) > _MOST_MARKS:
                 orders.remove(min(orders))
             newest = max(orders)
-            for key in [key for key in self.known.elsewhere if key[0] == run]:
+            for key in [key for key in self.known.seen_registers if key[0] == run]:
                 if (snapshot_order(key[1]) or newest) < newest:
-                    del self.known.elsewhere[key]
-            self.refresh(run)
-            self.notify()
+                    del self.known.seen_registers[key]
+            self.touch(run)
 
     def raise_watermark(self, run: str, name: str) -> None:
         """Note that a snapshot is committed, as who writes the run says, see :attr:`RunInfo.committed`."""
         if (order := snapshot_order(name)) is None:
             return
         with self.changed:
-            for slot in self.slots:  # an attempt is of one lineage
-                if slot.run == run and slot.snapshot is not None and slot.snapshot.attempt == order[0]:
+            for slot in self.of_run(run):  # an attempt is of one lineage
+                if slot.snapshot is not None and slot.snapshot.attempt == order[0]:
                     self.mark_committed(run, slot.snapshot.lineage, order)
                     return
 
@@ -291,24 +255,23 @@ class SlotTable:
 
     def _committed_orders(self, run: str, *, elsewhere: bool) -> list[Order]:
         found = [order for (of, _), orders in self.known.committed.items() if of == run for order in orders]
-        here = [] if elsewhere else [group.manifest.order for group in self.groups(run) if group.is_here]
+        here = [] if elsewhere else [group.manifest.order for group in self.view(run).groups if group.is_here]
         return found + here
 
     def see(self, run: str, name: str, registers: Mapping[int, ShardOf]) -> None:
         """Note which registers of a snapshot other places have shown."""
         with self.changed:
-            if self.known.elsewhere.get((run, name)) != registers:
-                self.known.elsewhere[run, name] = dict(registers)
-                self.refresh(run)
-                self.notify()
+            if self.known.seen_registers.get((run, name)) != registers:
+                self.known.seen_registers[run, name] = dict(registers)
+                self.touch(run)
 
     # -- what is committed ----------------------------------------------------------------------------------------
 
     def committed(self, run: str | None = None) -> list[Slot]:
         """Slots that hold a committed snapshot, newest first."""
         with self.changed:
-            found = [slot for slot in self.slots if slot.manifest and run in (None, slot.run)]
-            return sorted(found, key=lambda slot: slot.sequence, reverse=True)
+            found = [slot for slot in (self.slots if run is None else self.of_run(run)) if slot.manifest]
+            return sorted(found, key=lambda slot: slot.commit.sequence, reverse=True)
 
     def readable(self, run: str, name: str | None = None) -> list[tuple[Held, Manifest]]:
         """What anybody may read of a run, newest first; a snapshot whose shards are all here as one.
@@ -323,12 +286,12 @@ class SlotTable:
             found: list[tuple[Held, Manifest]] = []
             slots = [slot for slot in self.committed(run) if slot.manifest is not None]
             together: dict[Slot, tuple[Held, Manifest]] = {}
-            for group in grouped((slot for slot in slots if slot.shard is not None), self.known):
-                if group.is_here and (whole := self._as_one(group)) is not None:
+            for group in self.view(run).groups:
+                if group.is_here and group.manifest.shard is not None and (whole := self._as_one(group)) is not None:
                     together.update(dict.fromkeys(group.slots, whole))
             for slot in slots:
                 assert slot.manifest is not None
-                alone = Held((slot,), (slot.manifest,)), slot.manifest
+                alone = Held.of([slot]), slot.manifest
                 shown = together.get(slot, alone) if name != slot.manifest.name else alone
                 if name in (None, shown[1].name) and shown not in found:
                     found.append(shown)
@@ -431,26 +394,29 @@ class SlotTable:
         for callback in self._watchers:
             callback()
 
-    def refresh(self, run: str) -> None:
-        """Work out again what is owed of a run. Call it under the lock."""
-        set_owed([slot for slot in self.slots if slot.run == run], self.tiers(run), self.known)
+    def touch(self, run: str) -> None:
+        """Something of a run has changed: what is owed of it is to be worked out again. Call it under the lock."""
+        self._stale(run)
+        self.notify()
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
     def _named(self, run: str, name: str) -> list[Slot]:
-        return [slot for slot in self.slots if slot.manifest and slot.run == run and slot.manifest.name == name]
+        return [slot for slot in self.of_run(run) if slot.manifest and slot.manifest.name == name]
 
-    def _note(self, slot: Slot, manifest: Manifest, urls: list[str], url: str) -> None:
-        with self.changed:
-            if slot.manifest is manifest and url not in urls:
-                urls.append(url)
-                self._written(slot)
+    def _stale(self, run: str) -> None:
+        self._views.pop(run, None)
+        self.stale.add(run)
 
-    def _written(self, slot: Slot) -> None:
-        self.refresh(slot.run)
+    def _record(self, slot: Slot) -> None:
         if self.area is not None:
             self.area.record(slot)
-        self.notify()
+        self.touch(slot.run)
+
+    def _take(self, slot: Slot, run: str, writer: int) -> None:
+        """A slot is a run's from now on."""
+        slot.run, slot.writer = run, writer
+        self._of_run.setdefault(run, {})[slot] = None
 
 
 @dataclass(slots=True)
@@ -494,7 +460,7 @@ class Ring(SlotTable):
         # Two files for each, one of them in its mapping: half is left for connections and tiers.
         self._limits = Limits(slots, memory_bytes, run_memory_bytes, min(MOST_SLOTS, open_files() // 4))
         self._full: _Full | None = None
-        self._sequence = max((slot.sequence for slot in self.slots), default=0)
+        self._sequence = max((slot.commit.sequence for slot in self.slots), default=0)
 
     # -- who fills a slot -----------------------------------------------------------------------------------------
 
@@ -524,14 +490,14 @@ class Ring(SlotTable):
             if limits is self._limits and self._found_full(nbytes) is not None:
                 return None
             found = self._room(run, nbytes, limits, writer=writer, reuse=reuse or spare)
-            has_share = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
-            if found is None and has_share and limits.slots is None:  # what is full for this run is so for any
+            is_full_for_all = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
+            if found is None and is_full_for_all and limits.slots is None:
                 self._full = _Full(self.changes, nbytes)
             if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
                 return None
             if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
                 return None
-            making_one = any(slot.spare and (slot.run, slot.writer) == (run, writer) for slot in self.slots)
+            making_one = any(slot.is_prefault and slot.writer == writer for slot in self.of_run(run))
             if found.is_spare and (reuse or spare) and making_one:
                 return None
             for other in found.forget:
@@ -540,9 +506,9 @@ class Ring(SlotTable):
             slot = found.slot or self._new_slot()
             if slot.state is SlotState.COMMITTED:
                 self._forget(slot)
-            slot.state, slot.run, slot.writer = SlotState.FILLING, run, writer
-            slot.reserved_bytes = capacity if slot.memory is None else 0
-            slot.spare = spare
+            self._take(slot, run, writer)
+            slot.state, slot.is_prefault = SlotState.FILLING, spare
+            slot.buffer.reserved_bytes = capacity if slot.memory is None else 0
             if found.forget:
                 self.notify()
         for memory in released:
@@ -562,9 +528,8 @@ class Ring(SlotTable):
         with self.changed:
             full = self._found_full(nbytes)
             if full is None:
-                return why_full(self.slots, run, nbytes, self._limits, is_known=False, known=self._known_now())
-            known = self._known_now()
-            full.why = full.why or why_full(self.slots, run, nbytes, self._limits, is_known=True, known=known)
+                return self._why_full(run, nbytes, is_known=False)
+            full.why = full.why or self._why_full(run, nbytes, is_known=True)
             return full.why
 
     @property
@@ -594,18 +559,21 @@ class Ring(SlotTable):
     def is_jammed(self, run: str, writer: int) -> bool:
         """Whether shards that wait for that of a writer have all the memory: none of them will ever leave it some."""
         with self.changed:
-            pending = [group.slots for group in self.groups(run) if group.state is Status.PENDING]
+            pending = [group.slots for group in self.view(run).groups if group.state is Status.PENDING]
             waiting = {slot for slots in pending if all(slot.writer != writer for slot in slots) for slot in slots}
             held = [slot for slot in self.slots if slot.capacity]
             return bool(held) and all(slot in waiting for slot in held)
 
-    def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
+    def commit(
+        self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None, *, followed: bool = False
+    ) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
 
         Args:
             slot: a leased slot whose bytes fit ``manifest``.
             manifest: of it, with checksums.
             places: URLs of the directories that a user's file goes to instead of the run's tiers.
+            followed: whether another snapshot is to follow in a moment.
 
         Raises:
             FencedError: if it is a file, and a newer one of its name is here.
@@ -621,16 +589,12 @@ class Ring(SlotTable):
                         current=other.manifest.attempt,
                     )
                 if other.manifest == manifest:  # its sender never heard that it had arrived
-                    slot.safe, slot.settled = list(other.safe), other.settled
-            self._sequence += 1
-            slot.manifest, slot.sequence, slot.places = manifest, self._sequence, places
-            slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
+                    slot.seen, slot.settled = dict.fromkeys(other.safe, Mark.SAFE), other.settled
             slot.writer = manifest.shard.writer if manifest.shard is not None else slot.writer
-            if self.area is not None:
-                self.area.record(slot)
+            slot.commit.places, slot.commit.followed = places, followed
+            self._commit(slot, manifest)
             for other in older:  # only now: killed between the two, both are left, never none
                 self._forget(other)
-            self.refresh(slot.run)
             self.notify()
 
     def fail(self, run: str, manifest: Manifest) -> None:
@@ -650,15 +614,13 @@ class Ring(SlotTable):
                 return
             free = (slot for slot in self.slots if slot.state is SlotState.FREE and not (slot.capacity or slot.readers))
             slot = next(free, None) or self._new_slot()
-            self._sequence += 1
-            slot.run, slot.writer, slot.manifest, slot.sequence = run, manifest.shard.writer, manifest, self._sequence
-            slot.state, slot.committed_s = SlotState.COMMITTED, time.monotonic()
+            self._take(slot, run, manifest.shard.writer)
+            self._commit(slot, manifest)
             mine = [each.manifest for each in self.committed(run)]
             failures = [each for each in mine if each is not None and each.why_failed]
-            for each in failures[_MOST_ABORTED:]:
+            for each in failures[MOST_ABORTED:]:
                 for other in self.registers(run, each.snapshot).values():  # without it, they would be waiting for it
                     self._forget(other)
-            self.refresh(run)
             self.notify()
 
     def fail_missing(self, run: str, attempt: int, writer: int, why: str) -> None:
@@ -671,7 +633,7 @@ class Ring(SlotTable):
             why: for people.
         """
         with self.changed:
-            for group in self.groups(run):
+            for group in self.view(run).groups:
                 manifest = group.manifest
                 if group.state is not Status.PENDING or manifest.attempt != attempt or manifest.shard is None:
                     continue
@@ -688,27 +650,12 @@ class Ring(SlotTable):
     # -- what is committed ----------------------------------------------------------------------------------------
 
     def trim(self, run: str, keep: int) -> None:
-        """Forget what is superseded of a run, beyond the newest ``keep`` snapshots, and all but a few aborted ones."""
+        """Forget what is superseded of a run, see :meth:`View.superfluous`."""
         with self.changed:
-            slots = [slot for slot in self.slots if slot.run == run]
-            groups = grouped(slots, self._known_now())
-            committed = [group for group in groups if group.state is Status.COMMITTED]
-            # What is whole here stays until something newer is, too: the place that has all of that may be lost.
-            kept = [
-                manifest
-                for some in (committed, [group for group in committed if group.is_here])
-                for manifest in worth_keeping(newest_first([group.manifest for group in some]))[: max(1, keep)]
-            ]
-            aborted = sorted(
-                (group for group in groups if group.state is Status.ABORTED), key=lambda group: group.manifest.order
-            )
-            gone = [*aborted[:-_MOST_ABORTED], *(group for group in groups if group.is_over)]
-            over = {slot for group in gone if group.manifest not in kept for slot in group.slots}
-            over -= {slot for group in groups if group.is_newest for slot in group.slots} | bases_of(slots)
-            old = [slot for slot in reusable(slots, self.known) if slot in over]
-            for slot in old:
+            slots = self.view(run).superfluous(keep, time.monotonic())
+            for slot in slots:
                 self._forget(slot)
-            if old:
+            if slots:
                 self.notify()
 
     def drop(self, run: str, name: str) -> tuple[Manifest, list[str]]:
@@ -727,12 +674,11 @@ class Ring(SlotTable):
             first = slots[0].manifest
             assert first is not None
             manifest = found[0][1] if found else replace(first, name=name, shard=None, files=(), checksums=())
-            tiers, places = self.tiers(run), slots[0].places
-            below = places if places is not None else (*tiers.own, *tiers.carried)
+            places = slots[0].commit.places
+            below = places if places is not None else self.tiers(run).all
             urls = list(dict.fromkeys([*below, *(url for slot in slots for url in slot.safe)]))
             for slot in slots:
                 self._forget(slot)
-            self.refresh(run)
             self.notify()
             return manifest, urls
 
@@ -740,31 +686,31 @@ class Ring(SlotTable):
         """Keys of runs that have slots here, and of those among them of which one must stay, or is being filled."""
         with self.changed:
             held = [slot for slot in self.slots if slot.state is not SlotState.FREE]
-            idle = set(reusable(held, self._known_now()))
+            idle = set(reusable(self.views(), time.monotonic()))
             return {slot.run for slot in held}, {slot.run for slot in held if slot not in idle}
 
     def forget_run(self, run: str) -> None:
         """Forget all snapshots of a run, as far as they may be reused."""
         with self.changed:
-            for slot in reusable([slot for slot in self.slots if slot.run == run], self._known_now()):
+            for slot in self.view(run).reusable(time.monotonic()):
                 self._forget(slot)
-            for known in (self.known.committed, self.known.elsewhere):
+            for known in (self.known.committed, self.known.seen_registers):
                 for key in [key for key in known if key[0] == run]:
                     del known[key]
-            self.notify()
+            self.touch(run)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """The slots, as JSON-ready values."""
         with self.changed:
-            return {"memory_bytes": self.memory_bytes, "slots": [slot.status() for slot in self.slots]}
+            return {"memory_bytes": self.memory_bytes, "slots": [slot.status(self.owed([slot])) for slot in self.slots]}
 
     def close(self, *, keep_unsafe: bool) -> None:
         """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""
         released = []
         with self.changed:
-            unsafe = only_here(self.slots, self.known) if keep_unsafe else set()
+            unsafe = {slot for view in self.views() for slot in view.only_here} if keep_unsafe else set()
             for slot in self.slots:
                 if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
                     assert slot.manifest is not None
@@ -784,14 +730,23 @@ class Ring(SlotTable):
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
-    def _known_now(self) -> Known:
-        self.known.now_s = time.monotonic()
-        return self.known
+    def _commit(self, slot: Slot, manifest: Manifest) -> None:
+        """A slot holds something from now on."""
+        self._sequence += 1
+        slot.manifest, slot.state = manifest, SlotState.COMMITTED
+        slot.commit.sequence, slot.commit.at_s = self._sequence, time.monotonic()
+        if self.area is not None:
+            self.area.record(slot)
+        self._stale(slot.run)
 
-    def _room(self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False) -> Room | None:
-        capacity = capacity_for(nbytes, self._limits)
-        known = self._known_now()
-        return find_room(self.slots, run, max(1, nbytes), capacity, limits, reuse=reuse, writer=writer, known=known)
+    def _room(self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False) -> Placement | None:
+        capacity, wanted, now_s = capacity_for(nbytes, self._limits), max(1, nbytes), time.monotonic()
+        how: dict[str, Any] = {"reuse": reuse, "writer": writer, "views": self.views, "now_s": now_s}
+        return find_room(self.slots, run, wanted, capacity, limits, **how)
+
+    def _why_full(self, run: str, nbytes: int, *, is_known: bool) -> str:
+        how: dict[str, Any] = {"is_known": is_known, "views": self.views, "now_s": time.monotonic()}
+        return why_full(self.slots, run, nbytes, self._limits, **how)
 
     def _found_full(self, nbytes: int) -> _Full | None:
         """That there was no room for so much, or less, if nothing has changed since. A run's own bound is looked at."""
@@ -809,11 +764,16 @@ class Ring(SlotTable):
     def _forget(self, slot: Slot) -> None:
         if self.area is not None and slot.manifest is not None:
             self.area.forget(slot)
+        run = slot.run
+        self._of_run.get(run, {}).pop(slot, None)
+        if not self._of_run.get(run, True):
+            del self._of_run[run]
         slot.forget()
+        self._stale(run)
 
     def _take_memory(self, slot: Slot) -> SlotMemory | None:
         """Take a slot's memory from it, to be closed outside the lock; its file's name is free at once."""
-        memory, slot.memory = slot.memory, None
+        memory, slot.buffer.memory = slot.buffer.memory, None
         if memory is not None:
             memory.unlink()
         return memory
@@ -825,13 +785,13 @@ class Ring(SlotTable):
             memory = SlotMemory.create(capacity, self.area.image(slot) if self.area is not None else None)
         except BaseException:
             with self.changed:
-                slot.reserved_bytes = 0
+                slot.buffer.reserved_bytes = 0
                 self._forget(slot)
                 self.notify()
             raise
         with self.changed:
-            slot.memory, slot.reserved_bytes, slot.held = memory, 0, ""
-            slot.generation += 1
+            slot.buffer.memory, slot.buffer.reserved_bytes, slot.buffer.held = memory, 0, ""
+            slot.buffer.generation += 1
 
 
 LEAST_BYTES = 64 * 1024 * 1024

@@ -1,13 +1,15 @@
-"""What a slot of the ring holds, where it must still go, when it may be reused, and which one a new snapshot gets.
+"""What a slot of the ring holds, where that is to be, when it may be reused, and which one a new snapshot gets.
 
-Bookkeeping and decisions only: no memory is made here.
+Decisions only: no memory is made here. What a slot owes to a place is never noted: it is what should be there, minus
+what was seen there.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +18,17 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest, Order, ShardOf
 from lightning_spot.image.ranges import Floats
-from lightning_spot.image.shards import Status, is_evictable, registers_of, status, why_aborted
+from lightning_spot.image.shards import (
+    Image,
+    JoinedImage,
+    Status,
+    is_evictable,
+    registers_of,
+    status,
+    why_aborted,
+)
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
+from lightning_spot.tiers.store import newest_first, worth_keeping
 
 
 class SlotState(enum.Enum):
@@ -58,73 +69,110 @@ class Tiers:
     own: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The URLs of both."""
+        return (*self.own, *self.carried)
+
+
+class Mark(enum.Enum):
+    """What was seen of a snapshot at a place below."""
+
+    SAFE = "safe"
+    """It is there; of a shard that failed, why."""
+    INEXACT = "inexact"
+    """An approximation of it is: it is owed there still."""
+    REFUSED = "refused"
+    """The place refuses it for good (a fence), or will never have the rest of the snapshot."""
+
 
 @dataclass(eq=False, slots=True)
-class Slot:
-    """One slot of the ring; its fields change only under the ring's lock.
+class Buffer:
+    """The memory of a slot, and what is known of its bytes.
 
     Attributes:
-        index: place in the ring.
-        state: what it is doing.
-        memory: its memory, once it has any.
-        reserved_bytes: size of the memory that is being made for it.
+        memory: once it is made.
+        reserved_bytes: size of the memory that is being made.
         generation: counts its memories, so that a peer knows when to map again.
-        run: key of the run that fills or holds it.
-        writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
-        manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
-        coming: the snapshot on its way to being committed, while parts of it may go on already.
-        places: URLs a user's file goes to instead of its run's tiers.
-        dirty: URLs at which the snapshot is owed (the dirty bits).
-        safe: URLs at which it is, or why it failed.
-        refused: URLs that refuse it for good (a fence), or will never have the rest of the snapshot.
-        settled: whether its sender said that it, or a newer one of its lineage, is durable.
-        sequence: order of commits.
-        readers: how many are reading it now.
-        held: the upload as which its memory was filled last, ``""`` if that is unknown.
+        held: the upload as which it was filled last, ``""`` if that is unknown.
         held_as: what that was committed as.
         seals: how often it was sealed.
-        checked_s: when its bytes were read last, and had the checksums of its manifest (monotonic).
-        floats: where in it numbers lie that may be approximated on their way to a server behind.
-        inexact_at: URLs at which an approximation of the snapshot is.
-        spare: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
-        followed: whether another snapshot was to follow in a moment when this one was committed.
-        committed_s: when the snapshot was committed (monotonic).
+        checked_s: when its bytes were read last, and had the checksums of the manifest (monotonic).
     """
 
-    index: int
-    state: SlotState = SlotState.FREE
     memory: SlotMemory | None = None
     reserved_bytes: int = 0
     generation: int = 0
-    run: str = ""
-    writer: int = 0
-    manifest: Manifest | None = None
-    coming: Coming | None = None
-    places: tuple[str, ...] | None = None
-    dirty: list[str] = field(default_factory=list)
-    safe: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    settled: bool = False
-    sequence: int = 0
-    readers: int = 0
     held: str = ""
     held_as: Manifest | None = None
     seals: int = 0
     checked_s: float = float("-inf")
+
+
+@dataclass(slots=True)
+class Commit:
+    """How what a slot holds was committed.
+
+    Attributes:
+        sequence: order of commits.
+        at_s: when (monotonic).
+        places: URLs a user's file goes to instead of its run's tiers.
+        floats: where in it numbers lie that may be approximated on their way to a server behind.
+        followed: whether another snapshot was to follow in a moment.
+    """
+
+    sequence: int = 0
+    at_s: float = 0.0
+    places: tuple[str, ...] | None = None
     floats: tuple[Floats, ...] = ()
-    inexact_at: list[str] = field(default_factory=list)
-    spare: bool = False
     followed: bool = False
-    committed_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One slot of the ring; its fields change only under the ring's lock. What it owes is no field, see :func:`owed`.
+
+    Attributes:
+        index: place in the ring.
+        state: what it is doing.
+        buffer: its memory.
+        run: key of the run that fills or holds it.
+        writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
+        manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
+        coming: the snapshot on its way to being committed, while parts of it may go on already.
+        commit: how that was.
+        seen: what was seen of it at places below, by URL.
+        settled: whether its sender said that it, or a newer one of its lineage, is durable.
+        readers: how many are reading it now.
+        is_prefault: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
+    """
+
+    index: int
+    state: SlotState = SlotState.FREE
+    buffer: Buffer = field(default_factory=Buffer)
+    run: str = ""
+    writer: int = 0
+    manifest: Manifest | None = None
+    coming: Coming | None = None
+    commit: Commit = field(default_factory=Commit)
+    seen: dict[str, Mark] = field(default_factory=dict)
+    settled: bool = False
+    readers: int = 0
+    is_prefault: bool = False
 
     def takes(self, nbytes: int) -> bool:
         """Whether a snapshot of ``nbytes`` can be written to its memory."""
         return self.capacity >= nbytes
 
     @property
+    def memory(self) -> SlotMemory | None:
+        """Its memory, once it has any."""
+        return self.buffer.memory
+
+    @property
     def capacity(self) -> int:
         """Bytes of memory the slot holds, or is about to hold."""
-        return self.memory.capacity if self.memory is not None else self.reserved_bytes
+        return self.memory.capacity if self.memory is not None else self.buffer.reserved_bytes
 
     @property
     def snapshot(self) -> Manifest | None:
@@ -137,12 +185,30 @@ class Slot:
         return self.manifest.shard if self.manifest is not None else None
 
     @property
+    def safe(self) -> list[str]:
+        """URLs at which it is, or why it failed."""
+        return self._at(Mark.SAFE)
+
+    @property
+    def refused(self) -> list[str]:
+        """URLs that refuse it for good."""
+        return self._at(Mark.REFUSED)
+
+    @property
     def is_safe(self) -> bool:
         """Whether what it holds is safe elsewhere, or something newer."""
-        return bool(self.safe or self.settled)
+        return self.settled or Mark.SAFE in self.seen.values()
 
-    def status(self) -> dict[str, Any]:
-        """The slot, as JSON-ready values."""
+    def lacks(self, urls: Iterable[str]) -> list[str]:
+        """Those of some URLs that have it not, and do not refuse it."""
+        return [url for url in urls if self.seen.get(url) not in (Mark.SAFE, Mark.REFUSED)]
+
+    def status(self, owed: Sequence[str]) -> dict[str, Any]:
+        """The slot, as JSON-ready values.
+
+        Args:
+            owed: URLs at which what it holds is owed.
+        """
         return {
             "index": self.index,
             "state": self.state.value,
@@ -150,7 +216,7 @@ class Slot:
             "backing": self.memory.backing if self.memory else None,
             "run": self.manifest.run if self.manifest else None,
             "snapshot": self.manifest.name if self.manifest else None,
-            "dirty": self.dirty,
+            "dirty": list(owed),
             "safe": self.safe,
         }
 
@@ -161,10 +227,57 @@ class Slot:
 
     def forget(self) -> None:
         """Hold nothing any more; the memory stays."""
-        self.state, self.run, self.manifest, self.places = SlotState.FREE, "", None, None
-        self.dirty, self.safe, self.refused, self.settled = [], [], [], False
-        self.floats, self.inexact_at = (), []
-        self.spare = self.followed = False
+        self.state, self.run, self.manifest, self.commit = SlotState.FREE, "", None, Commit()
+        self.seen, self.settled, self.is_prefault = {}, False, False
+
+    def _at(self, mark: Mark) -> list[str]:
+        return [url for url, seen in self.seen.items() if seen is mark]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What can be read here as one: a snapshot or file in one slot, or a snapshot whose shards are in several.
+
+    Attributes:
+        slots: that hold it; of several, in the order of their writers.
+        manifests: of what each of them holds.
+    """
+
+    slots: tuple[Slot, ...]
+    manifests: tuple[Manifest, ...]
+
+    @classmethod
+    def of(cls, slots: Iterable[Slot]) -> Held:
+        """What committed slots hold now."""
+        held = [(slot, slot.manifest) for slot in slots if slot.manifest is not None]
+        return cls(tuple(slot for slot, _ in held), tuple(manifest for _, manifest in held))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is still what the slots hold."""
+        return all(slot.manifest is manifest for slot, manifest in self.each())
+
+    @property
+    def safe(self) -> list[str]:
+        """URLs at which all of it is."""
+        return [url for url in self.slots[0].safe if all(slot.seen.get(url) is Mark.SAFE for slot in self.slots)]
+
+    def each(self) -> Iterator[tuple[Slot, Manifest]]:
+        """Each slot, and the manifest of what it holds."""
+        return zip(self.slots, self.manifests, strict=True)
+
+    def image(self) -> Image:
+        """Its bytes. The caller must have it pinned."""
+        views = [slot.view(manifest.nbytes) for slot, manifest in self.each()]
+        return views[0] if len(views) == 1 else JoinedImage(self.manifests, views)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
+        """Yield ``(slot, start, stop)`` of what lies in a range of its image: in which slot, and where there."""
+        if len(self.slots) == 1:
+            yield self.slots[0], start, stop
+            return
+        for writer, first, last in JoinedImage(self.manifests, ()).pieces(start, stop):
+            yield self.slots[writer], first, last
 
 
 # -- snapshots, and what is known of them beyond what is here ---------------------------------------------------------
@@ -177,19 +290,19 @@ class Known:
     Attributes:
         committed: orders of the newest snapshots that are known to be committed over snapshot servers, or at storage,
             by run and lineage. What the rings of hosts hold does not count: it is lost sooner.
-        elsewhere: registers that other places have shown, by run and name of the snapshot.
-        now_s: the time (monotonic): a snapshot that is not complete after :data:`ORPHANED_S` gives way to others.
+        seen_registers: that other places have shown, by run and name of the snapshot.
     """
 
     committed: dict[tuple[str, str], set[Order]] = field(default_factory=dict)
-    elsewhere: dict[tuple[str, str], dict[int, ShardOf]] = field(default_factory=dict)
-    now_s: float = 0.0
+    seen_registers: dict[tuple[str, str], dict[int, ShardOf]] = field(default_factory=dict)
 
 
 ORPHANED_S = 3600.0
 """A shard whose snapshot is not complete after so long gives way to others: its trainer is gone."""
 
 _NOTHING = Known()
+MOST_ABORTED = 16
+"""Snapshots whose registers stay, although nothing newer is committed: their writers ask why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +346,7 @@ class Group:
         return self.manifest.complete and is_known
 
     @property
-    def is_over(self) -> bool:
+    def is_superseded(self) -> bool:
         """Whether something newer of its lineage is committed."""
         return self.watermark is not None and self.manifest.order < self.watermark
 
@@ -245,7 +358,7 @@ class Group:
 
     def is_evictable(self, now_s: float) -> bool:
         """Whether its slots may be reused, see :func:`~lightning_spot.image.shards.is_evictable`."""
-        is_old = now_s - max(slot.committed_s for slot in self.slots) > ORPHANED_S
+        is_old = now_s - max(slot.commit.at_s for slot in self.slots) > ORPHANED_S
         if self.state is Status.PENDING:
             return is_old
         if is_old and not self.is_here and all(slot.refused for slot in self.slots):
@@ -304,7 +417,7 @@ def status_of(
     """
     if order in known.committed.get((key[0], lineage), ()):
         return Status.COMMITTED, ""
-    seen = {**known.elsewhere.get(key, {}), **here}
+    seen = {**known.seen_registers.get(key, {}), **here}
     if why := why_aborted(seen):
         return Status.ABORTED, why
     state = status(here, order, watermark)
@@ -316,99 +429,129 @@ def shards_in(slots: Iterable[Slot]) -> dict[int, ShardOf]:
     return registers_of(slot.manifest for slot in slots if slot.manifest is not None)
 
 
-def newest_of_lineages(slots: Iterable[Slot], known: Known = _NOTHING) -> set[Slot]:
-    """The slots of the newest exact snapshot of each lineage of each run, and of what is newer, or may become so."""
-    return {slot for group in grouped(slots, known) if group.is_newest for slot in group.slots}
+class View:
+    """The snapshots and files of a run as they are now: what each slot owes, and which may be reused.
+
+    Everything in it follows from what the slots hold, what was seen of it at other places, and where the run goes.
+
+    Args:
+        slots: of the run, committed ones and others.
+        tiers: where its snapshots go.
+        known: of snapshots, beyond what is in the slots.
+
+    Attributes:
+        slots: those that hold something.
+        groups: its snapshots.
+        owed: URLs at which what a slot holds is owed, for those slots that owe it anywhere.
+    """
+
+    def __init__(self, slots: Iterable[Slot], tiers: Tiers = Tiers(), known: Known = _NOTHING) -> None:
+        self.slots = [slot for slot in slots if slot.manifest is not None]
+        self.groups = grouped(self.slots, known)
+        self.owed = {slot: urls for slot, urls in owed(self.slots, self.groups, tiers) if urls}
+
+    @functools.cached_property
+    def newest(self) -> set[Slot]:
+        """The slots of the newest exact snapshot of each lineage, and of what is newer, or may become so."""
+        return {slot for group in self.groups if group.is_newest for slot in group.slots}
+
+    @functools.cached_property
+    def bases(self) -> set[Slot]:
+        """The slots that hold the newest of each writer that is at a server behind this one, for each of these."""
+        newest = {
+            (slot.writer, url): slot
+            for slot in sorted(self.slots, key=lambda slot: slot.commit.sequence)
+            for url in slot.safe
+            if slot.snapshot is not None and url.startswith("spot://")
+        }
+        return set(newest.values())
+
+    @property
+    def only_here(self) -> set[Slot]:
+        """The slots whose snapshot or file is still owed to a tier, or is the newest and safe nowhere."""
+        unsafe = (slot for slot in self.slots if not (slot.is_safe or slot.refused))
+        newest = (slot for slot in unsafe if slot in self.newest or slot.snapshot is None)
+        return {*self.owed, *newest}
+
+    def reusable(self, now_s: float) -> list[Slot]:
+        """Slots that may be reused: nobody reads them, and they owe nothing.
+
+        The newest snapshot of a lineage, and a file, must be safe somewhere below besides, or its sender have said that
+        it is durable, or the file have been refused there, since a newer one is at its place. What may still become the
+        newest stays.
+        """
+        may_go = {slot for group in self.groups if group.is_evictable(now_s) for slot in group.slots}
+        may_go |= {slot for slot in self.slots if slot.snapshot is None and (slot.is_safe or slot.refused)}
+        return [slot for slot in self.slots if slot in may_go and not slot.readers and slot not in self.owed]
+
+    def superfluous(self, keep: int, now_s: float) -> list[Slot]:
+        """Slots that are to be let go: what is superseded, beyond the newest snapshots, and all but a few aborted ones.
+
+        Args:
+            keep: so many of these stay.
+            now_s: the time (monotonic).
+        """
+        committed = [group for group in self.groups if group.state is Status.COMMITTED]
+        # What is whole here stays until something newer is, too: the place that has all of that may be lost.
+        kept = [
+            manifest
+            for some in (committed, [group for group in committed if group.is_here])
+            for manifest in worth_keeping(newest_first([group.manifest for group in some]))[: max(1, keep)]
+        ]
+        aborted = [group for group in self.groups if group.state is Status.ABORTED]
+        aborted.sort(key=lambda group: group.manifest.order)
+        gone = [*aborted[:-MOST_ABORTED], *(group for group in self.groups if group.is_superseded)]
+        over = {slot for group in gone if group.manifest not in kept for slot in group.slots}
+        over -= self.newest | self.bases
+        return [slot for slot in self.reusable(now_s) if slot in over] if over else []
 
 
-def bases_of(slots: Iterable[Slot]) -> set[Slot]:
-    """The slots that hold the newest of each writer of a run that is at a server behind this one, for each of these."""
-    newest = {
-        (slot.run, slot.writer, url): slot
-        for slot in sorted((slot for slot in slots if slot.safe), key=lambda slot: slot.sequence)
-        for url in slot.safe
-        if slot.snapshot is not None and url.startswith("spot://")
-    }
-    return set(newest.values())
-
-
-def only_here(slots: Sequence[Slot], known: Known = _NOTHING) -> set[Slot]:
-    """The slots whose snapshot or file is still owed to a tier, or is the newest and safe nowhere."""
-    newest = newest_of_lineages(slots, known)
-    return {
-        slot
-        for slot in slots
-        if slot.manifest is not None
-        and (slot.dirty or (not (slot.is_safe or slot.refused) and (slot in newest or slot.manifest.is_file)))
-    }
-
-
-def set_owed(slots: Sequence[Slot], tiers: Tiers, known: Known = _NOTHING) -> None:
-    """Work out at which tiers the snapshots and files of a run are owed.
+def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterator[tuple[Slot, list[str]]]:
+    """Yield for each slot of a run the URLs at which what it holds is to be, and is not.
 
     A tier is owed the newest snapshot, those that ended the run, and users' files: what was superseded is not. Of
     snapshots of which not all is here, storage is to have each that its writers want there, until it has a newer one:
     all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed; but what
     a server behind this one brings to storage is not waited for: nobody tells of it.
     """
-    groups = grouped(slots, known)
     for slot in slots:
-        if slot.manifest is not None and slot.manifest.is_file:
-            slot.dirty = _owed(slot, (*tiers.own, *tiers.carried) if slot.places is None else slot.places)
-    wanted: dict[str, Order] = {}
+        if slot.snapshot is None:
+            yield slot, slot.lacks(tiers.all if slot.commit.places is None else slot.commit.places)
+    told = (*tiers.own, *(url for url in tiers.carried if url.startswith("spot:")))
     for group in groups:
-        if group.is_here and group.persist and group.manifest.exact:
-            wanted[group.manifest.lineage] = max(group.manifest.order, wanted.get(group.manifest.lineage, (0, 0, 0)))
-    for group in groups:
-        manifest, is_committed = group.manifest, group.state is Status.COMMITTED
+        wanted = _wanted(group, groups, tiers)
         for slot in group.slots:
-            if slot.manifest is not None and slot.manifest.why_failed:
-                servers = [url for url in tiers.carried if url.startswith("spot:")]
-                slot.dirty = [] if group.is_over else _owed(slot, (*tiers.own, *servers))
-                continue
-            urls = [*tiers.own, *tiers.carried] if group.is_newest or (manifest.complete and is_committed) else []
-            if not urls and group.persist and is_committed:
-                storage = [url for url in (*tiers.own, *tiers.carried) if not url.startswith("spot:")]
-                if group.is_here:
-                    urls = storage if manifest.order == wanted.get(manifest.lineage) else []
-                else:
-                    urls = [url for url in storage if not _has_newer(groups, manifest, url)]
-            slot.dirty = _owed(slot, urls)
+            failed = slot.manifest is not None and bool(slot.manifest.why_failed)
+            yield slot, slot.lacks((() if group.is_superseded else told) if failed else wanted)
 
 
-def _owed(slot: Slot, urls: Iterable[str]) -> list[str]:
-    return [url for url in urls if url not in slot.safe and url not in slot.refused]
+def _wanted(group: Group, groups: Sequence[Group], tiers: Tiers) -> Sequence[str]:
+    """Where a snapshot is to be."""
+    manifest, is_committed = group.manifest, group.state is Status.COMMITTED
+    if group.is_newest or (manifest.complete and is_committed):
+        return tiers.all
+    if not (group.persist and is_committed):
+        return ()
+    storage = [url for url in tiers.all if not url.startswith("spot:")]
+    others = [each for each in groups if each.manifest.lineage == manifest.lineage]
+    newer = [each for each in others if each.manifest.order > manifest.order]
+    if group.is_here:
+        is_newest = not any(each.is_here and each.persist and each.manifest.exact for each in newer)
+        return storage if manifest.exact and is_newest else ()
+    return [url for url in storage if not any(each.slots[0].seen.get(url) is Mark.SAFE for each in newer)]
 
 
-def _has_newer(groups: Iterable[Group], than: Manifest, url: str) -> bool:
-    """Whether a tier has something newer of that lineage."""
-    return any(
-        url in group.slots[0].safe and group.manifest.lineage == than.lineage and group.manifest.order > than.order
-        for group in groups
-    )
+def reusable(views: Iterable[View], now_s: float) -> list[Slot]:
+    """Slots that may be reused, in the order in which they should be.
 
-
-def reusable(slots: Sequence[Slot], known: Known = _NOTHING) -> list[Slot]:
-    """Committed slots that may be reused, in the order in which they should be: the newest of a run last.
-
-    A slot may be reused when nobody reads it and it is owed to no tier. The newest snapshot of a lineage, and a file,
-    must be safe somewhere below besides, or its sender have said that it is durable, or the file have been refused
-    there, since a newer one is at its place. What may still become the newest stays. What a server behind holds goes
-    late: only changes to it need to be sent.
+    The newest of a run goes last; what a server behind holds goes late: only changes to it need to be sent.
     """
-    groups = grouped(slots, known)
-    newest = {slot for group in groups if group.is_newest for slot in group.slots}
-    may_go = {slot for group in groups if group.is_evictable(known.now_s) for slot in group.slots}
-    bases = bases_of(slots)
-    idle = [
-        slot
-        for slot in slots
-        if slot.state is SlotState.COMMITTED
-        and not slot.readers
-        and not slot.dirty
-        and (slot in may_go or (slot.snapshot is None and (slot.is_safe or slot.refused)))
+    found = [
+        (slot in view.newest, slot in view.bases, slot.commit.sequence, slot)
+        for view in views
+        for slot in view.reusable(now_s)
     ]
-    return sorted(idle, key=lambda slot: (slot in newest, slot in bases, slot.sequence))
+    return [slot for *_, slot in sorted(found, key=lambda each: each[:3])]
 
 
 def file_order(manifest: Manifest | None) -> tuple[int, int, float]:
@@ -466,7 +609,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Room:
+class Placement:
     """Where a snapshot goes.
 
     Attributes:
@@ -502,7 +645,7 @@ def bound(slots: list[Slot], run: str, writer: int, limits: Limits) -> Limits:
     one is sealed. With two on the way, one more slot is of use. With three, snapshots are sealed more slowly than they
     come, or the host is too far ahead: more slots would only hold older ones.
     """
-    filling = (slot for slot in slots if slot.state is SlotState.FILLING and not slot.spare)
+    filling = (slot for slot in slots if slot.state is SlotState.FILLING and not slot.is_prefault)
     on_the_way = sum((slot.run, slot.writer) == (run, writer) for slot in filling)
     if limits.slots is None or on_the_way != _OVERLAPPING:
         return limits
@@ -531,6 +674,9 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
     return min(slot_capacity(nbytes), max(nbytes, most))
 
 
+Views = Callable[[], list[View]]
+
+
 def find_room(
     slots: list[Slot],
     run: str,
@@ -540,8 +686,9 @@ def find_room(
     *,
     reuse: bool = False,
     writer: int = 0,
-    known: Known = _NOTHING,
-) -> Room | None:
+    views: Views = list,
+    now_s: float = 0.0,
+) -> Placement | None:
     """Choose a slot for a snapshot: a free one, a new one, or the one whose snapshot is missed least.
 
     Args:
@@ -552,7 +699,8 @@ def find_room(
         limits: of the ring.
         reuse: whether a superseded snapshot, of which nobody needs the bytes, goes before new memory is used.
         writer: number of the rank that fills it.
-        known: of snapshots, beyond what is in the slots.
+        views: tells of each run what its slots hold.
+        now_s: the time (monotonic).
 
     Returns:
         ``None`` if no slot can be had now.
@@ -565,27 +713,27 @@ def find_room(
         room = _without_loss(slots, free, [], nbytes, capacity, limits, can_be_new=can_be_new)
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
             return room
-    idle = [slot for slot in reusable(slots, known) if slot.capacity]
+    idle = [slot for slot in reusable(views(), now_s) if slot.capacity]
     forget = _within_quota(slots, idle, run, capacity, limits)
     if forget is None:
         return None
     free += forget
     idle = [slot for slot in idle if slot not in forget]
     own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
-    superseded = _superseded(slots, own, known) if reuse and not forget else []
+    superseded = _superseded(own, views()) if reuse and not forget else []
     fitting = [slot for slot in superseded if slot.takes(nbytes)]
     room = _without_loss(slots, free, fitting, nbytes, capacity, limits, can_be_new=can_be_new)
     if room is not None:
-        return Room(room.slot, forget, room.release)
+        return Placement(room.slot, forget, room.release)
     for candidate in own:
         if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
             outgrown = candidate in superseded and candidate.capacity < nbytes and not room.forget
-            return Room(room.slot, [*forget, *room.forget], room.release, outgrown)
+            return Placement(room.slot, [*forget, *room.forget], room.release, outgrown)
     return None
 
 
 def why_full(
-    slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_known: bool, known: Known = _NOTHING
+    slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_known: bool, views: Views = list, now_s: float = 0.0
 ) -> str:
     """Why no slot can be had now, for people.
 
@@ -595,28 +743,30 @@ def why_full(
         nbytes: size of its snapshot.
         limits: of the ring.
         is_known: whether it is known that there is no room: else there may be some, but no memory made in it.
-        known: of snapshots, beyond what is in the slots.
+        views: tells of each run what its slots hold.
+        now_s: the time (monotonic).
     """
-    idle = reusable(slots, known)
+    idle = reusable(views(), now_s)
+    dirty = {slot: urls for view in views() for slot, urls in view.owed.items()}
     share = ""
     if _within_quota(slots, idle, run, capacity_for(nbytes, limits), limits) is None:
         most = format_bytes(limits.run_memory_bytes or 0)
         share = f"; one run may use {most} of this server's memory (--run-memory-limit)"
     reasons: Counter[str] = Counter()
     for slot in slots:
-        if slot.spare:
+        if slot.is_prefault:
             reasons["being made"] += 1
         elif slot.state is SlotState.FILLING:
             reasons["being filled"] += 1
-        elif slot.dirty:
-            urls = " and ".join(sorted(slot.dirty))
+        elif slot in dirty:
+            urls = " and ".join(sorted(dirty[slot]))
             reasons[f"not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"] += 1
         elif slot.readers:
             reasons["being read"] += 1
         elif slot.state is SlotState.COMMITTED and slot not in idle:
             reasons["the newest of its run and safe nowhere else, or not complete yet"] += 1
     if not is_known and not reasons["being made"]:
-        room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits, known=known)
+        room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits, views=views, now_s=now_s)
         reasons += Counter({"still to be made": int(room is not None)})
     if not limits.has_files(slots, run):
         share += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
@@ -638,9 +788,9 @@ def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, 
     return forget if over <= 0 else None
 
 
-def _superseded(slots: list[Slot], idle: list[Slot], known: Known) -> list[Slot]:
+def _superseded(idle: list[Slot], views: Iterable[View]) -> list[Slot]:
     """Slots that hold what neither a resume nor a server behind would miss: older snapshots."""
-    missed = newest_of_lineages(slots, known) | bases_of(slots)
+    missed = {slot for view in views for slot in (*view.newest, *view.bases)}
     return [slot for slot in idle if slot.snapshot and slot not in missed]
 
 
@@ -653,7 +803,7 @@ def _without_loss(
     limits: Limits,
     *,
     can_be_new: bool,
-) -> Room | None:
+) -> Placement | None:
     """Room that costs no snapshot which anybody would miss."""
     for candidate in _free_first(free, nbytes, superseded, can_be_new=can_be_new):
         if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
@@ -688,12 +838,12 @@ def _try(
     nbytes: int,
     capacity: int,
     limits: Limits,
-) -> Room | None:
+) -> Placement | None:
     if candidate is not None and candidate.takes(nbytes):
-        return Room(candidate)
+        return Placement(candidate)
     more = capacity - (candidate.capacity if candidate is not None else 0)
     over = sum(slot.capacity for slot in slots) + more - limits.memory_bytes
-    room = Room(candidate, release=[candidate] if candidate is not None and candidate.capacity else [])
+    room = Placement(candidate, release=[candidate] if candidate is not None and candidate.capacity else [])
     for other in (slot for slot in [*free, *idle] if slot is not candidate and slot.capacity):
         if over <= 0:
             break

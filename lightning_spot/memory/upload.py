@@ -149,12 +149,13 @@ class Upload:
             manifest: as which it will be.
             written: what was written since it was filled as :attr:`held`, ``None`` for all.
         """
-        was = self.slot.held_as
-        self.slot.seals += 1
+        buffer = self.slot.buffer
+        was = buffer.held_as
+        buffer.seals += 1
         if written is None or not self.held or was is None or was.part_bytes != manifest.part_bytes:
             return None
         whole = min(was.nbytes, manifest.nbytes) // manifest.part_bytes
-        return Before(written, was.checksums[:whole], self.slot.seals)
+        return Before(written, was.checksums[:whole], buffer.seals)
 
     def let_go(self) -> None:
         """Let the base go, if nothing reads it any more and nothing will."""

@@ -138,7 +138,7 @@ class Uploads:
         slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
         try:
             upload = Upload(upload_id, key, attempt, slot, nbytes, session, time.monotonic(), writer, announced)
-            upload.held, slot.held, slot.checked_s = slot.held, "", float("-inf")
+            upload.held, slot.buffer.held, slot.buffer.checked_s = slot.buffer.held, "", float("-inf")
             if announced is not None and not announced.is_file:
                 self._prepare(upload, announced)
         except BaseException:  # nobody knows of the slot yet
@@ -310,7 +310,7 @@ class Uploads:
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
             floats: where in it numbers lie that may be approximated on their way to a server behind.
             written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
-            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.work.FOLLOWED_S`.
+            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.reconcile.FOLLOWED_S`.
 
         Returns:
             the sealed manifest.
@@ -322,7 +322,7 @@ class Uploads:
                 raise CorruptSnapshotError(
                     f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}"
                 )
-            upload.sealing, upload.slot.floats = True, floats
+            upload.sealing, upload.slot.commit.floats = True, floats
         # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
         before = upload.before(manifest, written)
         sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
@@ -331,7 +331,7 @@ class Uploads:
                 self._offer(upload.slot, sealing)
             began_s = time.monotonic()
             sealed = sealing.run(sealing_threads())
-            upload.slot.checked_s = began_s if before is None else float("-inf")
+            upload.slot.buffer.checked_s = began_s if before is None else float("-inf")
             places = tuple(destinations) if destinations is not None else None
             self._commit(upload, sealed, places, followed=followed)
             sealing.commit(sealed)
@@ -406,9 +406,8 @@ class Uploads:
             try:
                 with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
                     self._check_register(upload, manifest)
-                    upload.slot.followed = followed
-                    self._ring.commit(upload.slot, manifest, places)
-                    upload.slot.held, upload.slot.held_as = upload.id, manifest
+                    self._ring.commit(upload.slot, manifest, places, followed=followed)
+                    upload.slot.buffer.held, upload.slot.buffer.held_as = upload.id, manifest
             except BaseException:
                 self.abort(upload.id)
                 raise
@@ -465,7 +464,7 @@ class Uploads:
                 return
             upload.ended = upload.given_up = True
             if untouched and not upload.in_use:
-                upload.slot.held = upload.held
+                upload.slot.buffer.held = upload.held
             if upload.coming is not None:
                 upload.coming.give_up()
                 self._offer(upload.slot, None)
@@ -517,7 +516,7 @@ class Uploads:
         """Let the parts of a snapshot that is coming in go on to the tiers below, or no longer."""
         with self._ring.changed:
             slot.coming = coming
-            self._ring.notify()
+            self._ring.touch(slot.run)
 
     def _free_if_given_up(self, upload: Upload) -> None:
         """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""

@@ -57,9 +57,9 @@ from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.image.shards import Image
 from lightning_spot.memory.node import Node
-from lightning_spot.memory.ring import Held, Ring
+from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo, parse_run
-from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.slots import Held, Slot
 from lightning_spot.protocol.listening import CountedLog, open_files
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
@@ -117,7 +117,7 @@ def not_ready(node: Node) -> list[str]:
         slots, most = node.ring.files
         enough = slots < most
         reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
-    if any(health.error for health in list(node.flusher.health.values())):
+    if any(health.error for health in list(node.reconciler.health.values())):
         reasons.append("the storage, or another server, is failing")
     return reasons
 
@@ -127,6 +127,25 @@ _READ_BUFFER_BYTES = 256 * 1024
 _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
 _LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
+
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>Snapshot server</title></head>
+<body>
+<h1>Snapshot server</h1>
+<p>This is a snapshot server of lightning_spot. It answers trainings and commands, and has no pages for browsers.</p>
+<p>To list the snapshots of a run that this server holds:</p>
+<pre>{token}lightning-spot ls spot://HOST:PORT/RUN</pre>
+</body>
+</html>
+"""
+_TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
+_PAGE_HEADERS = {
+    hdrs.CACHE_CONTROL: "no-store",
+    "Content-Security-Policy": "default-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class Service:
@@ -211,7 +230,7 @@ class Service:
             accepted.begin_request()
         request[GONE] = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
         try:
-            response = await self._answer(request, handler)
+            response = self._page(request) if _is_of_a_person(request) else await self._answer(request, handler)
         except SpotError as error:
             if isinstance(error, ServerRefusedError) and error.is_for_the_token:
                 self.counted.add("requests without this server's token", request.remote or THIS_HOST)
@@ -253,6 +272,14 @@ class Service:
             _check_target(request)
             self._check_attempt(request)
         return await handler(request)
+
+    def _page(self, request: web.Request) -> web.Response:
+        """The same for every address: what this is, and what to use instead of a browser."""
+        if self._token is not None:
+            self.counted.add("requests without this server's token", request.remote or THIS_HOST)
+        page = _PAGE.format(token="" if self._token is None else _TOKEN_LINE)
+        status = 403 if self._token is None else 401
+        return web.Response(text=page, content_type="text/html", status=status, headers=_PAGE_HEADERS)
 
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
@@ -343,6 +370,17 @@ class Service:
                     return web.json_response({"unreached": left})
 
 
+def _is_of_a_person(request: web.Request) -> bool:
+    """Whether somebody has opened an address of this server in a browser, as he would a page."""
+    shown = (hdrs.AUTHORIZATION, PROTOCOL_HEADER, hdrs.ORIGIN)
+    return (
+        request.method == hdrs.METH_GET
+        and "text/html" in request.headers.get(hdrs.ACCEPT, "")
+        and request.path not in _OPEN_TO_ALL
+        and not any(name in request.headers for name in shown)
+    )
+
+
 async def _name_protocol(_request: web.Request, response: web.StreamResponse) -> None:
     response.headers[PROTOCOL_HEADER] = str(PROTOCOL_VERSION)
 
@@ -415,7 +453,7 @@ class RunRequests:
             return
         if take_environment(given):
             forget_sessions()
-            self._node.flusher.wait_clean(None, 0.0)  # what fails is tried soon
+            self._node.reconciler.wait_clean(None, 0.0)  # what fails is tried soon
 
     async def close(self, request: web.Request) -> web.Response:
         """The trainer leaves."""
@@ -437,11 +475,11 @@ class RunRequests:
         run = request.match_info["run"]
         key = self._node.registry.key(run)
         listed = [
-            {"manifest": slot.manifest.to_dict(), "dirty": slot.dirty, "safe": slot.safe}
+            {"manifest": slot.manifest.to_dict(), "dirty": self._node.ring.owed([slot]), "safe": slot.safe}
             for slot in self._node.ring.committed(key)
             if slot.manifest is not None
         ]
-        refused = [manifest.to_dict() for manifest in self._node.flusher.refused(key)]
+        refused = [manifest.to_dict() for manifest in self._node.reconciler.refused(key)]
         claimed = await asyncio.to_thread(self._node.claimed, run)
         newest = self._node.ring.newest_committed(key, elsewhere=True)
         return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})

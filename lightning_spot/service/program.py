@@ -484,7 +484,7 @@ class DescriptorChannel:
         with ring.changed:  # another thread may give the slot other memory
             slot = ring.slot(index)
             fd = ring.descriptor(slot) if slot is not None else None
-            told = {"capacity": slot.capacity, "generation": slot.generation} if slot is not None else {}
+            told = {"capacity": slot.capacity, "generation": slot.buffer.generation} if slot is not None else {}
         try:
             yield (told, fd) if fd is not None else ({"missing": True}, None)
         finally:

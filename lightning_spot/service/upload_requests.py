@@ -482,10 +482,10 @@ def leased(node: Node, upload: Upload) -> dict[str, Any]:
     return {
         "upload": upload.id,
         "slot": slot.index,
-        "generation": slot.generation,
+        "generation": slot.buffer.generation,
         "capacity": slot.capacity,
         "nbytes": upload.nbytes,
         "backing": slot.memory.backing if slot.memory else "",
         "held": upload.held,
-        "generations": {item.index: item.generation for item in node.ring.slots if item.memory},
+        "generations": {item.index: item.buffer.generation for item in node.ring.slots if item.memory},
     }

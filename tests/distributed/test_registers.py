@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from lightning_spot.image.files import MODEL_FILE, FileSpan
 from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.memory.replication import Registers
-from lightning_spot.memory.tier import Listed
+from lightning_spot.memory.reconcile import Servers
+from lightning_spot.memory.slots import Mark
 from lightning_spot.run.export import Exporter, import_snapshot
 from lightning_spot.run.sources import HOST, MemorySource, Use
 from tests.support.server import RUN_ID, Bench, named_run
@@ -66,20 +66,6 @@ class Ranks:
 
     def names(self) -> list[str]:
         return [manifest.name for _, manifest in self.node.ring.readable(RUN_ID)]
-
-
-@dataclass
-class Showing:
-    """A server that holds some registers of the run."""
-
-    held: list[Listed]
-    away_until_s: float = 0.0
-
-    def tier(self) -> Showing:
-        return self
-
-    def listing(self) -> list[Listed]:
-        return self.held
 
 
 @pytest.fixture
@@ -173,13 +159,16 @@ def test_failures_of_many_writers_take_the_room_of_one(ranks: Ranks) -> None:
     assert ranks.status(30)[0] is Status.ABORTED
 
 
-def test_registers_at_servers_that_do_not_fit_do_not_count(ranks: Ranks) -> None:
+def test_registers_at_servers_that_do_not_fit_do_not_count() -> None:
     """What fits those at each server does not fit those of all."""
-    shards = [sealed_shard(1, writer, 3, part_bytes=2 * PART if writer == 1 else PART) for writer in range(3)]
-    for seen, is_committed in ((shards, False), ([sealed_shard(1, writer, 3) for writer in range(3)], True)):
-        peers = [Showing([Listed(each, [], [])]) for each in seen]
-        Registers(ranks.node.ring, RUN_ID, peers).look(set())  # type: ignore[arg-type]
-        assert bool(ranks.node.ring.newest_committed(RUN_ID, elsewhere=True)) is is_committed
+    urls = tuple(f"spot://10.0.0.{writer}:7070" for writer in range(3))
+    servers = Servers(replace(named_run("run"), nodes=urls))
+    for odd in (2 * PART, PART):
+        for writer, server in enumerate(servers.all):
+            shard = sealed_shard(1, writer, 3, part_bytes=odd if writer == 1 else PART)
+            server.shown = {shard.snapshot: [shard]}
+        assert list(servers.committed()) == [("1" * 12, whole_of(1, 3).order)] * (odd == PART)
+    assert not list(servers.committed({("1" * 12, whole_of(1, 3).order)}))
 
 
 def test_a_rank_that_ends_leaves_the_snapshot_to_the_next_one(ranks: Ranks) -> None:
@@ -229,7 +218,7 @@ def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_b
         ring.see(RUN_ID, failed.snapshot, {1: failed.shard})
     for slot in ring.committed(RUN_ID):
         assert slot.manifest is not None
-        ring.mark_safe(slot, slot.manifest, "spot://first/run")
+        ring.mark(slot, slot.manifest, "spot://first/run", Mark.SAFE)
     assert [run["complete"] for run in ranks.node.listed()] == [False]
 
 
@@ -244,7 +233,7 @@ def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -
     elif known_by == "other places":
         ring.mark_committed(RUN_ID, manifest.lineage, manifest.order)
     elif known_by == "storage":  # as the next server on this host reads it in the record
-        ring.mark_safe(slot, manifest, "/tier")
+        ring.mark(slot, manifest, "/tier", Mark.SAFE)
     else:
         ring.settle(RUN_ID, manifest.lineage, manifest.order)
     assert [run["complete"] for run in ranks.node.listed()] == [True]

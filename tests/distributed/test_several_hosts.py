@@ -13,7 +13,7 @@ from lightning_spot.errors import TierError
 from lightning_spot.image.files import note_name
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.image.shards import Status, assemble
-from lightning_spot.memory import registry, replication, runs, work
+from lightning_spot.memory import reconcile, registry, runs
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.tiers.commit import commit_left, look
@@ -111,8 +111,8 @@ def whole_of(step: int) -> Manifest:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hosts]]:
-    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.2)
-    monkeypatch.setattr(replication, "FIRST_AWAY_S", 0.1)
+    monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(reconcile, "FIRST_AWAY_S", 0.1)
     made: list[Hosts] = []
 
     def make_one(*servers: str, **more: Any) -> Hosts:
@@ -126,7 +126,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 @pytest.fixture
 def left_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (work, registry, runs):
+    for module in (reconcile, registry, runs):
         monkeypatch.setattr(module, "LEFT_S", 0.5)
 
 

@@ -21,7 +21,7 @@ import torch
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.image.files import MODEL_FILE
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import work
+from lightning_spot.memory import reconcile
 from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.sharded.reader import ImageReader, load_all
@@ -261,7 +261,7 @@ def test_a_training_is_killed_while_a_server_shuts_down(
     training.add_servers(2)
     killed = training.run(kill=[who, 6], code=None)
     newest, leaving = max(training.at_servers()), list(training.nodes.values())[1]
-    monkeypatch.setattr(work, "LEFT_S", 1.0)
+    monkeypatch.setattr(reconcile, "LEFT_S", 1.0)
     leaving.drain()
     until(lambda: leaving.settled, "it to owe nothing", 60.0)
     leaving.ring.close(keep_unsafe=False)

@@ -411,6 +411,7 @@ def test_what_a_server_lists_is_right_or_one_error(monkeypatch: pytest.MonkeyPat
         with contextlib.suppress(ServerUnreachableError, SnapshotNotFoundError):
             for entry in files.find("run", detail=True).values():
                 assert entry["size"] >= 0
+            files.ls(f"run/{snapshot_name(5, 1)}")
             files.info("run/last.ckpt")
     for wrong in wrongly(held(SHARD)):
         said.append(wrong)

@@ -470,7 +470,7 @@ class Damaging:
         slot = self.host._node.ring.committed()[0]
         with slot.view() as image:
             image[100] ^= 1
-        slot.checked_s = float("-inf")  # as long ago
+        slot.buffer.checked_s = float("-inf")  # as long ago
         self.store.fail(None)
 
     def durable(self) -> list[int]:

@@ -92,7 +92,9 @@ def test_a_base_whose_slot_was_taken_at_the_sender_is_not_used(
         found = glance(*arguments)
         return None if found is None else replace(found, is_there=lambda: False)
 
-    monkeypatch.setattr(pair.near.node.flusher._putting, "_earlier", lambda *names: taken(pair.near.node.ring, *names))
+    monkeypatch.setattr(
+        pair.near.node.reconciler._upload, "_earlier", lambda *names: taken(pair.near.node.ring, *names)
+    )
     pair.near.bring(2, bytes(image))
     assert kinds == {"WHOLE": 2}
     pair.check(2, bytes(image))

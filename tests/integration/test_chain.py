@@ -20,7 +20,7 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.image import coming
 from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import replication
+from lightning_spot.memory import reconcile
 from lightning_spot.memory.runs import RunInfo, check_prefix, refusal
 from lightning_spot.protocol.wire import Address
 from lightning_spot.tiers.local import LocalStore
@@ -133,14 +133,13 @@ def test_who_waits_for_a_run_has_its_nodes_asked_at_once(
     make: Callable[..., Chained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notice leaves no time to wait until they are asked anyway."""
-    monkeypatch.setattr(replication, "ASK_AGAIN_S", 1000.0)
+    monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 1000.0)
     bench = make()
     bench.start(FIRST, SECOND)
     bench.save(1)
     assert bench.flush() == []
-    chained = bench.node.routes._replications[RUN_ID]
-    for node in chained._nodes:
-        node.asked_s -= 5.0
+    for server in bench.node.reconciler.servers[RUN_ID].all:
+        server.asked_s -= 5.0
     asked = bench.behind[FIRST].opened
     assert bench.node.flush(RUN, 0.0) == []
     until(lambda: bench.behind[FIRST].opened > asked, "the node to be asked")
@@ -349,7 +348,7 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SIGSTOP breaks no connection."""
-    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 0.5)
     monkeypatch.setattr(remote, "_ASK_S", 2.0)
     first, second = (start_node("--allow-storage", str(tmp_path)) for _ in range(2))
     bench = make_bench(kind=OverHttp, slots=4)

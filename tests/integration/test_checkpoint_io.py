@@ -178,7 +178,7 @@ def test_a_failed_flush_shows_at_the_next_save_and_at_the_end(tmp_path: Path) ->
     (writer,) = plugin._writers.values()
     host = writer.host
     assert host is not None
-    until(lambda: any(tier.error for tier in host.tiers().values()), "the flusher to fail")
+    until(lambda: any(tier.error for tier in host.tiers().values()), "the upload to fail")
     with pytest.raises(TierError, match="an earlier checkpoint could not be written"):
         plugin.save_checkpoint({"global_step": 2}, folder / "y.ckpt")
     with pytest.raises(TierError, match="not at their path"):

@@ -492,6 +492,7 @@ def test_snapshots_superseded_during_a_command_are_not_bad(
 
 COMMANDS = {
     "serve": "0 1 2",
+    "run": "0 2 143",
     "drill": "0 1 2 130",
     "simulate": "0 2 130",
     "report": "0 2 130",

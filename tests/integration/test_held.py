@@ -16,7 +16,7 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import FailureReason, FencedError, SettingsError, SnapshotFailedError, TierError
 from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.interval.costs import Failure
-from lightning_spot.memory import replication
+from lightning_spot.memory import reconcile
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
@@ -62,7 +62,7 @@ class WithNode(Bench):
 
 @pytest.fixture
 def make(make_bench: Callable[..., WithNode], monkeypatch: pytest.MonkeyPatch) -> Callable[..., WithNode]:
-    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 0.2)
     return lambda *allow: make_bench(kind=WithNode, allow=list(allow))
 
 
@@ -188,7 +188,7 @@ def test_what_a_node_left_in_a_second_directory_is_taken_over(
         first.save(step)
         second.save(step, run_id=OTHER_ID)
     second.open(run_id=RUN_ID, durable=False, attempt=3)
-    second.node.flusher.delete("spot://away:1/run", manifest_of(1))
+    second.node.reconciler.delete("spot://away:1/run", manifest_of(1))
     second.node._remembered.note(second.node.registry.find(RUN))
     first.die()
     second.die()
@@ -197,7 +197,7 @@ def test_what_a_node_left_in_a_second_directory_is_taken_over(
     assert sorted(heir.committed()) == [1, 2]
     assert sorted(heir.committed(OTHER_ID)) == [1, 2]
     assert heir.node.claimed(RUN) == 3
-    assert [url for url, _manifest in heir.node.flusher.deletions(RUN_ID)] == ["spot://away:1/run"]
+    assert [url for url, _manifest in heir.node.reconciler.deletions(RUN_ID)] == ["spot://away:1/run"]
     assert not beside.exists()
     for slot in heir.node.ring.committed():
         assert slot.manifest is not None

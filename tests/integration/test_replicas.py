@@ -20,7 +20,7 @@ from lightning_spot.image.manifest import Manifest
 from lightning_spot.memory.node import Node
 from lightning_spot.memory.placement import placed
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Slot, SlotState, bases_of, reusable
+from lightning_spot.memory.slots import Commit, Mark, Slot, SlotState, View, reusable
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import attempts
 from lightning_spot.run.choice import open_newest
@@ -160,11 +160,12 @@ def test_a_slow_replica_gets_the_newest_and_slows_no_other(make: Callable[..., C
 
 def test_what_each_node_has_is_kept_to_send_it_changes_only() -> None:
     """The newest that a slow one has is older than what the other one has."""
-    slots = [Slot(index, SlotState.COMMITTED, run=RUN_ID, sequence=index) for index in range(5)]
+    slots = [Slot(index, SlotState.COMMITTED, run=RUN_ID, commit=Commit(index)) for index in range(5)]
     for slot, at in zip(slots, ([FIRST, SECOND], [SECOND], [FIRST], [FIRST], []), strict=True):
-        slot.manifest, slot.safe = manifest_of(slot.index), [*at, "/durable"]
-    assert bases_of(slots) == {slots[1], slots[3]}
-    assert [slot.index for slot in reusable(slots)] == [0, 2, 1, 3, 4]  # the newest, and what nodes have, last
+        slot.manifest, slot.seen = manifest_of(slot.index), dict.fromkeys([*at, "/durable"], Mark.SAFE)
+    view = View(slots)
+    assert view.bases == {slots[1], slots[3]}
+    assert [slot.index for slot in reusable([view], 0.0)] == [0, 2, 1, 3, 4]  # the newest, and what nodes have, last
 
 
 @pytest.mark.parametrize("lost", [FIRST, SECOND])

@@ -406,6 +406,48 @@ def test_a_token_is_all_that_is_asked_for_where_there_is_one(start_node: StartNo
     assert answer(node, f"GET /v1/runs HTTP/1.1\r\n{head}Origin: http://a.example\r\n\r\n".encode())[0] == 403
 
 
+_BROWSER = "Host: node.example\r\nAccept: text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8\r\n"
+
+
+@pytest.mark.parametrize("token", [None, "0123456789abcdef"])
+def test_a_browser_shows_what_this_is_and_nothing_else(
+    start_node: StartNode, tmp_path: Path, token: str | None
+) -> None:
+    node = start_node("--storage", str(tmp_path), environment={"LIGHTNING_SPOT_TOKEN": token} if token else {})
+    open_run(client_of(node, token) if token else client_of(node), "hush")
+    pages = {
+        answer(node, f"GET {path} HTTP/1.1\r\n{_BROWSER}\r\n".encode())
+        for path in ("/", "/v1/runs", "/v1/runs/hush/snapshots", "/v1/nothing", "/favicon.ico", "/%3Cb%3Ex")
+    }
+    assert len(pages) == 1, "an address that is there looks like another one"
+    ((status, page),) = pages
+    assert status == (401 if token else 403)
+    text = page.decode()
+    assert text.startswith("<!DOCTYPE html>")
+    assert "lightning-spot ls spot://HOST:PORT/RUN" in text
+    assert ("LIGHTNING_SPOT_TOKEN" in text) == (token is not None)
+    for secret in ("hush", str(tmp_path), "node.example", token or "hush"):
+        assert secret not in text
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers"),
+    [
+        ("GET /v1/runs", "Authorization: Bearer 0123456789abcdef\r\n"),
+        ("GET /v1/runs", _SPOKEN),
+        ("GET /v1/runs", "Origin: http://a.example\r\n"),
+        ("GET /healthz", ""),
+        ("GET /readyz", ""),
+        ("HEAD /", ""),
+        ("POST /v1/flush", "Content-Length: 0\r\n"),
+    ],
+)
+def test_the_page_is_for_people_only(start_node: StartNode, request_line: str, headers: str) -> None:
+    node = start_node(environment={"LIGHTNING_SPOT_TOKEN": "0123456789abcdef"})
+    _, body = answer(node, f"{request_line} HTTP/1.1\r\n{_BROWSER}{headers}\r\n".encode())
+    assert not body.startswith(b"<")
+
+
 def test_a_page_cannot_open_a_run(lasting_node: RunningNode) -> None:
     simple = (
         "POST /v1/runs/of-a-page/open HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain\r\nContent-Length: 14"

@@ -155,7 +155,7 @@ def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Calla
     """It never got one, and nothing of the run was durable in the end."""
     with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
         node.open_run(run_info(tmp_path))
-        lacking("spot-flusher", 3)
+        lacking("spot-uploader", 3)
         upload = node.lease("run", 1, len(image_of(1)), wait_s=20.0)
         with upload.slot.view(len(image_of(1))) as view:
             view[:] = image_of(1)

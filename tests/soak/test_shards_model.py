@@ -1,4 +1,4 @@
-"""The model of shards at several places, searched as far as a minute goes."""
+"""The model of shards at several places, searched as far as some minutes go."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.commit_model import Model, search
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.memory import replication
+from lightning_spot.memory import reconcile
 from lightning_spot.memory.node import Node
 from lightning_spot.tiers.local import LocalStore
 from tests.support.server import MIB, RUN_ID, Bench, NodeBehind
@@ -77,8 +77,8 @@ class OverHttp(Bench):
 @contextmanager
 def chained(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Chained]]:
     """Makes benches whose chains ask again soon; closes them."""
-    monkeypatch.setattr(replication, "ASK_AGAIN_S", 0.2)
-    monkeypatch.setattr(replication, "FIRST_AWAY_S", 0.1)
+    monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(reconcile, "FIRST_AWAY_S", 0.1)
     made: list[Chained] = []
 
     def make(allow: list[str] | None = None) -> Chained:

@@ -450,7 +450,7 @@ checksum of what a node answers | client.remote | node::what_is_damaged_on_its_w
 +        try:
 +            pass
 +        except
-checksum at flush | memory.flusher | ring::a_corrupted_slot_goes_nowhere
+checksum at flush | memory.worker | ring::a_corrupted_slot_goes_nowhere
 -                manifest.verify(slot.view(manifest.nbytes), "memory")
 +                pass
 checksum of shards after they were written | tiers.commit | commit::what_is_damaged_while_it_is_written_is_not_committed[directory]
@@ -512,20 +512,18 @@ newest safe nowhere stays | image.shards | ring::one_slot_never_gives_its_only_s
 -    return is_durable and state is Status.COMMITTED
 +    return True
 what is owed stays | memory.slots | ring::the_end_of_a_run_stays_until_the_tier_has_it
--        and not slot.dirty
--
-+
+- and not slot.readers and slot not in self.owed]
++ and not slot.readers]
 # a reader gets another snapshot's bytes
 what is read stays | memory.slots | ring::readers_are_safe_from_reuse
--        and not slot.readers
--
-+
+-if slot in may_go and not slot.readers and
++if slot in may_go and
 # the only copy of the newest snapshot is given away
 what is only here survives the node | memory.ring | ring::an_orderly_end_keeps_what_is_safe_nowhere_else
--only_here(self.slots, self.known) if keep_unsafe else set()
+-{slot for view in self.views() for slot in view.only_here} if keep_unsafe else set()
 +set()
 what a tier has lost is owed again | memory.ring | replicas::a_node_that_comes_back_empty_is_sent_the_newest
--                slot.safe.remove(url)
+-                del slot.seen[url]
 -
 +
 newest is by its order | memory.slots | groups::only_what_is_complete_supersedes

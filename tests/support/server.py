@@ -87,8 +87,7 @@ class Bench:
         """Leave everything as ``kill -9`` does: only the files remain, and nobody holds their lock."""
         area = self.node.ring.area
         assert area is not None
-        self.node.routes.close()
-        self.node.flusher.close()
+        self.node.reconciler.close()
         area._lock_file.close()
 
     def close(self) -> None:
@@ -144,8 +143,9 @@ class NodeBehind:
         self.known = info
 
     def listing(self) -> list[Listed]:
-        held = [(slot, slot.manifest) for slot in self._node().committed(self.run)]
-        return [Listed(manifest, list(slot.dirty), list(slot.safe)) for slot, manifest in held if manifest]
+        node = self._node()
+        held = [(slot, slot.manifest) for slot in node.committed(self.run)]
+        return [Listed(manifest, node.ring.owed([slot]), slot.safe) for slot, manifest in held if manifest]
 
     def flush(self, wait_s: float) -> list[str]:
         return self._node().flush(self.run, wait_s)

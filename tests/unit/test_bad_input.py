@@ -196,6 +196,7 @@ def test_every_setting_of_every_public_class_is_tried() -> None:
         "NoticeUnavailableError",
         "PreemptedError",
         "SettingsError",
+        "SpotCLI",
         "TierError",
         "SpotError",
     }  # not to be set

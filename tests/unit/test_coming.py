@@ -117,7 +117,7 @@ def test_what_is_given_up_is_given_up_below_too(bench: Receiving) -> None:
     bench.node.abort(upload.id)
     until(lambda: not bench.files(), "nothing to be left")
     assert bench.flush() == []
-    assert not bench.node.flusher.health[bench.tier().url].failures_total
+    assert not bench.node.reconciler.health[bench.tier().url].failures_total
     upload = bench.begin(2)  # the slot is good for the next one
     bench.receive(upload, 0, 1, 2, 3)
     bench.commit(upload)

@@ -17,7 +17,7 @@ from lightning_spot.image.shards import assemble
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.tiers import commit
-from lightning_spot.tiers.commit import Look, Shard, commit_left, look, put_shards
+from lightning_spot.tiers.commit import Look, Shard, commit_left, look, put_shards, withdraw
 from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.store import Store
 from tests.support.server import RUN_ID
@@ -224,3 +224,24 @@ def test_a_later_attempt_fences(store: Store) -> None:
 
 def _fails(*_: Any, **__: Any) -> Any:
     raise TierError("the tier fails")
+
+
+def test_a_place_takes_back_what_it_brought_and_nothing_else(store: Store) -> None:
+    put_shards(store, shards_of(0), attempt=1)
+    put_shards(store, shards_of(1), attempt=1)
+    mine = [manifest for manifest, _ in shards_of(0)]
+    withdraw(store, mine, attempt=1)
+    left = {span.name for manifest, _ in shards_of(1) for span in manifest.files}
+    assert sizes(store).keys() == {*left, note_name(1)}
+    put_shards(store, shards_of(*range(WRITERS)), attempt=1)
+    withdraw(store, mine, attempt=1)  # it counts all the same
+    (whole,) = store.survey().manifests
+    whole.verify(memoryview(fetched(store, whole)), "storage")
+
+
+def test_nothing_is_taken_back_for_an_earlier_attempt(store: Store) -> None:
+    put_shards(store, shards_of(0), attempt=1)
+    store.claim(Claim(attempt=2, run_id=RUN_ID))
+    with pytest.raises(FencedError):
+        withdraw(store, [manifest for manifest, _ in shards_of(0)], attempt=1)
+    assert note_name(0) in sizes(store)

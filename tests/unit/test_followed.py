@@ -15,7 +15,7 @@ from lightning_spot import EverySeconds, EverySteps, RemoteSnapshot
 from lightning_spot.fit import snapshotter
 from lightning_spot.fit.snapshotter import _SEAMS, Pacing
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import work
+from lightning_spot.memory import reconcile
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.slots import Slot
 from lightning_spot.tiers.local import LocalStore
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.guarantee("G19")
 
 RUN = f"run@{RUN_ID}"
 TRAINER = "trainer"
-FOLLOWED_S = work.FOLLOWED_S  # which the tests change
+FOLLOWED_S = reconcile.FOLLOWED_S  # which the tests change
 
 
 class Followed(Bench):
@@ -45,7 +45,7 @@ class Followed(Bench):
         self.save(1)
         until(lambda: self.newest().safe, "the tier to take it")
         with self.node.ring.changed:
-            self.node.flusher.work.took(self.tier().url, RUN, 1e6)
+            self.node.reconciler.place(self.tier().url).took_s[RUN_ID] = 1e6
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def make(make_bench: Callable[..., Followed]) -> Callable[..., Followed]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one is expected for so long that none of these tests comes too late, however slow the machine."""
-    for module in (work, snapshotter):
+    for module in (reconcile, snapshotter):
         monkeypatch.setattr(module, "FOLLOWED_S", 60.0)
 
 
@@ -79,21 +79,21 @@ def test_storage_leaves_out_most_snapshots_in_quick_succession(
     took_s = time.monotonic() - began_s
     assert took_s >= 2 * 40 * 0.01
     assert step > 6 or took_s > 0.1 * step  # where each of them takes long
-    monkeypatch.setattr(work, "_APART", 1e6)
-    monkeypatch.setattr(work, "MOST_APART_S", 0.1)  # held up for no longer than that
+    monkeypatch.setattr(reconcile, "_APART", 1e6)
+    monkeypatch.setattr(reconcile, "MOST_APART_S", 0.1)  # held up for no longer than that
     began_s, count = time.monotonic(), len(bench.tier().puts())
     while len(bench.tier().puts()) < count + 5:
         step += 1
         bench.save(step, followed=True, wait_s=5)
         time.sleep(0.01)
         assert time.monotonic() - began_s < 60
-    monkeypatch.setattr(work, "MOST_APART_S", 3600.0)
+    monkeypatch.setattr(reconcile, "MOST_APART_S", 3600.0)
     bench.save(step + 1, followed=True)
-    assert bench.newest().dirty
+    assert bench.node.ring.owed([bench.newest()])
     bench.save(step + 2)  # an ordinary one
     until(lambda: bench.tier().puts()[-1] == step + 2, "the tier to take it")
     bench.save(step + 3, followed=True)
-    assert bench.newest().dirty
+    assert bench.node.ring.owed([bench.newest()])
     assert bench.flush() == []  # who waits for it does not wait for its turn
     assert bench.tier().puts()[-1] == step + 3
 
@@ -104,8 +104,8 @@ def test_one_that_none_has_followed_in_time_is_taken(
     bench = make()
     bench.keep_apart()
     bench.save(2, followed=True)
-    assert bench.newest().dirty
-    monkeypatch.setattr(work, "FOLLOWED_S", 0.2)
+    assert bench.node.ring.owed([bench.newest()])
+    monkeypatch.setattr(reconcile, "FOLLOWED_S", 0.2)
     bench.save(3, followed=True)
     until(lambda: bench.newest().safe, "the tier to take it")
     assert bench.tier().puts()[-1] == 3  # on a slow machine the one before it was not followed in time, either
@@ -115,9 +115,9 @@ def test_of_a_trainer_that_has_gone_nothing_is_expected(make: Callable[..., Foll
     bench = make()
     bench.keep_apart()
     bench.save(2, followed=True)
-    assert bench.newest().dirty
+    assert bench.node.ring.owed([bench.newest()])
     bench.node.end_session(TRAINER)
-    until(lambda: bench.newest().safe, "the tier to take it", deadline_s=work.FOLLOWED_S / 2)
+    until(lambda: bench.newest().safe, "the tier to take it", deadline_s=reconcile.FOLLOWED_S / 2)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -127,7 +127,7 @@ def test_with_little_memory_no_snapshot_waits_for_a_successor(make: Callable[...
     began_s = time.monotonic()
     for step in range(1, 5):
         bench.save(step, followed=True, wait_s=20)
-    assert time.monotonic() - began_s < work.FOLLOWED_S / 2
+    assert time.monotonic() - began_s < reconcile.FOLLOWED_S / 2
     assert slots > 1 or bench.tier().puts()[:3] == [1, 2, 3]
 
 

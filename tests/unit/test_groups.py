@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError
+from lightning_spot.image.files import FileSpan
 from lightning_spot.image.manifest import Manifest, Order, snapshot_name
 from lightning_spot.image.shards import Status
+from lightning_spot.memory import reconcile
 from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.slots import (
     ORPHANED_S,
+    Buffer,
+    Commit,
     Known,
     Limits,
+    Mark,
     Slot,
     SlotState,
     Tiers,
+    View,
     find_room,
-    grouped,
-    newest_of_lineages,
-    only_here,
     reusable,
-    set_owed,
 )
+from lightning_spot.tiers import commit
+from lightning_spot.tiers.local import LocalStore
 from tests.support.server import RUN_ID, Bench, manifest_of
-from tests.support.shards import failed_shard, sealed_shard, shard_manifest
+from tests.support.shards import failed_shard, sealed_shard, shard_image, shard_manifest
+from tests.support.waiting import until
 
 LINEAGE = "1" * 12
 STORAGE, SERVER = "/tier", "spot://first/run"
@@ -39,6 +45,7 @@ class Slots:
     def __init__(self) -> None:
         self.all: list[Slot] = []
         self.known = Known()
+        self.now_s = 0.0
 
     def add(self, step: int, *writers: int, of: int = 2, persist: bool = True, **fields: Any) -> list[Slot]:
         made = []
@@ -52,12 +59,12 @@ class Slots:
         return self._slot(manifest_of(step), **fields)
 
     def failed(self, step: int, writer: int) -> Slot:
-        return self._slot(failed_shard(step, writer), reserved_bytes=0)
+        return self._slot(failed_shard(step, writer), nbytes=0)
 
-    def _slot(self, manifest: Any, **fields: Any) -> Slot:
-        usual: dict[str, Any] = {"state": SlotState.COMMITTED, "run": RUN_ID, "reserved_bytes": 2**20}
-        slot = Slot(len(self.all), **{**usual, **fields})
-        slot.manifest, slot.sequence = manifest, len(self.all)
+    def _slot(self, manifest: Any, *, at_s: float = 0.0, nbytes: int = 2**20, refused: str = "") -> Slot:
+        slot = Slot(len(self.all), SlotState.COMMITTED, Buffer(None, nbytes), RUN_ID, manifest=manifest)
+        slot.commit = Commit(len(self.all), at_s)
+        slot.seen = {refused: Mark.REFUSED} if refused else {}
         slot.writer = manifest.shard.writer if manifest.shard is not None else 0
         self.all.append(slot)
         return slot
@@ -68,17 +75,20 @@ class Slots:
         self.known.committed.setdefault((RUN_ID, LINEAGE), set()).add(order)
 
     def states(self) -> dict[int, Status]:
-        return {group.manifest.step: group.state for group in grouped(self.all, self.known)}
+        return {group.manifest.step: group.state for group in self.view().groups}
+
+    def view(self, tiers: Tiers = Tiers()) -> View:  # noqa: B008
+        return View(self.all, tiers, self.known)
 
     def newest(self) -> set[int]:
-        return _steps(newest_of_lineages(self.all, self.known))
+        return _steps(self.view().newest)
 
     def idle(self) -> list[int]:
-        return [slot.manifest.step for slot in reusable(self.all, self.known) if slot.manifest is not None]
+        return [slot.manifest.step for slot in reusable([self.view()], self.now_s) if slot.manifest is not None]
 
     def owed(self, tiers: Tiers) -> dict[int, list[str]]:
-        set_owed(self.all, tiers, self.known)
-        return {slot.manifest.step: slot.dirty for slot in self.all if slot.manifest is not None}
+        owed = self.view(tiers).owed
+        return {slot.manifest.step: owed.get(slot, []) for slot in self.all if slot.manifest is not None}
 
 
 def _steps(slots: set[Slot]) -> set[int]:
@@ -117,7 +127,7 @@ def test_a_complete_one_at_other_places_supersedes_what_is_here(slots: Slots) ->
     assert slots.states() == {1: Status.ABORTED, 2: Status.COMMITTED, 3: Status.PENDING}
     assert slots.newest() == {2, 3}
     assert slots.idle() == [1]
-    slots.all[1].safe = [SERVER]
+    slots.all[1].seen = {SERVER: Mark.SAFE}
     assert slots.idle() == [1, 2]  # the newest last
 
 
@@ -130,7 +140,7 @@ def test_a_shard_that_failed_gives_the_others_up(slots: Slots, where: str) -> No
     else:
         shard = failed_shard(2, 1).shard
         assert shard is not None
-        slots.known.elsewhere[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
+        slots.known.seen_registers[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
     assert slots.states()[2] is Status.ABORTED
     assert slots.newest() == {1}
     assert set(slots.idle()) == {2}
@@ -148,38 +158,38 @@ def test_a_failure_is_not_owed_where_a_server_brings_it(slots: Slots) -> None:
     failed = slots.failed(1, 1)
     assert slots.owed(Tiers((SERVER,), (STORAGE,))) == {1: [SERVER]}
     assert slots.owed(Tiers((), (SERVER,))) == {1: [SERVER]}  # no server takes it now, one will
-    failed.safe = [SERVER]
+    failed.seen = {SERVER: Mark.SAFE}
     assert slots.owed(Tiers((SERVER,), (STORAGE,))) == {1: []}  # nobody here would ever hear that it is there
     assert slots.owed(Tiers((SERVER, STORAGE))) == {1: [STORAGE]}  # no server brings it any more
 
 
 def test_an_incomplete_snapshot_gives_way_after_an_hour(slots: Slots) -> None:
-    slots.add(1, 0, committed_s=100.0)
-    slots.known.now_s = 100.0 + ORPHANED_S
+    slots.add(1, 0, at_s=100.0)
+    slots.now_s = 100.0 + ORPHANED_S
     assert slots.idle() == []
-    slots.known.now_s += 1.0
+    slots.now_s += 1.0
     assert slots.idle() == [1]
 
 
 def test_an_aborted_one_that_storage_refuses_gives_way(slots: Slots) -> None:
     slots.add(1, 0, 1)
-    slots.add(2, 0, committed_s=100.0, refused=[STORAGE])
-    slots.known.now_s = 101.0
+    slots.add(2, 0, at_s=100.0, refused=STORAGE)
+    slots.now_s = 101.0
     assert slots.idle() == []  # nobody has said yet that it is aborted
     shard = failed_shard(2, 1).shard
     assert shard is not None
-    slots.known.elsewhere[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
+    slots.known.seen_registers[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
     assert slots.idle() == [2]
 
 
 def test_a_refused_part_gives_way_to_newer_or_in_time(slots: Slots) -> None:
-    slots.add(1, 0, committed_s=100.0, refused=[STORAGE])
+    slots.add(1, 0, at_s=100.0, refused=STORAGE)
     slots.committed(1)
-    slots.known.now_s = 101.0
+    slots.now_s = 101.0
     assert slots.idle() == []
-    slots.known.now_s += ORPHANED_S
+    slots.now_s += ORPHANED_S
     assert slots.idle() == [1]
-    slots.known.now_s = 101.0
+    slots.now_s = 101.0
     slots.committed(2)
     assert slots.idle() == [1]
 
@@ -189,7 +199,7 @@ def test_the_newest_of_each_lineage_stays(slots: Slots) -> None:
     slots.add(2, 0, 1)
     slots.plain(3)
     assert slots.newest() == {1, 3}
-    assert _steps(only_here(slots.all, slots.known)) == {1, 3}
+    assert _steps(slots.view().only_here) == {1, 3}
 
 
 def test_servers_are_owed_the_newest_and_storage_what_is_wanted(slots: Slots) -> None:
@@ -208,7 +218,7 @@ def test_storage_is_owed_incomplete_ones_until_a_newer_one(slots: Slots) -> None
         slots.add(step, 0, persist=step != 2)
         slots.committed(step)
     assert slots.owed(tiers) == {1: [STORAGE], 2: [], 3: [STORAGE]}
-    slots.all[2].safe = [STORAGE]
+    slots.all[2].seen = {STORAGE: Mark.SAFE}
     assert slots.owed(tiers) == {1: [], 2: [], 3: []}
 
 
@@ -219,7 +229,7 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
     slots.committed(1)
 
     def room(writer: int) -> Any:
-        return find_room(slots.all, RUN_ID, 2**20, 2**20, limits, writer=writer, known=slots.known)
+        return find_room(slots.all, RUN_ID, 2**20, 2**20, limits, writer=writer, views=lambda: [slots.view()])
 
     assert room(0) is None  # its newest, and what may become so
     found = room(1)
@@ -287,7 +297,7 @@ def test_a_writer_that_only_fails_takes_few_slots(ring: Ring) -> None:
     assert steps == [1, *range(44, 60)]
     assert len(ring.slots) < 20
     ring.fail(RUN_ID, failed_shard(60, 0))
-    assert len(ring.committed(RUN_ID)) == len(steps) + 1
+    assert len(ring.committed(RUN_ID)) == len(steps)  # of the run, not of each writer
 
 
 def test_shards_of_a_rank_that_ended_are_not_waited_for(make_bench: Callable[..., Bench]) -> None:
@@ -302,3 +312,52 @@ def test_shards_of_a_rank_that_ended_are_not_waited_for(make_bench: Callable[...
     state, why = bench.node.ring.status_of(RUN_ID, first.snapshot)
     assert state is Status.ABORTED
     assert "rank 1: it ended" in why
+
+
+def test_why_a_shard_failed_outlives_a_killed_server(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
+    """The next one waited for what would never come."""
+    killed = make_bench(area=runtime_dir / "area")
+    killed.open(durable=False)
+    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
+    killed.node.seal(killed.node.lease(run, 1, first.nbytes).id, first)
+    killed.node.fail(run, 1, failed_shard(1, 1))
+    killed.die()
+    heir = make_bench(area=runtime_dir / "area")
+    assert heir.node.ring.status_of(RUN_ID, first.snapshot) == (Status.ABORTED, "rank 1: no memory")
+
+
+def test_an_orphan_keeps_no_server_of_a_complete_run(make_bench: Callable[..., Bench]) -> None:
+    """It lived for as long as a shard was put off that nobody waits for."""
+    bench = make_bench()
+    bench.node.begin_session("rank 0")
+    bench.open(session="rank 0")
+    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
+    bench.node.seal(bench.node.lease(run, 1, first.nbytes).id, first)
+    bench.node.end_session("rank 0")
+    assert not bench.node.finished
+    bench.node.close_run(run, "rank 0", complete=True)
+    assert bench.node.finished
+
+
+def test_nothing_of_an_aborted_snapshot_stays_at_storage(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconcile, "SURPASSED_S", 0.1)
+    bench = make_bench()
+    bench.node.begin_session("rank 0")
+    bench.open(session="rank 0", hosts=2)
+    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
+    first = replace(first, files=(FileSpan("rank-00000.pt", 0, first.nbytes),))
+    folder = Path(bench.tier().url) / first.snapshot
+    upload = bench.node.lease(run, 1, first.nbytes)
+    upload.slot.view(first.nbytes)[:] = shard_image(first)
+    bench.node.seal(upload.id, first)
+    bench.node.fail(run, 1, failed_shard(2, 0))
+    until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
+    other = [(failed_shard(1, 1), memoryview(b""))]
+    commit.put_shards(LocalStore(bench.tier().url), other, attempt=1)  # as the other host does
+    until(lambda: not (folder / "shard-00000.json").exists(), "it to go")
+    until((folder.with_name(snapshot_name(2, 1)) / "failed-00000.json").exists, "why the next one failed")
+    bench.save(3)
+    until(lambda: not [*Path(bench.tier().url).glob("step-000000002-*/*")], "that to go as well")
+    assert [each.name for each in folder.iterdir()] == ["failed-00001.json"]  # which is the other host's

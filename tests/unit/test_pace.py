@@ -13,8 +13,8 @@ import pytest
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SnapshotNotFoundError, TierError
 from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import flusher
-from lightning_spot.memory.work import LAST_RETRY_S, BackOff
+from lightning_spot.memory import worker
+from lightning_spot.memory.reconcile import LAST_RETRY_S, BackOff
 from tests.integration.test_chain import FIRST, RUN
 from tests.support.chain import Chained
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench
@@ -78,7 +78,7 @@ def test_the_newest_of_another_lineage_is_owed_too(bench: Bench) -> None:
 
 
 def test_a_damaged_newest_makes_the_one_before_it_owed_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flusher, "CHECKED_S", 0.0)  # as if it had waited for the tier
+    monkeypatch.setattr(worker, "CHECKED_S", 0.0)  # as if it had waited for the tier
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
@@ -114,9 +114,9 @@ def test_how_long_a_tier_takes_is_measured(bench: Bench) -> None:
     for step in (1, 2):
         bench.save(step)
         assert bench.flush() == []
-    until(lambda: bench.node.flusher.health[bench.tier().url].flushed == 2, "it to be noted, after it has come")
+    until(lambda: bench.node.reconciler.health[bench.tier().url].flushed == 2, "it to be noted, after it has come")
     took_s = time.monotonic() - began_s
-    health = bench.node.flusher.health[bench.tier().url]
+    health = bench.node.reconciler.health[bench.tier().url]
     assert (health.kind, health.flushed, health.flushed_bytes) == ("durable", 2, 2000)
     assert 0.2 <= health.drain_s <= took_s - 0.2  # of one of the two
     assert 0.4 <= health.flush_s <= took_s
@@ -124,7 +124,7 @@ def test_how_long_a_tier_takes_is_measured(bench: Bench) -> None:
 
 def test_a_thread_with_nothing_to_do_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node serves thousands of runs over its life."""
-    monkeypatch.setattr(flusher, "_IDLE_S", 0.1)
+    monkeypatch.setattr(worker, "_IDLE_S", 0.1)
     bench.open()
     for step in (1, 2):
         bench.save(step)
@@ -150,7 +150,7 @@ def test_every_kind_of_error_is_counted_shown_and_retried(bench: Bench, kind: ty
     until(lambda: len(bench.tier().tries) >= 3, "two tries more")
     tries = len(bench.tier().tries)
     assert time.monotonic() - began_s > 1.4  # half a second before the first, a second before the other
-    health = bench.node.flusher.health[bench.tier().url]
+    health = bench.node.reconciler.health[bench.tier().url]
     assert health.failures_total >= tries - 1
     assert "the bucket does not exist" in health.error
     assert snapshot_name(1, 1) in health.error
@@ -166,13 +166,13 @@ def test_one_file_that_fails_holds_nothing_else_up(tmp_path: Path) -> None:
     bench.open()
     bench.tier().errors = errors_for("put bad.ckpt", OSError("name too long"))
     bench.file("bad.ckpt", 1)
-    until(lambda: bench.node.flusher.health[bench.tier().url].failures_total >= 2, "it to fail twice")
+    until(lambda: bench.node.reconciler.health[bench.tier().url].failures_total >= 2, "it to fail twice")
     for step in range(2, 6):
         bench.save(step)
         until(lambda step=step: step in bench.tier().puts(), "the snapshot to be taken")
     bench.file("good.ckpt", 6)
     until(lambda: "put good.ckpt" in bench.tier().tries, "the other file to be taken")
-    health = bench.node.flusher.health[bench.tier().url]
+    health = bench.node.reconciler.health[bench.tier().url]
     assert "bad.ckpt: name too long" in health.error  # and it is still said
     (line,) = bench.flush(0.1)
     assert "bad.ckpt" in line
@@ -196,7 +196,7 @@ def test_a_deletion_that_fails_is_retried_by_itself(bench: Bench) -> None:
     assert bench.flush() == []
     bench.tier().errors = errors_for("delete", PermissionError("not allowed"))
     bench.node.remove(RUN, snapshot_name(2, 1))
-    until(lambda: bench.node.flusher.health[bench.tier().url].failures_total, "the deletion to fail")
+    until(lambda: bench.node.reconciler.health[bench.tier().url].failures_total, "the deletion to fail")
     bench.save(3)
     until(lambda: 3 in bench.tier().puts(), "the next snapshot to go on")
     (line,) = bench.flush(0.2)
@@ -265,7 +265,7 @@ def test_a_failed_retention_is_retried_without_a_new_snapshot(bench: Bench) -> N
         bench.save(step)
         bench.flush(2.0)
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [2, 1]
-    until(lambda: "retain" in bench.node.flusher.health[bench.tier().url].error, "it to be noted, too")
+    until(lambda: "retain" in bench.node.reconciler.health[bench.tier().url].error, "it to be noted, too")
     bench.tier().fail(None)
     until(lambda: len(bench.tier().survey().manifests) == 1, "the old one to go", 40)
 

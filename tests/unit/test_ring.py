@@ -1,4 +1,4 @@
-"""The ring and the flusher, through a node without network: slots, dirty bits, back-pressure, fences, adoption."""
+"""The ring and its workers, through a node without network: slots, dirty bits, back-pressure, fences, adoption."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ from lightning_spot.errors import (
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.memory import area as area_module
-from lightning_spot.memory import flusher, work
+from lightning_spot.memory import reconcile, worker
 from lightning_spot.memory.area import SlotArea
-from lightning_spot.memory.ring import Held
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Slot
+from lightning_spot.memory.slots import Held, Slot
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.slot import SlotMemory, host_memory_bytes
@@ -54,10 +53,10 @@ def test_a_dirty_bit_stays_until_the_tier_has_it(bench: Bench) -> None:
     bench.tier().open.clear()
     bench.save(1)
     (slot,) = bench.node.committed(RUN)
-    assert slot.dirty == [bench.tier().url]
+    assert bench.node.ring.owed([slot]) == [bench.tier().url]
     bench.tier().open.set()
     assert bench.flush() == []
-    assert (slot.dirty, slot.safe) == ([], [bench.tier().url])
+    assert (bench.node.ring.owed([slot]), slot.safe) == ([], [bench.tier().url])
 
 
 def test_back_pressure_when_every_slot_is_needed(make_bench: Callable[..., Bench]) -> None:
@@ -65,7 +64,7 @@ def test_back_pressure_when_every_slot_is_needed(make_bench: Callable[..., Bench
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
-    until(lambda: bench.tier().tries, "the flusher to take the first")
+    until(lambda: bench.tier().tries, "the tier to take the first")
     bench.save(2)
     with pytest.raises(SnapshotFailedError, match="too slow", check=FailureReason.RING_FULL.caused):
         bench.save(3)  # one is being written, the other is the newest
@@ -79,7 +78,7 @@ def test_the_end_of_a_run_stays_until_the_tier_has_it(make_bench: Callable[..., 
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
-    until(lambda: bench.tier().tries, "the flusher to take the first")
+    until(lambda: bench.tier().tries, "the tier to take the first")
     bench.save(2, complete=True)
     bench.save(3)
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
@@ -121,7 +120,7 @@ def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
     bench.tier().fail(TierError("disk full"))
     for step in range(1, 4):
         bench.save(step)
-    until(lambda: bench.node.flusher.failing(bench.tier().url), "the failure to be seen")
+    until(lambda: bench.node.reconciler.failing(bench.tier().url), "the failure to be seen")
     bench.save(4)
     bench.save(5)
     assert bench.committed()[:2] == [5, 4]  # an older one is there while the tier is tried with it
@@ -316,14 +315,14 @@ def refused_of_a_live_trainer(bench: Bench) -> None:
 
 def test_leftovers_are_uploaded_after_another_trainer_has_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It claimed the run, was killed before it opened it here, and had no snapshot: this one was let go, and lost."""
-    monkeypatch.setattr(work, "LEFT_S", 600.0)
+    monkeypatch.setattr(reconcile, "LEFT_S", 600.0)
     bench.open()
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     until(lambda: bench.tier().tries, "it to be tried")
     assert bench.node.flush(RUN, 0.2) != []
     assert bench.tier().survey().manifests == []
-    monkeypatch.setattr(work, "LEFT_S", 0.1)
+    monkeypatch.setattr(reconcile, "LEFT_S", 0.1)
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [5]
 
@@ -343,14 +342,14 @@ def test_the_next_server_uploads_a_refused_snapshot_if_both_die(
     killed = make_bench(area=runtime_dir / "area")
     refused_of_a_live_trainer(killed)
     killed.die()
-    monkeypatch.setattr(work, "LEFT_S", 0.1)
+    monkeypatch.setattr(reconcile, "LEFT_S", 0.1)
     heir = make_bench(area=runtime_dir / "area")
     assert [slot.manifest and slot.manifest.step for slot in heir.node.committed(RUN)] == [5]
     until(lambda: heir.tier().survey().manifests, "it to be brought")
 
 
 def test_an_attempt_that_claims_during_an_upload_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "LEFT_S", 0.1)
+    monkeypatch.setattr(reconcile, "LEFT_S", 0.1)
     bench.open()
     store, claims = LocalStore(bench.tier().url), [9, 8]
     survey = bench.tier().survey
@@ -469,11 +468,11 @@ def test_parts_must_all_have_arrived(bench: Bench) -> None:
 
 
 def test_a_corrupted_slot_goes_nowhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flusher, "CHECKED_S", 0.0)  # as if it had waited for the tier
+    monkeypatch.setattr(worker, "CHECKED_S", 0.0)  # as if it had waited for the tier
     bench.open()
     bench.tier().open.clear()
     bench.save(1)
-    until(lambda: bench.tier().tries, "the flusher to take the first")
+    until(lambda: bench.tier().tries, "the tier to take the first")
     bench.save(2)
     slot = bench.node.ring.find(RUN_ID, snapshot_name(2, 1))
     with slot.view(10) as view:
@@ -488,7 +487,7 @@ def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:
     bench.open()
     bench.tier().fail(CorruptSnapshotError("damaged on its way"))
     sealed = bench.save(1)
-    until(lambda: bench.node.flusher.failing(bench.tier().url), "the failure to be seen")
+    until(lambda: bench.node.reconciler.failing(bench.tier().url), "the failure to be seen")
     assert bench.committed() == [1]
     bench.tier().fail(None)
     assert bench.flush() == []
@@ -499,7 +498,7 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
     bench.open()
     bench.tier().open.clear()
     first = bench.save(1)
-    until(lambda: bench.tier().tries, "the flusher to be at it")
+    until(lambda: bench.tier().tries, "the tier to be at it")
     bench.node.remove(RUN, first.name)
     assert bench.committed() == []
     bench.tier().open.set()
@@ -616,16 +615,16 @@ def test_leasing_a_slot_just_committed_returns_what_it_holds(bench: Bench, monke
         if free[0]:
             ring.changed.release()
 
-    def committed(slot: Slot, *more: Any) -> None:
-        commit(slot, *more)
-        if not slot.held:  # not noted yet: may another thread lease it now?
+    def committed(slot: Slot, *more: Any, **how: Any) -> None:
+        commit(slot, *more, **how)
+        if not slot.buffer.held:  # not noted yet: may another thread lease it now?
             other = threading.Thread(target=look)
             other.start()
             other.join()
 
     monkeypatch.setattr(ring, "commit", committed)
     bench.save(1)
-    assert ring.committed()[0].held
+    assert ring.committed()[0].buffer.held
     assert free == [False]
 
 
@@ -899,7 +898,7 @@ def test_opening_a_run_without_its_token_changes_nothing_of_it(bench: Bench) -> 
     for moved in (replace(known, durable_url="/elsewhere"), replace(known, location="file:///elsewhere")):
         with pytest.raises(SettingsError, match="/elsewhere"):
             bench.node.open_run(moved)
-    assert bench.node.committed(RUN)[0].dirty == [bench.tier().url]
+    assert bench.node.ring.owed(bench.node.committed(RUN)[:1]) == [bench.tier().url]
     assert bench.node.registry.find(RUN).info.keep == 7
 
 
@@ -932,14 +931,13 @@ def fails_once(real: Callable[..., Any], error: Exception) -> Callable[..., Any]
     return fails
 
 
-@pytest.mark.parametrize("what", ["_attempt", "_failed", "next"])
+@pytest.mark.parametrize("what", ["_attempt", "_failed", "_next"])
 def test_a_tier_is_served_whatever_fails_beside_its_store(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """What ended its thread would keep everything after that from being safe."""
     bench.open()
-    owner: Any = bench.node.flusher.work if what == "next" else bench.node.flusher
-    failing = [(owner, what, MemoryError())]
+    failing: list[tuple[Any, str, Exception]] = [(bench.node.reconciler, what, MemoryError())]
     if what == "_failed":
         failing.append((bench.tier(), "put", TierError("made")))
     for each, name, error in failing:

@@ -88,10 +88,10 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
     listening = program.DescriptorChannel(make().node, tmp_path / "channel", None)
     listening._node = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
     session = Session(tmp_path / "channel", None, 10.0)
-    mapped = session.map_slot(slot.index, slot.generation)
+    mapped = session.map_slot(slot.index, slot.buffer.generation)
     assert mapped[:4] == b"mine"
     with pytest.raises(ServerUnreachableError, match="no longer has slot"):
-        session.map_slot(slot.index, slot.generation)
+        session.map_slot(slot.index, slot.buffer.generation)
     session.close()
     listening.close()
     others[0].close()
@@ -102,9 +102,9 @@ def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: Callable[...
     slot = bench.node.ring.try_lease(RUN, 1000)
     listening = program.DescriptorChannel(bench.node, tmp_path / "channel", None)
     session = Session(tmp_path / "channel", None, 10.0)
-    session.map_slot(slot.index, slot.generation).close()
+    session.map_slot(slot.index, slot.buffer.generation).close()
     with pytest.raises(ServerUnreachableError, match="as it was leased"):
-        session.map_slot(slot.index, slot.generation - 1)
+        session.map_slot(slot.index, slot.buffer.generation - 1)
     session.close()
     listening.close()
 

@@ -22,7 +22,7 @@ from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.slots import Limits, Making, Slot, SlotState, find_room
+from lightning_spot.memory.slots import Buffer, Commit, Limits, Making, Mark, Slot, SlotState, View, find_room
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.support.ranks import Desk
 from tests.support.server import MIB, image_of, manifest_of, named_run
@@ -367,13 +367,18 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
     def slot(index: int, run: str, step: int, nbytes: int) -> Slot:
         manifest = manifest_of(step, nbytes=nbytes, run_id=run)
         state = SlotState.COMMITTED
-        return Slot(index, state, reserved_bytes=nbytes, run=run, manifest=manifest, safe=["tier"], sequence=step)
+        seen = {"tier": Mark.SAFE}
+        return Slot(index, state, Buffer(None, nbytes), run, manifest=manifest, commit=Commit(step), seen=seen)
 
     slots = [slot(0, own, 1, 100), slot(1, own, 2, 100), slot(2, "other@2", 1, 500)]
     more, same = (Limits(slots=2, memory_bytes=nbytes, run_memory_bytes=None) for nbytes in (2000, 800))
-    found = find_room(slots, own, 400, 400, more, reuse=True)
+
+    def views() -> list[View]:
+        return [View([each for each in slots if each.run == run]) for run in (own, "other@2")]
+
+    found = find_room(slots, own, 400, 400, more, reuse=True, views=views)
     assert (found.slot, found.forget, found.is_spare) == (slots[0], [], True)
-    found = find_room(slots, own, 400, 400, same, reuse=True)  # there is the memory only if the other run's goes
+    found = find_room(slots, own, 400, 400, same, reuse=True, views=views)
     assert found.slot is slots[0]
     assert found.forget
     assert not found.is_spare

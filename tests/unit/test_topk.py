@@ -24,7 +24,7 @@ from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_orde
 from lightning_spot.image.ranges import Floats
 from lightning_spot.memory.host import InProcessHost
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Slot, SlotState, newest_of_lineages, reusable
+from lightning_spot.memory.slots import Commit, Slot, SlotState, View, reusable
 from lightning_spot.tiers.local import LocalStore
 from lightning_spot.tiers.store import retain
 from tests.support.chain import FIRST, chained
@@ -106,7 +106,7 @@ def test_one_number_in_a_hundred_is_sent_and_the_rest_is_exact(topk: Pair) -> No
         assert np.abs(wanted - there).mean() < np.abs(wanted - before).mean()
         had = got
         slot = topk.near.node.ring.find(RUN_ID, manifest.name)
-        assert (slot.safe, slot.dirty) == ([], [f"{topk.url}/{RUN}"])
+        assert (slot.safe, topk.near.node.ring.owed([slot])) == ([], [f"{topk.url}/{RUN}"])
     until(lambda: [tier["inexact"] for tier in topk.near.node.status()["tiers"].values()] == [3], "it to be noted, too")
     (tier,) = topk.near.node.status()["tiers"].values()
     assert (tier["flushed"], tier["inexact"]) == (1, 3)
@@ -282,16 +282,16 @@ def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> No
 
 
 def test_memory_keeps_the_newest_exact_snapshot_whatever_follows() -> None:
-    def slot(index: int, step: int, exact: bool, **more: Any) -> Slot:
+    def slot(index: int, step: int, exact: bool) -> Slot:
         manifest = manifest_of(step)
         manifest = manifest if exact else manifest.inexact()
-        return Slot(index, state=SlotState.COMMITTED, run=RUN_ID, manifest=manifest, sequence=index, **more)
+        return Slot(index, state=SlotState.COMMITTED, run=RUN_ID, manifest=manifest, commit=Commit(index))
 
     slots = [slot(0, 1, True), slot(1, 2, True), slot(2, 3, False), slot(3, 4, False)]
-    assert newest_of_lineages(slots) == {slots[1], slots[3]}
-    assert reusable(slots) == [slots[0], slots[2], slots[3]]
+    assert View(slots).newest == {slots[1], slots[3]}
+    assert reusable([View(slots)], 0.0) == [slots[0], slots[2], slots[3]]
     exact = slot(4, 4, True)
-    assert newest_of_lineages([*slots, exact]) == {exact}
+    assert View([*slots, exact]).newest == {exact}
 
 
 def test_only_the_manifest_of_an_inexact_snapshot_is_marked() -> None:

@@ -119,7 +119,7 @@ def test_a_node_reads_all_of_it_before_it_writes_it_anywhere(tmp_path: Path, mon
     (ring_slot,) = bench.node.ring.slots
     with ring_slot.view() as view:
         view[17 * PART_BYTES] ^= 1
-    ring_slot.seals = 0  # part 17 has its turn at the third one
+    ring_slot.buffer.seals = 0  # part 17 has its turn at the third one
     assert seal(bench.node, slot, manifest_of(2, layout.nbytes), ()) != ""
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]

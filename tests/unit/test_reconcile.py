@@ -1,0 +1,399 @@
+"""What is to be done in a situation, as plain text: what is wanted and seen above the line, the actions below it.
+
+``run`` says what the run is to have, ``server`` and ``place`` what was seen there, ``slot`` what is here: a step, or
+one writer's shard of it (``3/1of2``), and where that was seen. A time after ``@`` is when an action is due.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_spot.image.manifest import Manifest
+from lightning_spot.memory.reconcile import (
+    Action,
+    Brought,
+    Deletion,
+    Desired,
+    Destination,
+    Kind,
+    Observed,
+    Servers,
+    actions,
+    awaited,
+    left_s,
+)
+from lightning_spot.memory.runs import Opened, RunInfo
+from lightning_spot.memory.slots import Commit, Known, Mark, Slot, SlotState, Tiers, View
+from tests.support.server import RUN_ID, manifest_of
+from tests.support.shards import failed_shard, sealed_shard
+
+pytestmark = pytest.mark.guarantee("G19")
+
+STORAGE = "/storage"
+MARKS = {mark.value: mark for mark in Mark}
+
+SITUATIONS = {
+    "the newest goes to storage, what is superseded does not": """
+        run live
+        slot 1
+        slot 2
+        ----
+        put 2 storage
+    """,
+    "those that ended a run go there all the same": """
+        run live
+        slot 1 complete
+        slot 2
+        ----
+        put 1 storage
+        put 2 storage
+    """,
+    "what storage has is not brought again, what it refuses neither": """
+        run live
+        slot 1 safe=storage
+        slot 2 refused=storage
+        ----
+    """,
+    "a file goes to the places that were named for it": """
+        run live
+        slot 1 safe=storage
+        file best.ckpt places=other
+        ----
+        put best.ckpt other
+    """,
+    "at least one in the interval": """
+        run live every=60
+        place storage begun=100
+        slot 3
+        ----
+        put 3 storage @160
+    """,
+    "who waits for it does not wait for that": """
+        run live every=60 urgent
+        place storage begun=100
+        slot 3
+        ----
+        put 3 storage
+    """,
+    "a step that another follows in a moment waits for its turn": """
+        run live
+        place storage begun=100 took=0.1
+        slot 3 at=102 followed
+        ----
+        put 3 storage @104
+    """,
+    "what failed waits, and nothing else does": """
+        run live
+        place storage failed=put:3
+        slot 3
+        file best.ckpt
+        ----
+        put best.ckpt storage
+        put 3 storage @1000.5
+    """,
+    "of two servers the first is asked, and storage waits": """
+        run live servers=a,b
+        slot 1
+        ----
+        ask a
+    """,
+    "the one that is used gets the newest and is asked again": """
+        run live servers=a,b
+        server a used uploads asked=995
+        slot 1
+        slot 2
+        ----
+        ask a @1005
+        send 2 a
+    """,
+    "what a server has is learned from it": """
+        run live servers=a
+        server a used uploads asked=995 learned=1001
+        slot 2 safe=a
+        ----
+        ask a @1005
+        learn a @1001
+    """,
+    "a server that does not bring it on is told what is durable": """
+        run live servers=a,b replicas=2
+        server a used uploads asked=995
+        server b used asked=995
+        slot 2 safe=a,storage
+        ----
+        ask a @1005
+        ask b @1005
+        tell b
+        send 2 b
+    """,
+    "while no server works this host brings it to storage": """
+        run live servers=a,b
+        server a away=1020
+        server b away=1030
+        slot 2
+        ----
+        ask a @1020
+        ask b @1030
+        put 2 storage
+    """,
+    "one that refuses is kept, and this host brings it to storage": """
+        run live servers=a
+        server a used refuses asked=995
+        slot 2
+        ----
+        ask a @1005
+        send 2 a
+        put 2 storage
+    """,
+    "another takes the place of a lost one": """
+        run live servers=a,b,c replicas=2
+        server a away=1020
+        server b used asked=995
+        ----
+        ask b @1005
+        ask c
+    """,
+    "a shard goes to its server at once, and to storage with those of its host": """
+        run live hosts=2
+        slot 2/0of2 at=999.8
+        ----
+        put shards 2 storage @1000.3
+    """,
+    "one host waits for its own ranks' shards": """
+        run live
+        slot 2/0of2
+        ----
+        put shards 2 storage @inf
+    """,
+    "a trainer that is gone leaves what there is to storage": """
+        run hosts=2 asked=990
+        slot 2/0of2
+        ----
+        put shards 2 storage @1025
+    """,
+    "what is whole goes as one": """
+        run live
+        slot 2/0of2
+        slot 2/1of2
+        ----
+        put 2 storage
+    """,
+    "what storage is not to have goes there only when nothing newer comes": """
+        run live
+        slot 2/0of2 unkept
+        slot 2/1of2 unkept
+        ----
+        put 2 storage @inf
+    """,
+    "registers of others are looked at as long as some are missing": """
+        run live hosts=2 servers=a
+        server a used uploads asked=995
+        slot 2/0of2
+        ----
+        ask a @1005
+        look a
+        send 2 a
+    """,
+    "a failure is brought everywhere, until something newer is complete": """
+        run live hosts=2
+        slot 2/0of2 failed
+        ----
+        put shards 2 storage @1000.5
+    """,
+    "what was brought of an aborted snapshot goes again": """
+        run live hosts=2
+        place storage brought=2/0of2@990
+        slot 2/0of2 refused=storage
+        slot 2/1of2 failed refused=storage
+        ----
+        withdraw 2 storage
+    """,
+    "why it failed goes when something newer is complete": """
+        run live hosts=2
+        place storage brought=2/0of2@990
+        slot 2/0of2 refused=storage
+        committed 3
+        ----
+        withdraw 2 storage @1020
+    """,
+    "nothing is withdrawn that may be complete": """
+        run live hosts=2
+        place storage brought=2/0of2@990
+        slot 2/0of2 at=990
+        ----
+        put shards 2 storage @990.5
+    """,
+    "a deletion waits for what was owed before it": """
+        run live
+        place storage deletes=1 behind=2
+        slot 2
+        ----
+        put 2 storage
+    """,
+    "older ones go once the newest is there": """
+        run live
+        place storage newest=2 deletes=1
+        slot 2 safe=storage
+        ----
+        delete 1 storage
+        retain 2 storage
+    """,
+}
+
+
+class Situation:
+    """What the lines above the line say."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.now_s, self.known = 1000.0, Known()
+        self.slots: list[Slot] = []
+        self.places: dict[str, Destination] = {}
+        self.servers: Servers | None = None
+        self.desired = Desired()
+        for line in lines:
+            what, *words = line.split()
+            fields = dict(word.partition("=")[::2] for word in words)
+            getattr(self, what)(words, fields)
+
+    def run(self, words: list[str], fields: dict[str, str]) -> None:
+        nodes = tuple(f"spot://{name}" for name in fields.get("servers", "").split(",") if name)
+        info = RunInfo(name="run", id=RUN_ID, location=STORAGE, attempt=1, token="t", durable_url=STORAGE, nodes=nodes)
+        every = float(fields["every"]) if "every" in fields else None
+        info = replace(info, session="live" if "live" in words else "", hosts=int(fields.get("hosts", 1)))
+        info = replace(info, replicas=int(fields.get("replicas", 1)), min_upload_interval_s=every)
+        self.servers = Servers(info) if nodes else None
+        asked_s = float(fields.get("asked", self.now_s))
+        self.desired = Desired(info=info, left_s=left_s(info, asked_s, None), urgent="urgent" in words)
+
+    def server(self, words: list[str], fields: dict[str, str]) -> None:
+        assert self.servers is not None
+        server = self.servers.find(self.url(words[0]))
+        assert server is not None
+        server.used, server.uploads = "used" in words, "uploads" in words
+        server.why_not = "it may not" if "refuses" in words else ""
+        server.asked_s, server.learned_s = float(fields.get("asked", 0)), float(fields.get("learned", 0))
+        server.away_until_s, server.failures = float(fields.get("away", 0)), int("away" in fields)
+
+    def place(self, words: list[str], fields: dict[str, str]) -> None:
+        url = self.url(words[0])
+        place = self.places.setdefault(url, Destination(url))
+        for name, of in (("begun", place.begun_s), ("took", place.took_s)):
+            if name in fields:
+                of[RUN_ID] = float(fields[name])
+        if "failed" in fields:
+            kind, _, step = fields["failed"].partition(":")
+            words = ["complete"] if step.endswith("c") else []
+            action = Action(Kind(kind), url, RUN_ID, manifest=self.manifest(step.rstrip("c"), words))
+            place.failed(action, "it failed", self.now_s)
+        if "deletes" in fields:
+            behind = {manifest_of(int(fields["behind"])).name: 1} if "behind" in fields else {}
+            place.deletions.append(Deletion(manifest_of(int(fields["deletes"])), behind))
+        if "newest" in fields:
+            place.newest[RUN_ID] = manifest_of(int(fields["newest"]))
+        if "brought" in fields:
+            what, _, at_s = fields["brought"].partition("@")
+            manifest = self.manifest(what, [])
+            place.brought[RUN_ID, manifest.snapshot] = Brought((manifest,), float(at_s))
+
+    def slot(self, words: list[str], fields: dict[str, str]) -> None:
+        self.add(self.manifest(words[0], words), words, fields)
+
+    def file(self, words: list[str], fields: dict[str, str]) -> None:
+        self.add(replace(manifest_of(1), name=words[0], file=""), words, fields)
+
+    def add(self, manifest: Manifest, words: list[str], fields: dict[str, str]) -> None:
+        slot = Slot(len(self.slots), SlotState.COMMITTED, run=RUN_ID, manifest=manifest)
+        slot.writer = manifest.shard.writer if manifest.shard is not None else 0
+        slot.commit = Commit(len(self.slots) + 1, float(fields.get("at", self.now_s)), followed="followed" in words)
+        if "places" in fields:
+            slot.commit.places = tuple(self.url(name) for name in fields["places"].split(","))
+        for mark in MARKS.keys() & fields.keys():
+            slot.seen.update(dict.fromkeys((self.url(name) for name in fields[mark].split(",")), MARKS[mark]))
+        self.slots.append(slot)
+
+    def committed(self, words: list[str], _: dict[str, str]) -> None:
+        order = manifest_of(int(words[0])).order
+        self.known.committed.setdefault((RUN_ID, "1" * 12), set()).add(order)
+
+    def manifest(self, what: str, words: list[str]) -> Manifest:
+        step, _, shard = what.partition("/")
+        if not shard:
+            return manifest_of(int(step), complete="complete" in words)
+        writer, _, writers = shard.partition("of")
+        if "failed" in words:
+            return failed_shard(int(step), int(writer), int(writers))
+        manifest = sealed_shard(int(step), int(writer), int(writers))
+        assert manifest.shard is not None
+        return replace(manifest, shard=replace(manifest.shard, persist="unkept" not in words))
+
+    def url(self, name: str) -> str:
+        servers = self.servers.all if self.servers is not None else []
+        return next((each.url for each in servers if each.url.startswith(f"spot://{name}/")), f"/{name}")
+
+    def observed(self) -> Observed:
+        tiers = self.servers.tiers() if self.servers is not None else Tiers((STORAGE,))
+        view = View(self.slots, tiers, self.known)
+        return Observed(RUN_ID, self.slots, view, tiers, self.places, self.servers)
+
+
+def line_of(action: Action) -> str:
+    where = action.url.removeprefix("spot://").removesuffix(f"/run@{RUN_ID}").strip("/")
+    manifest = action.manifest
+    name = [] if manifest is None else [manifest.name if manifest.is_file else str(manifest.step)]
+    due = [f"@{action.due_s:g}"] if action.due_s else []
+    return " ".join([action.kind.value, *name, where, *due])
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_what_is_to_be_done(name: str) -> None:
+    above, _, below = SITUATIONS[name].partition("----")
+    situation = Situation([line.strip() for line in above.strip().splitlines()])
+    found = actions(situation.desired, situation.observed(), situation.now_s)
+    assert sorted(map(line_of, found)) == sorted(line.strip() for line in below.strip().splitlines())
+
+
+def test_what_was_put_off_comes_later() -> None:
+    situation = Situation(["run live", "place storage failed=put:1c newest=1 deletes=1", "slot 1 complete", "slot 2"])
+    found = [line_of(each) for each in actions(situation.desired, situation.observed(), situation.now_s)]
+    assert found == ["delete 1 storage", "retain 1 storage", "put 2 storage", "put 1 storage @1000.5"]
+
+
+def test_the_first_server_uploads_whichever_is_asked_first() -> None:
+    servers = Situation(["run live servers=a,b,c replicas=2"]).servers
+    assert servers is not None
+    first, second, third = servers.all
+    assert not servers.asks(second, 1000.0)
+    assert servers.asks(first, 1000.0)
+    servers.answered(second, Opened(1, carries=False), upload=False)
+    servers.lost(first, "it does not answer", 1000.0)
+    assert second.doubted
+    assert not servers.asks(third, 1000.0)
+    assert servers.asks(second, 1000.0)
+    servers.answered(second, Opened(1, carries=True), upload=True)
+    assert servers.uploader is second
+
+
+def test_one_that_is_not_asked_now_keeps_no_other_from_uploading() -> None:
+    """It did not show its registers, and was never asked for anything else."""
+    servers = Situation(["run live servers=a,b"]).servers
+    assert servers is not None
+    servers.all[0].away_until_s = 1010.0
+    assert servers.asks(servers.all[1], 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "waited_for"),
+    [
+        (["run live", "slot 1"], {STORAGE}),
+        (["run live", "slot 1 safe=storage"], set()),
+        (["run live", "slot 1/0of2"], set()),  # the other one is to come here
+        (["run live hosts=2", "slot 1/0of2"], {STORAGE}),
+        (["run live", "slot 1/0of2 unkept", "slot 1/1of2 unkept"], set()),
+        (["run live", "slot 1 safe=storage", "place storage deletes=1"], {STORAGE}),
+    ],
+)
+def test_what_is_waited_for(lines: list[str], waited_for: set[str]) -> None:
+    situation: Any = Situation(lines)
+    assert awaited(situation.desired, situation.observed()) == waited_for
