@@ -102,10 +102,15 @@ LOG_FORMATS: dict[str, Callable[[], logging.Formatter]] = {
 
 
 def log_plainly(level: int, form: str) -> None:
-    """Have this program log to standard error, one line for each record; ``form`` is one of :data:`LOG_FORMATS`."""
-    handler = logging.StreamHandler()
+    """Have this program log to standard error, one line for each record; ``form`` is one of :data:`LOG_FORMATS`.
+
+    The last call counts. Handlers of others stay, and log instead.
+    """
+    root, handler = logging.getLogger(), logging.StreamHandler()
     handler.setFormatter(LOG_FORMATS[form]())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for earlier in [each for each in root.handlers if isinstance(each.formatter, (_PlainLines, _JSONLines))]:
+        root.removeHandler(earlier)
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def read_json(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_BYTES) -> Any:

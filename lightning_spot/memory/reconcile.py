@@ -161,6 +161,11 @@ class Desired:
         return self.info is not None and bool(self.info.session)
 
     @property
+    def is_of_one_host(self) -> bool:
+        """Whether one host writes it: storage has a snapshot of it whole, or not at all."""
+        return self.info is not None and self.info.hosts == 1
+
+    @property
     def is_spread(self) -> bool:
         """Whether several hosts write it."""
         return self.info is not None and self.info.hosts > 1
@@ -598,12 +603,12 @@ def _paused(action: Action, place: Destination | None) -> Action:
 
 def awaited(desired: Desired, seen: Observed) -> set[str]:
     """URLs of the places that are waited for: not where only a retention fails, nor a spare replica is missing."""
-    pending = {slot for group in seen.view.groups if group.state is Status.PENDING for slot in group.slots}
+    states = {slot: group.state for group in seen.view.groups for slot in group.slots}
     found = {
         url
         for slot, urls in seen.view.owed.items()
         for url in urls
-        if _is_awaited(desired, seen, slot, url, is_pending=slot in pending)
+        if _is_awaited(desired, seen, slot, url, states.get(slot, Status.COMMITTED))
     }
     for url, place in seen.places.items():
         if any(key_of(each.manifest) == seen.run for each in place.deletions):
@@ -613,21 +618,21 @@ def awaited(desired: Desired, seen: Observed) -> set[str]:
     return found
 
 
-def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, *, is_pending: bool) -> bool:
+def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: Status) -> bool:
     """Whether anybody waits for what a slot owes to a place.
 
     A further replica of what is durable is not waited for, and a shard at storage only if its snapshot is meant to be
     there. Where that is not complete, and no more comes of its trainer, or this server is about to end, it is waited
     for until storage has what this server has of it: who has the rest commits it.
     """
-    info, shard = desired.info, slot.shard
+    info, shard, is_pending = desired.info, slot.shard, state is Status.PENDING
     if url.startswith("spot://"):
         return not (info is not None and info.replicas > 1 and slot.seen.get(info.durable_url or "") is Mark.SAFE)
     if slot.manifest is None or shard is None:
         return True
     if url in seen.tiers.carried and (is_pending or not shard.persist):
         return False  # another server brings it there, if anybody does
-    if is_pending and info is not None and info.hosts == 1:
+    if state is not Status.COMMITTED and desired.is_of_one_host:
         return False  # it never is there without the rest, which is to come here
     if is_pending or desired.leaves or not desired.is_live:
         key = (Kind.PUT_SHARDS.value, seen.run, slot.manifest.snapshot)
@@ -670,6 +675,8 @@ def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
     for group in seen.view.groups:
         for url, slots in _owed(desired, seen, group).items():
             if not url.startswith("spot://"):
+                if not group.is_here and desired.is_of_one_host:
+                    continue
                 action = _upload(url, seen.run, group.slots, Kind.PUT if group.is_here else Kind.PUT_SHARDS)
                 yield replace(action, due_s=_storage_due_s(desired, seen, url, group))
             elif group.is_here or url not in whole_to:
