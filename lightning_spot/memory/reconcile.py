@@ -392,7 +392,7 @@ class Server:
         doubted: whether it is to be asked at once.
         asking: whether it is being asked.
         asked_to_upload: whether, also, to bring the run on.
-        told: what it knows to be durable, and whether it had that then.
+        told: the newest that it knows to be durable, by lineage, and whether it had that then.
         told_s, learned_s, looked_s: not before then again.
         pause_s: between two looks at what is durable there.
         shown: registers that it has shown, by name of the snapshot.
@@ -411,7 +411,7 @@ class Server:
     doubted: bool = False
     asking: bool = False
     asked_to_upload: bool = False
-    told: set[tuple[str, bool]] = field(default_factory=set)
+    told: dict[str, tuple[str, bool]] = field(default_factory=dict)
     told_s: float = 0.0
     learned_s: float = 0.0
     looked_s: float = 0.0
@@ -857,7 +857,7 @@ def untold(seen: Observed, server: Server) -> list[tuple[Manifest, tuple[str, bo
             if known is None or manifest.order >= known[0].order:
                 newest[manifest.lineage] = manifest, slot.seen.get(server.url) is Mark.SAFE
     facts = [(manifest, (manifest.name, has)) for manifest, has in newest.values()]
-    return [(manifest, fact) for manifest, fact in facts if fact not in server.told]
+    return [(manifest, fact) for manifest, fact in facts if server.told.get(manifest.lineage) != fact]
 
 
 def unknown(desired: Desired, seen: Observed, server: Server) -> list[Slot]:

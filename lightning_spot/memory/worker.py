@@ -918,9 +918,11 @@ class Questions:
                 self._tier(server).settle(settled, servers.info.attempt)
             except SpotError as error:
                 logger.debug("%s could not be told what is durable: %s", server.url, error)
-                server.told_s = time.monotonic() + LAST_LOOK_S
+                with self._ring.changed:
+                    server.told_s = time.monotonic() + LAST_LOOK_S
                 return
-            server.told.add(fact)
+            with self._ring.changed:
+                server.told[manifest.lineage] = fact
 
     def _learn(self, run: str, servers: Servers, server: Server) -> None:
         """Ask which snapshots it has made durable."""
