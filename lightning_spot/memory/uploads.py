@@ -338,7 +338,7 @@ class Uploads:
         finally:
             sealing.give_up()
             with self._lock:
-                self._offer(upload.slot, None)
+                self._take_back(upload.slot, sealing)
                 upload.sealing = False
                 self._free_if_given_up(upload)
         return sealed
@@ -373,7 +373,6 @@ class Uploads:
         self._commit(upload, manifest, None)
         if upload.coming is not None:
             upload.coming.commit(manifest)
-            self._offer(upload.slot, None)
         return manifest
 
     def fail(self, run: str, attempt: int, manifest: Manifest) -> None:
@@ -407,6 +406,7 @@ class Uploads:
                 with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
                     self._check_register(upload, manifest)
                     self._ring.commit(upload.slot, manifest, places, followed=followed)
+                    upload.slot.coming = None
                     upload.slot.buffer.held, upload.slot.buffer.held_as = upload.id, manifest
             except BaseException:
                 self.abort(upload.id)
@@ -467,7 +467,7 @@ class Uploads:
                 upload.slot.buffer.held = upload.held
             if upload.coming is not None:
                 upload.coming.give_up()
-                self._offer(upload.slot, None)
+                self._take_back(upload.slot, upload.coming)
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)
@@ -512,11 +512,18 @@ class Uploads:
                 say(logging.WARNING, "upload-silent", text, about=upload.run, silent_s=silent_s)
                 self.abort(upload.id)
 
-    def _offer(self, slot: Slot, coming: Coming | None) -> None:
-        """Let the parts of a snapshot that is coming in go on to the tiers below, or no longer."""
+    def _offer(self, slot: Slot, coming: Coming) -> None:
+        """Let the parts of a snapshot that is coming in go on to the tiers below."""
         with self._ring.changed:
             slot.coming = coming
             self._ring.touch(slot.run)
+
+    def _take_back(self, slot: Slot, coming: Coming) -> None:
+        """Let them go on no longer. Once the snapshot is committed, the slot may be another's already."""
+        with self._ring.changed:
+            if slot.coming is coming:
+                slot.coming = None
+                self._ring.touch(slot.run)
 
     def _free_if_given_up(self, upload: Upload) -> None:
         """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""
