@@ -154,9 +154,10 @@ class Reconciler:
         """Delete nothing of that name any more: it is committed again, and will be written over."""
         with self._ring.changed:
             for place in self._places.values():
-                place.deletions[:] = [
-                    each for each in place.deletions if key_of(each.manifest) != run or each.manifest.name != name
-                ]
+                meant = [e for e in place.deletions if key_of(e.manifest) == run and e.manifest.name == name]
+                if meant:
+                    place.deletions[:] = [each for each in place.deletions if each not in meant]
+                    self._ring.touch(run)
             self._refused.get(run, {}).pop(name, None)
 
     def serve(self, run: str, servers: Servers | None) -> None:

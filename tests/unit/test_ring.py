@@ -514,6 +514,24 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
         bench.node.remove(RUN, first.name)
 
 
+def test_a_file_that_is_saved_again_is_not_removed_before(bench: Bench) -> None:
+    """It was gone until the new one had come: the removal was planned still."""
+    there = str(bench.root / "files")
+    bench.open()
+    bench.open(run_id=OTHER_ID)
+    bench.file("best.ckpt", 1, run_id=OTHER_ID, destinations=[there])
+    assert bench.flush() == []
+    bench.store(there).open.clear()
+    bench.file("other.ckpt", 1, destinations=[there])
+    until(lambda: "put other.ckpt" in bench.store(there).tries, "the place to be busy")
+    bench.node.remove(f"run@{OTHER_ID}", "best.ckpt")
+    del bench.store(there).tries[:]
+    bench.file("best.ckpt", 2, run_id=OTHER_ID, destinations=[there])
+    bench.store(there).open.set()
+    until(lambda: "put best.ckpt" in bench.store(there).tries, "the new one to be brought")
+    assert "delete best.ckpt" not in bench.store(there).tries
+
+
 def test_a_user_file_is_never_dropped_from_memory_only(bench: Bench) -> None:
     bench.open(durable=False)
     bench.file("best.ckpt", 1)
