@@ -17,9 +17,8 @@ from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.memory.upload import writer_of
+from lightning_spot.memory.uploads import LOOK_S
 from lightning_spot.tiers.store import Store
-
-_LOOK_S = 0.25  # how often who waits for a snapshot to count looks by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +264,7 @@ class InProcessHost:
                 found, left_s = ring.status_of(key, name), deadline_s - time.monotonic()
                 if found[0] is not Status.PENDING or left_s <= 0:
                     return found
-                ring.changed.wait(min(left_s, _LOOK_S))
+                ring.changed.wait(min(left_s, LOOK_S))
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""

@@ -39,8 +39,10 @@ from lightning_spot.tiers.fences import check_fence
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # how often who waits looks whether it should go on waiting
-_LEFT_S = 0.25  # less than a killed server's successor takes to begin; more than a sender takes from a part to the next
+LOOK_S = 0.25
+"""How often a thread that waits for a change at the ring looks by itself."""
+
+_ABANDONED_S = 0.25  # less than a killed server's successor takes to begin, more than a sender from part to part
 
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
@@ -133,7 +135,7 @@ class Uploads:
             if (announced.nbytes, key_of(announced)) != (nbytes, key):
                 raise SettingsError(f"{announced.name} is not what is asked for a slot: {nbytes} bytes of {key!r}")
             writer = writer_of(announced)
-            self._give_up_left(key, announced)
+            self._give_up_abandoned(key, announced)
             self._ahead.wait(key, writer)
         slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
         try:
@@ -183,7 +185,7 @@ class Uploads:
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0 or cancelled():
                         raise SnapshotFailedError(ring.why_full(key, nbytes), reason=FailureReason.RING_FULL)
-                    ring.changed.wait(min(left_s, _LOOK_S))
+                    ring.changed.wait(min(left_s, LOOK_S))
 
     def _prepare(self, upload: Upload, manifest: Manifest) -> None:
         """It comes over the network: from what it may be made, where its parts go, and where the next one goes."""
@@ -217,7 +219,7 @@ class Uploads:
             )
         raise SnapshotNotFoundError("who asked for this slot has ended")
 
-    def _give_up_left(self, key: str, newer: Manifest) -> None:
+    def _give_up_abandoned(self, key: str, newer: Manifest) -> None:
         """A writer's server sends one snapshot at a time: one that nobody is connected for was left by a killed server.
 
         The tiers below wait for the rest of it, and would take nothing newer.
@@ -226,7 +228,7 @@ class Uploads:
         with self._lock:
             for upload in list(self._uploads.values()):
                 is_meant = upload.run == key and upload.is_replaced_by(newer)
-                if is_meant and not upload.in_use and now_s - upload.touched_s > _LEFT_S:
+                if is_meant and not upload.in_use and now_s - upload.touched_s > _ABANDONED_S:
                     text = "{about} was abandoned by its sender. Its slot is free for a newer upload."
                     say(logging.INFO, "upload-superseded", text, about=upload.name)
                     self.abort(upload.id)
@@ -349,9 +351,9 @@ class Uploads:
         Nothing more may come from here on: what was checked stays what it is.
 
         Raises:
-            CorruptSnapshotError: if a part is missing or differs; the slot is freed.
-            SettingsError: if it is not what the upload was opened for; likewise.
-            SnapshotFailedError: if it is a shard that has failed, or is there as another one; likewise.
+            CorruptSnapshotError: if a part is missing or differs. The slot is freed, as with the errors below.
+            SettingsError: if it is not what the upload was opened for.
+            SnapshotFailedError: if it is a shard that has failed, or is there as another one.
         """
         upload = self.find(upload_id)
         if manifest.nbytes != upload.nbytes:
