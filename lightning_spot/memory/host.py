@@ -17,9 +17,8 @@ from lightning_spot.memory.runs import Opened, RunInfo
 from lightning_spot.memory.slots import Making
 from lightning_spot.memory.tier import TierHealth
 from lightning_spot.memory.upload import writer_of
+from lightning_spot.memory.uploads import LOOK_S
 from lightning_spot.tiers.store import Store
-
-_LOOK_S = 0.25  # how often who waits for a snapshot to count looks by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class Host(Protocol):
             destinations: tiers of a user's file, instead of the run's.
             floats: where in it numbers lie that may be approximated on their way to a snapshot server.
             written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
-            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.work.FOLLOWED_S`: the
+            followed: whether another snapshot is to follow within :data:`~lightning_spot.memory.reconcile.FOLLOWED_S`:
                 storage leaves most of these out.
 
         Returns:
@@ -222,9 +221,8 @@ class InProcessHost:
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
-        pace_s = (
-            info.min_upload_interval_s or 0.0
-        )  # what is in this memory goes with the trainer: the next tier gets what it can
+        # What is in this memory goes with the trainer: the next tier gets what it can.
+        pace_s = info.min_upload_interval_s or 0.0
         opened = self._node.open_run(replace(info, session=IN_PROCESS, min_upload_interval_s=pace_s))
         self.run, self.attempt = info.text, opened.attempt
         return opened
@@ -260,13 +258,13 @@ class InProcessHost:
 
     def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
         """See :meth:`Host.awaited`."""
-        deadline_s = time.monotonic() + wait_s
-        with self._node.ring.changed:
+        key, ring, deadline_s = self._node.registry.key(self.run), self._node.ring, time.monotonic() + wait_s
+        with ring.changed:
             while True:
-                found, left_s = self._node.status_of(self.run, name), deadline_s - time.monotonic()
+                found, left_s = ring.status_of(key, name), deadline_s - time.monotonic()
                 if found[0] is not Status.PENDING or left_s <= 0:
                     return found
-                self._node.ring.changed.wait(min(left_s, _LOOK_S))
+                ring.changed.wait(min(left_s, LOOK_S))
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""

@@ -68,6 +68,7 @@ class Remembered:
 
     def forget(self, key: str) -> None:
         """Keep nothing of a run."""
+        self._deleting.discard(key)
         if self._area is not None:
             self._area.forget_run(key)
 
@@ -379,7 +380,7 @@ class Node:
         with self.ring.changed:
             for key in keys:
                 self.ring.touch(key)
-            self.ring.notify()
+            self.ring.notify()  # also those who wait for a slot for it
 
     def _committed(self, key: str, manifest: Manifest) -> None:
         self.reconciler.keep(key, manifest.name)  # a file of that name may have been removed just before
@@ -406,7 +407,7 @@ class Routes:
         open_store: makes the store of a tier's URL.
         run: what is known of a run, by its key; ``None`` if nothing is.
         flush_to: see :class:`~lightning_spot.memory.node.Node`.
-        allow: likewise.
+        allow: see there, too.
 
     Attributes:
         prefixes: below which this server writes for others; ``None`` for no bound.

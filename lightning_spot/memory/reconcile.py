@@ -46,24 +46,25 @@ class Kind(enum.Enum):
     """What is to be done at a place, in the order in which it is."""
 
     ASK = "ask"
-    """A server, whether it works, and takes the run."""
+    """Ask a server whether it works, and takes the run."""
     TELL = "tell"
-    """A server, what is durable."""
+    """Tell a server what is durable."""
     LEARN = "learn"
-    """From a server what it has made durable."""
+    """Ask a server what it has made durable."""
     LOOK = "look"
-    """Which registers a server shows."""
+    """Ask a server which registers it has."""
     DELETE = "delete"
+    """Delete a snapshot or file."""
     RETAIN = "retain"
-    """Storage keeps the newest; what is older goes."""
+    """Delete all but the newest snapshots at storage."""
     WITHDRAW = "withdraw"
-    """What is at storage of a snapshot that will never be complete goes."""
+    """Delete from storage what was brought of a snapshot that will never be complete."""
     SEND = "send"
-    """To a server, each shard by itself."""
+    """Send a snapshot or file to a server, each shard by itself."""
     PUT = "put"
-    """To storage, a snapshot or file of which all is here."""
+    """Write a snapshot or file of which all is here to storage."""
     PUT_SHARDS = "put shards"
-    """To storage, what is here of a snapshot; whoever sees all of it commits it."""
+    """Write what is here of a snapshot to storage; the place that sees all of it there commits it."""
 
     @property
     def is_question(self) -> bool:
@@ -122,7 +123,7 @@ class Action:
 
     @property
     def rank(self) -> tuple[int, bool, bool, int]:
-        """By what it comes before another one at the same place that may be done, too.
+        """Sorts what may be done at one place: the lowest comes first.
 
         What is tried again comes last. Else the oldest comes first: if each place left out others of the snapshots that
         several bring together, none would ever be complete.
@@ -301,6 +302,7 @@ class Destination:
         newest: what was brought there last, of each run whose older snapshots are still to go.
         begun_s: when a snapshot of each run was last begun.
         took_s: how long the last one took.
+        swept_s: when what killed writers left beside the files of each run was last removed.
         waits: uploads that wait for what others bring, by their keys.
         brought: shards of snapshots that were not complete there, by run and name.
     """
@@ -312,6 +314,7 @@ class Destination:
     newest: dict[str, Manifest] = field(default_factory=dict)
     begun_s: dict[str, float] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)
+    swept_s: dict[str, float] = field(default_factory=dict)
     waits: dict[tuple[str, str, str], Wait] = field(default_factory=dict)
     brought: dict[tuple[str, str], Brought] = field(default_factory=dict)
 
@@ -395,9 +398,9 @@ class Server:
         away_until_s: not asked before then, unless the run is kept there.
         asked_s: when it was asked last.
         doubted: whether it is to be asked at once.
-        asking: whether it is being asked.
-        asked_to_upload: whether, also, to bring the run on.
-        told: what it knows to be durable, and whether it had that then.
+        asking: whether it is being asked now.
+        asked_to_upload: whether it is being asked to bring the run on, too.
+        told: the newest that it knows to be durable, by lineage, and whether it had that then.
         told_s, learned_s, looked_s: not before then again.
         pause_s: between two looks at what is durable there.
         shown: registers that it has shown, by name of the snapshot.
@@ -416,7 +419,7 @@ class Server:
     doubted: bool = False
     asking: bool = False
     asked_to_upload: bool = False
-    told: set[tuple[str, bool]] = field(default_factory=set)
+    told: dict[str, tuple[str, bool]] = field(default_factory=dict)
     told_s: float = 0.0
     learned_s: float = 0.0
     looked_s: float = 0.0
@@ -665,7 +668,7 @@ def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
 
 
 def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
-    """Of that, what is committed here."""
+    """What is to be brought somewhere of all that is committed here."""
     files = [slot for slot in seen.view.owed if slot.snapshot is None]
     for slot in files:
         for url in _brings(desired, seen, slot):
@@ -864,7 +867,7 @@ def untold(seen: Observed, server: Server) -> list[tuple[Manifest, tuple[str, bo
             if known is None or manifest.order >= known[0].order:
                 newest[manifest.lineage] = manifest, slot.seen.get(server.url) is Mark.SAFE
     facts = [(manifest, (manifest.name, has)) for manifest, has in newest.values()]
-    return [(manifest, fact) for manifest, fact in facts if fact not in server.told]
+    return [(manifest, fact) for manifest, fact in facts if server.told.get(manifest.lineage) != fact]
 
 
 def unknown(desired: Desired, seen: Observed, server: Server) -> list[Slot]:

@@ -633,12 +633,12 @@ class Ring(SlotTable):
             why: for people.
         """
         with self.changed:
-            for group in self.view(run).groups:
-                manifest = group.manifest
-                if group.state is not Status.PENDING or manifest.attempt != attempt or manifest.shard is None:
-                    continue
-                name, shard = shard_name(manifest.snapshot, writer), replace(manifest.shard, writer=writer)
-                self.fail(run, failed(replace(manifest, name=name, shard=shard), why))
+            # Each that fails may have an older failure forgotten: what is here is looked at before.
+            pending = [group.manifest for group in self.view(run).groups if group.state is Status.PENDING]
+            for manifest in pending:
+                if manifest.attempt == attempt and manifest.shard is not None:
+                    name, shard = shard_name(manifest.snapshot, writer), replace(manifest.shard, writer=writer)
+                    self.fail(run, failed(replace(manifest, name=name, shard=shard), why))
 
     def abort(self, slot: Slot) -> None:
         """Give a leased slot back unfilled."""
@@ -841,7 +841,9 @@ class SlotsAhead:
 
     def wait(self, run: str, writer: int = 0) -> None:
         """Wait for the slot that is being made for a writer, if one is: to make another one would take longer."""
-        if (thread := self._making.get((run, writer))) is not None:
+        with self._ring.changed:  # once it is noted, it has been started
+            thread = self._making.get((run, writer))
+        if thread is not None:
             thread.join(_WAIT_S)
 
     def close(self) -> None:

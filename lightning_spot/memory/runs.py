@@ -69,7 +69,7 @@ LONGEST_PLACE = 1024
 
 _MOST_KEPT = 10**6
 _MOST_PID = 2**31
-_MOST_APART_S = 365 * 86400.0
+_LONGEST_APART_S = 365 * 86400.0
 
 _Name = Annotated[str, short(LONGEST_NAME)]
 _Place = Annotated[str, short(LONGEST_PLACE)]
@@ -85,7 +85,7 @@ def texts(fields: Mapping[str, Any], name: str, _default: object = None) -> tupl
 
 
 def _seconds(fields: Mapping[str, Any], name: str, _default: object) -> float:
-    return min(number(fields, name, None, 0, LARGEST), _MOST_APART_S)
+    return min(number(fields, name, None, 0, LARGEST), _LONGEST_APART_S)
 
 
 def _compression(fields: Mapping[str, Any], name: str, _default: object) -> Compression:
@@ -107,7 +107,8 @@ class RunInfo:
         keep: snapshots each tier keeps.
         durable_url: durable directory as a store's URL; ``None`` if the server is not to write there.
         min_upload_interval_s: least seconds between two snapshots brought to storage; 0 for as often as it
-            can; ``None`` likewise, but for those that follow each other in moments, see :data:`.work.MOST_APART_S`.
+            can; ``None`` for that, too, but fewer of those that follow each other in moments, see
+            :data:`.reconcile.MOST_APART_S`.
         compression: how what changed goes to the servers behind: ``"auto"`` packs it where that is faster, ``"always"``
             always, ``"off"`` never, and ``"topk"`` sends it not exactly.
         nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference, see

@@ -40,16 +40,16 @@ class SlotState(enum.Enum):
 
 
 class Making(enum.Enum):
-    """Whether the memory of a slot is made for who asks for one."""
+    """Whether memory is made for a slot that is asked for."""
 
     NOW = "now"
-    """It is, and who asks waits for it."""
+    """Memory is made if need be; the caller waits for it."""
     NEVER = "never"
-    """It is not: only a slot that is made already will do."""
+    """No memory is made: only a slot that has some already will do."""
     SPARE = "spare"
-    """Only for a slot that the next snapshot would need, and that is not made yet."""
+    """Memory is made ahead, only if the next snapshot would find no slot."""
     BEYOND = "beyond"
-    """Likewise, and beyond the bound of slots where snapshots of the run overlap, see :func:`bound`."""
+    """As ``SPARE``, also beyond the bound of slots where snapshots of the run overlap, see :func:`bound`."""
 
     @property
     def is_ahead(self) -> bool:
@@ -139,12 +139,12 @@ class Slot:
         run: key of the run that fills or holds it.
         writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
         manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
-        coming: the snapshot on its way to being committed, while parts of it may go on already.
-        commit: how that was.
+        coming: the snapshot that is still coming in, if its parts may go on to the tiers already.
+        commit: how what it holds was committed.
         seen: what was seen of it at places below, by URL.
         settled: whether its sender said that it, or a newer one of its lineage, is durable.
         readers: how many are reading it now.
-        is_prefault: whether it is made ready before anybody needs it: who does waits for it, and makes no other.
+        is_prefault: whether it is being made ahead: a snapshot that needs a slot waits for it, and none other is made.
     """
 
     index: int

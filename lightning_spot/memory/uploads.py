@@ -39,8 +39,10 @@ from lightning_spot.tiers.fences import check_fence
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # how often who waits looks whether it should go on waiting
-_LEFT_S = 0.25  # less than a killed server's successor takes to begin; more than a sender takes from a part to the next
+LOOK_S = 0.25
+"""How often a thread that waits for a change at the ring looks by itself."""
+
+_ABANDONED_S = 0.25  # less than a killed server's successor takes to begin, more than a sender from part to part
 
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
@@ -133,7 +135,7 @@ class Uploads:
             if (announced.nbytes, key_of(announced)) != (nbytes, key):
                 raise SettingsError(f"{announced.name} is not what is asked for a slot: {nbytes} bytes of {key!r}")
             writer = writer_of(announced)
-            self._give_up_left(key, announced)
+            self._give_up_abandoned(key, announced)
             self._ahead.wait(key, writer)
         slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
         try:
@@ -183,7 +185,7 @@ class Uploads:
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0 or cancelled():
                         raise SnapshotFailedError(ring.why_full(key, nbytes), reason=FailureReason.RING_FULL)
-                    ring.changed.wait(min(left_s, _LOOK_S))
+                    ring.changed.wait(min(left_s, LOOK_S))
 
     def _prepare(self, upload: Upload, manifest: Manifest) -> None:
         """It comes over the network: from what it may be made, where its parts go, and where the next one goes."""
@@ -217,7 +219,7 @@ class Uploads:
             )
         raise SnapshotNotFoundError("who asked for this slot has ended")
 
-    def _give_up_left(self, key: str, newer: Manifest) -> None:
+    def _give_up_abandoned(self, key: str, newer: Manifest) -> None:
         """A writer's server sends one snapshot at a time: one that nobody is connected for was left by a killed server.
 
         The tiers below wait for the rest of it, and would take nothing newer.
@@ -226,7 +228,7 @@ class Uploads:
         with self._lock:
             for upload in list(self._uploads.values()):
                 is_meant = upload.run == key and upload.is_replaced_by(newer)
-                if is_meant and not upload.in_use and now_s - upload.touched_s > _LEFT_S:
+                if is_meant and not upload.in_use and now_s - upload.touched_s > _ABANDONED_S:
                     text = "{about} was abandoned by its sender. Its slot is free for a newer upload."
                     say(logging.INFO, "upload-superseded", text, about=upload.name)
                     self.abort(upload.id)
@@ -338,7 +340,7 @@ class Uploads:
         finally:
             sealing.give_up()
             with self._lock:
-                self._offer(upload.slot, None)
+                self._take_back(upload.slot, sealing)
                 upload.sealing = False
                 self._free_if_given_up(upload)
         return sealed
@@ -349,9 +351,9 @@ class Uploads:
         Nothing more may come from here on: what was checked stays what it is.
 
         Raises:
-            CorruptSnapshotError: if a part is missing or differs; the slot is freed.
-            SettingsError: if it is not what the upload was opened for; likewise.
-            SnapshotFailedError: if it is a shard that has failed, or is there as another one; likewise.
+            CorruptSnapshotError: if a part is missing or differs. The slot is freed, as with the errors below.
+            SettingsError: if it is not what the upload was opened for.
+            SnapshotFailedError: if it is a shard that has failed, or is there as another one.
         """
         upload = self.find(upload_id)
         if manifest.nbytes != upload.nbytes:
@@ -373,7 +375,6 @@ class Uploads:
         self._commit(upload, manifest, None)
         if upload.coming is not None:
             upload.coming.commit(manifest)
-            self._offer(upload.slot, None)
         return manifest
 
     def fail(self, run: str, attempt: int, manifest: Manifest) -> None:
@@ -407,6 +408,7 @@ class Uploads:
                 with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
                     self._check_register(upload, manifest)
                     self._ring.commit(upload.slot, manifest, places, followed=followed)
+                    upload.slot.coming = None
                     upload.slot.buffer.held, upload.slot.buffer.held_as = upload.id, manifest
             except BaseException:
                 self.abort(upload.id)
@@ -467,7 +469,7 @@ class Uploads:
                 upload.slot.buffer.held = upload.held
             if upload.coming is not None:
                 upload.coming.give_up()
-                self._offer(upload.slot, None)
+                self._take_back(upload.slot, upload.coming)
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)
@@ -512,11 +514,18 @@ class Uploads:
                 say(logging.WARNING, "upload-silent", text, about=upload.run, silent_s=silent_s)
                 self.abort(upload.id)
 
-    def _offer(self, slot: Slot, coming: Coming | None) -> None:
-        """Let the parts of a snapshot that is coming in go on to the tiers below, or no longer."""
+    def _offer(self, slot: Slot, coming: Coming) -> None:
+        """Let the parts of a snapshot that is coming in go on to the tiers below."""
         with self._ring.changed:
             slot.coming = coming
             self._ring.touch(slot.run)
+
+    def _take_back(self, slot: Slot, coming: Coming) -> None:
+        """Let them go on no longer. Once the snapshot is committed, the slot may be another's already."""
+        with self._ring.changed:
+            if slot.coming is coming:
+                slot.coming = None
+                self._ring.touch(slot.run)
 
     def _free_if_given_up(self, upload: Upload) -> None:
         """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""

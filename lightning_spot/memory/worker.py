@@ -3,12 +3,13 @@
 Each has a pace and a back-off of its own. It takes what :mod:`~lightning_spot.memory.reconcile` says is to be done at
 its place now, does it, and notes what it has seen. What failed is still to be done then.
 
-A snapshot server has each shard of a snapshot by itself. Storage has a snapshot of which all shards are here as one; of
-another one, each place brings what it has, see :mod:`~lightning_spot.tiers.commit`.
+A snapshot server gets each shard of a snapshot by itself. Storage gets a snapshot as one where all its shards are here;
+of any other snapshot, each place brings what it has, see :mod:`~lightning_spot.tiers.commit`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -23,37 +24,24 @@ from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
     FencedError,
-    ServerUnreachableError,
     SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
-    TierError,
 )
 from lightning_spot.image.coming import Coming
 from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.shards import Status, assemble, by_snapshot
+from lightning_spot.image.shards import assemble
+from lightning_spot.memory.observations import Observations, Questions
 from lightning_spot.memory.reconcile import (
-    ASK_AGAIN_S,
-    FIRST_LOOK_S,
     LAST_LOOK_S,
     SURPASSED_S,
     Action,
     Brought,
     Deletion,
-    Desired,
-    Destination,
     Kind,
-    Observed,
-    Server,
     Servers,
     actions,
-    awaited,
-    expected,
-    left_s,
-    missing,
     owed_names,
-    unknown,
-    untold,
     withdrawn,
 )
 from lightning_spot.memory.ring import Ring, glance
@@ -68,12 +56,11 @@ from lightning_spot.tiers.store import SETTLED_S, Store, check_claimed, on_behal
 logger = logging.getLogger(__name__)
 
 CHECKED_S = 5.0
-"""A snapshot that a tier takes later than this after it was sealed is read again before that, and checked."""
+"""A snapshot that was sealed longer ago than this is read again, and checked, before a tier takes it."""
 
 _IDLE_S = 5.0  # a thread with nothing to do ends after so long
 _JOIN_S = 30.0
 _AGAIN_S = 1.0  # how often who waits tries again to have a thread for a tier
-_HURRIED_S = 0.5
 
 Lane = tuple[str, bool]
 """What a worker does: the URL of its place, and whether it only asks there."""
@@ -97,10 +84,10 @@ class _Worker:
     wake: threading.Condition  # of its own: one change wakes one, and not hundreds
 
 
-class Reconciler:
+class Reconciler(Observations):
     """Brings the snapshots of a ring to where they are to be, and keeps the servers of its runs up to date.
 
-    Any thread may call it. Everything it knows changes under the ring's lock.
+    Any thread may call it.
 
     Args:
         ring: where snapshots come from.
@@ -108,10 +95,6 @@ class Reconciler:
         run: what is known of a run, by its key; ``None`` if nothing is.
         noted: called after each try at a tier.
         standing: what may be done for a run (its key) at a tier's URL.
-
-    Attributes:
-        health: how each tier is doing, by its URL.
-        servers: that each run may be kept at, by its key.
     """
 
     def __init__(
@@ -122,19 +105,14 @@ class Reconciler:
         noted: Callable[[], None] = lambda: None,
         standing: Callable[[str, str], Standing] = lambda _run, _url: Standing(),
     ) -> None:
-        self.health: dict[str, TierHealth] = {}
-        self.servers: dict[str, Servers] = {}
-        self._ring, self._run, self._noted, self._standing = ring, run, noted, standing
-        self._open_store = open_store
+        super().__init__(ring, run)
+        self._open_store, self._noted, self._standing = open_store, noted, standing
         self._upload = TierUpload(self, ring)
         self._questions = Questions(self, ring, open_store)
-        self._places: dict[str, Destination] = {}
         self._plans: dict[Lane, dict[str, list[Action]]] = {}
         self._workers: dict[Lane, _Worker] = {}
-        self._stores: dict[Lane, Store] = {}
+        self._stores: dict[str, Store] = {}  # of servers
         self._refused: dict[str, dict[str, Manifest]] = {}
-        self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
-        self._leaves_s: float | None = None
         self._is_planning = self._closed = False
         ring.watch(self._serve)
         with ring.changed:
@@ -154,31 +132,32 @@ class Reconciler:
         """Delete nothing of that name any more: it is committed again, and will be written over."""
         with self._ring.changed:
             for place in self._places.values():
-                place.deletions[:] = [
-                    each for each in place.deletions if key_of(each.manifest) != run or each.manifest.name != name
-                ]
+                meant = [e for e in place.deletions if key_of(e.manifest) == run and e.manifest.name == name]
+                if meant:
+                    place.deletions[:] = [each for each in place.deletions if each not in meant]
+                    self._ring.touch(run)
             self._refused.get(run, {}).pop(name, None)
 
     def serve(self, run: str, servers: Servers | None) -> None:
         """Say which servers a run may be kept at from now on; ``None`` for none."""
         with self._ring.changed:
-            self.servers.pop(run, None)
+            before = self.servers.pop(run, None)
             if servers is not None:
                 self.servers[run] = servers
+            elif before is not None:
+                self._questions.forget(before)
             self._ring.touch(run)
 
     def forget(self, run: str, urls: Iterable[str]) -> None:
         """Forget a run, and how tiers did that nothing goes to any more."""
         with self._ring.changed:
             self._refused.pop(run, None)
-            self.servers.pop(run, None)
-            self._ring.touch(run)
+            self.serve(run, None)
             for url in urls:
                 if (url, False) not in self._workers and not self.place(url).deletions:
                     self.health.pop(url, None)
                     self._places.pop(url, None)
-                    for lane in ((url, False), (url, True)):
-                        self._stores.pop(lane, None)
+                    self._stores.pop(url, None)
 
     def leave(self) -> None:
         """This server is about to end: what it has of snapshots that are not complete here is waited for, too."""
@@ -203,7 +182,7 @@ class Reconciler:
                     self._ring.changed.wait(min(left, _AGAIN_S))
                     self._start()  # a tier for which there was no thread
             finally:
-                self._waited_for[run] -= 1
+                self._waited_for -= Counter({run: 1})  # of none that nobody waits for anything stays
                 self._touch(run)
         return []
 
@@ -220,16 +199,6 @@ class Reconciler:
 
     # -- what is so -----------------------------------------------------------------------------------------------
 
-    @property
-    def leaves(self) -> bool:
-        """Whether this server is about to end."""
-        return self._leaves_s is not None
-
-    def failing(self, url: str) -> bool:
-        """Whether nothing succeeded at the tier since it failed."""
-        with self._ring.changed:
-            return url in self._places and self._places[url].backoff.failing
-
     def refused(self, run: str) -> list[Manifest]:
         """Files of a run that a tier has refused for good, and that were not saved again since."""
         with self._ring.changed:
@@ -243,46 +212,6 @@ class Reconciler:
         with self._ring.changed:
             found = ((url, each.manifest) for url, place in self._places.items() for each in place.deletions)
             return tuple((url, manifest) for url, manifest in found if key_of(manifest) == run)
-
-    def owed(self, run: str | None = None) -> set[str]:
-        """Tiers that wait for something of a run (``None``: of any), see :func:`~.reconcile.awaited`."""
-        with self._ring.changed:
-            runs = [run] if run is not None else self._runs()
-            return {url for each in runs for url in awaited(self.desired(each), self.observed(each))}
-
-    def desired(self, run: str) -> Desired:
-        """What a run is to have now. Call it under the lock."""
-        info = self._run(run)
-        asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
-        return Desired(
-            info=info,
-            left_s=left_s(info, asked_s, self._leaves_s),
-            urgent=bool(self._waited_for[run] or self._waited_for[None]),
-            leaves=self.leaves,
-            # Only its own host is told of servers; others know what they were told.
-            is_left=info is not None and (info.left or (bool(info.nodes) and not info.session)),
-            is_stuck=functools.partial(self._ring.is_stuck, run),
-        )
-
-    def observed(self, run: str) -> Observed:
-        """What was seen of a run. Call it under the lock."""
-        ring = self._ring
-        return Observed(
-            run, ring.of_run(run), ring.view(run), ring.tiers(run), self._places, servers=self.servers.get(run)
-        )
-
-    def place(self, url: str) -> Destination:
-        """What was seen at a place. Call it under the lock."""
-        return self._places.setdefault(url, Destination(url))
-
-    def info(self, run: str) -> RunInfo | None:
-        """What is known of a run."""
-        return self._run(run)
-
-    def _runs(self) -> set[str]:
-        deleting = {key_of(each.manifest) for place in self._places.values() for each in place.deletions}
-        trimming = {run for place in self._places.values() for run in place.newest}
-        return {*self._ring.runs(), *deleting, *trimming, *self.servers}
 
     def _problem(self, url: str) -> str:
         health = self.health.get(url)
@@ -385,8 +314,7 @@ class Reconciler:
     def _last_word(self, lane: Lane) -> None:
         """Tell a server what is durable: what it holds would stay there for ever."""
         with self._ring.changed:
-            plans = [action for plan in self._plans.get(lane, {}).values() for action in plan]
-            told = [(each, self.servers.get(each.run)) for each in plans if each.kind is Kind.TELL]
+            told = [(each, self.servers.get(each.run)) for each in self._planned(lane) if each.kind is Kind.TELL]
         for action, servers in told if self._closed else ():
             if servers is not None:
                 self._questions.ask(action, servers)
@@ -394,36 +322,40 @@ class Reconciler:
     def _next(self, lane: Lane) -> tuple[Action, Servers | None] | None:
         """The next thing to do at a place, its slots pinned; ``None`` when this worker is not needed any more."""
         url, asks = lane
-        idle_until, wake = time.monotonic() + _IDLE_S, self._workers[lane].wake
+        idle_until_s, wake = time.monotonic() + _IDLE_S, self._workers[lane].wake
         with wake:
             while not self._closed:
                 now_s = time.monotonic()
-                plan = sorted((each for plan in self._plans.get(lane, {}).values() for each in plan), key=_rank)
-                action = next((each for each in plan if each.due_s <= now_s), None)
-                if action is not None and action.due_s > 0:  # it was put off: things may be different now
-                    self._replan(action.run)
-                    action = next((e for e in self._plans.get(lane, {}).get(action.run, ()) if e.due_s <= now_s), None)
-                    if action is None:
-                        continue
-                if action is not None:
+                if (action := self._due(lane, now_s)) is not None:
                     servers = self.servers.get(action.run)
                     self._begin(action, servers, now_s)
                     return action, servers
+                plan = self._planned(lane)
                 if not asks:
                     self.place(url).only({each.key for each in plan})
                     self.health[url].error = self.health[url].error if plan else ""  # it is not wanted any more
-                if not plan:
-                    if now_s >= idle_until:
-                        break
-                    wake.wait(idle_until - now_s)
-                else:
-                    idle_until = now_s + _IDLE_S
-                    due_s = min(each.due_s for each in plan)
-                    wake.wait(min(due_s - now_s, threading.TIMEOUT_MAX))  # what waits for something else has no time
+                if plan:
+                    idle_until_s = now_s + _IDLE_S
+                elif now_s >= idle_until_s:
+                    break
+                until_s = min((each.due_s for each in plan), default=idle_until_s)
+                wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # what waits for something else has no time
             if not asks:
                 self.place(url).rest()
             del self._workers[lane]
             return None
+
+    def _planned(self, lane: Lane) -> list[Action]:
+        return [each for plan in self._plans.get(lane, {}).values() for each in plan]
+
+    def _due(self, lane: Lane, now_s: float) -> Action | None:
+        """What comes first at a place of what may be done now; ``None`` if nothing may, or that may have changed."""
+        due = [each for each in self._planned(lane) if each.due_s <= now_s]
+        first = min(due, key=lambda each: each.rank, default=None)
+        if first is None or first.due_s == 0:
+            return first
+        self._replan(first.run)  # it was put off: things may be different now
+        return next((each for each in self._plans.get(lane, {}).get(first.run, ()) if each.due_s <= now_s), None)
 
     def _begin(self, action: Action, servers: Servers | None, now_s: float) -> None:
         if action.kind is Kind.ASK:
@@ -439,12 +371,12 @@ class Reconciler:
 
     def _work_on(self, action: Action, store: Store | None) -> Store | None:
         """Do one thing; the tier's store, opened if it was not, is given back."""
-        attempt, lane = action.about.attempt, (action.url, False)
+        attempt = action.about.attempt
         try:
             attempt = self._attempt(action)
-            found: Store = store or self._stores.get(lane) or self._open_store(action.url)
+            found: Store = store or self._stores.get(action.url) or self._open_store(action.url)
             if isinstance(found, NodeTier):
-                self._stores[lane] = found  # it has learned how fast the server is
+                self._stores[action.url] = found  # it has learned how fast the server is
             store = found
             self._do(found, action, attempt)
         except FencedError as error:
@@ -483,15 +415,8 @@ class Reconciler:
         elif action.kind is Kind.RETAIN:
             keep = info.keep if info is not None else KEEP
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, action.about)):
-                text = "{why} ({snapshot})"
-                say(
-                    logging.WARNING,
-                    "upload-not-listed",
-                    text,
-                    about=f"{run} {unseen}",
-                    why=unseen,
-                    snapshot=action.name,
-                )
+                facts: dict[str, Any] = {"why": unseen, "snapshot": action.name}
+                say(logging.WARNING, "upload-not-listed", "{why} ({snapshot})", about=f"{run} {unseen}", **facts)
         elif action.kind is Kind.WITHDRAW:
             on_behalf(store, standing, lambda: self._upload.withdraw(store, action, attempt))
         else:
@@ -517,18 +442,6 @@ class Reconciler:
             if servers is not None and server is not None:
                 self.hear(servers, server, str(error) if error is not None else "")
         self._noted()
-
-    def hear(self, servers: Servers, server: Server, why: str) -> None:
-        """Take note of how something went at a server: why it failed, ``""`` if it did not. Under the lock."""
-        was_used = server.used
-        servers.heard(server, why, time.monotonic())
-        if was_used and not server.used:
-            self._questions.say_lost(servers, server)
-        self._ring.touch(servers.info.key)
-
-    def dropped(self, url: str, name: str, why: str) -> None:
-        """Note that a snapshot was dropped instead of being brought somewhere."""
-        self.health[url].dropped, self.health[url].dropped_name = why, name
 
     def _succeeded(self, url: str) -> None:
         health, place = self.health[url], self.place(url)
@@ -600,10 +513,6 @@ class Reconciler:
         self._heard(action, error)
 
 
-def _rank(action: Action) -> Any:
-    return action.rank
-
-
 def say_refused(run: str, attempt: int, error: FencedError) -> None:
     """Log that a later attempt has taken over a run, so that the uploads of this one are refused."""
     text = "{error}. Snapshots of attempt {attempt} are no longer uploaded. End its trainer."
@@ -619,17 +528,16 @@ def has_newer(store: Store, than: Manifest) -> bool:
 
 
 class TierUpload:
-    """Brings to a tier what an action says. From the worker of each tier.
+    """Brings to a tier what an action says. Called by the worker of each tier.
 
     Args:
-        reconciler: is told what was seen.
+        seen: what was seen; more is noted there.
         ring: where snapshots come from.
     """
 
-    def __init__(self, reconciler: Reconciler, ring: Ring) -> None:
-        self._reconciler, self._ring = reconciler, ring
+    def __init__(self, seen: Observations, ring: Ring) -> None:
+        self._seen, self._ring = seen, ring
         self._earlier = functools.partial(glance, ring)
-        self._swept_s: dict[tuple[str, str], float] = {}
 
     def put(self, store: Store, action: Action, attempt: int) -> Manifest | None:
         """Bring it; what is at the tier now, ``None`` if there was nothing to bring.
@@ -653,7 +561,7 @@ class TierUpload:
         """Remove from storage what was brought there of a snapshot that will never be complete."""
         key = action.run, action.name
         with self._ring.changed:
-            brought = self._reconciler.place(action.url).brought.get(key)
+            brought = self._seen.place(action.url).brought.get(key)
             group = self._group(*key)
         if brought is None:
             return
@@ -668,7 +576,7 @@ class TierUpload:
 
     def _brought(self, action: Action, manifests: tuple[Manifest, ...], at_s: float) -> None:
         with self._ring.changed:
-            place = self._reconciler.place(action.url)
+            place = self._seen.place(action.url)
             place.brought.pop((action.run, action.name), None)
             if manifests:
                 place.brought[action.run, action.name] = Brought(manifests, at_s)
@@ -681,12 +589,12 @@ class TierUpload:
         Raises:
             PutOff: if that is not known yet.
         """
-        info = self._reconciler.info(action.run)
+        info = self._seen.info(action.run)
         is_snapshot = action.coming is None and not action.about.is_file
         if not is_snapshot or isinstance(store, NodeTier) or (info is not None and info.session):
             return False
         with self._ring.changed:
-            is_left = time.monotonic() >= self._reconciler.desired(action.run).left_s
+            is_left = time.monotonic() >= self._seen.desired(action.run).left_s
         if not is_left:
             say_refused(action.run, action.about.attempt, fence)
             raise PutOff(f"{fence}, and its trainer may live")
@@ -758,7 +666,7 @@ class TierUpload:
         for slot, manifest in held.each():
             self._ring.mark(slot, manifest, action.url, Mark.SAFE)
         if whole.is_file:
-            self._sweep_files(store, action.run)
+            self._sweep_files(store, action)
         elif action.about.shard is not None:
             self._ring.mark_committed(action.run, whole.lineage, whole.order)
         return whole
@@ -785,13 +693,13 @@ class TierUpload:
 
     def _must_be_exact(self, action: Action) -> bool:
         with self._ring.changed:
-            return self._reconciler.desired(action.run).must_be_exact(action.about)
+            return self._seen.desired(action.run).must_be_exact(action.about)
 
     def _retain(self, action: Action, newest: Manifest) -> None:
         """Older snapshots of the run are to go where it has just come, if nobody else sees to that."""
         with self._ring.changed:
             if not newest.is_file and action.url not in self._ring.tiers(action.run).carried:
-                self._reconciler.place(action.url).newest[action.run] = newest
+                self._seen.place(action.url).newest[action.run] = newest
 
     def _note(self, slot: Slot, manifest: Manifest, brought: Manifest, url: str) -> None:
         """A tier has what a slot holds, or an approximation of it."""
@@ -806,212 +714,23 @@ class TierUpload:
             except CorruptSnapshotError as error:
                 text = "{error}. {about} is dropped; the snapshot before it counts. Check the memory of this host."
                 say(logging.ERROR, "snapshot-dropped", text, about=manifest.name, error=error)
-                self._reconciler.dropped(action.url, manifest.name, str(error))
-                slot.buffer.held = ""  # nothing that is in it counts as known
                 is_intact = False
-                try:
-                    self._ring.drop(action.run, manifest.name)
-                except SnapshotNotFoundError:
-                    logger.debug("%s has left memory already", manifest.name)
+                with self._ring.changed:
+                    self._seen.dropped(action.url, manifest.name, str(error))
+                    slot.buffer.held = ""  # nothing that is in it counts as known
+                    with contextlib.suppress(SnapshotNotFoundError):  # it has left memory already
+                        self._ring.drop(action.run, manifest.name)
         return is_intact
 
-    def _sweep_files(self, store: Store, run: str) -> None:
+    def _sweep_files(self, store: Store, action: Action) -> None:
         """Remove what killed writers left beside a user's files: with the first put there, and now and then."""
-        now_s = time.monotonic()
-        if now_s - self._swept_s.get((store.url, run), -SETTLED_S) < SETTLED_S:
-            return
-        self._swept_s[store.url, run] = now_s
+        with self._ring.changed:
+            swept_s, now_s = self._seen.place(action.url).swept_s, time.monotonic()
+            if now_s - swept_s.get(action.run, float("-inf")) < SETTLED_S:
+                return
+            swept_s[action.run] = now_s
         try:
             store.sweep_files()
         except SpotError as error:
             text = "files that killed writers left at {about} could not be removed. It is retried: {error}"
             say(logging.WARNING, "leftovers-stay", text, about=store.url, error=error)
-
-
-# -- questions --------------------------------------------------------------------------------------------------------
-
-
-class Questions:
-    """Asks a server what an action says. From the asker of each server.
-
-    Args:
-        reconciler: is told what was seen.
-        ring: holds the runs' snapshots.
-        open_store: makes the stores of servers and of storage.
-    """
-
-    def __init__(self, reconciler: Reconciler, ring: Ring, open_store: Callable[[str], Store]) -> None:
-        self._reconciler, self._ring, self._open_store = reconciler, ring, open_store
-        self._stores: dict[str, NodeTier] = {}
-
-    def ask(self, action: Action, servers: Servers) -> None:
-        """Ask, or tell, and note what was seen."""
-        server = servers.find(action.url)
-        if server is None:
-            return
-        kinds = {Kind.ASK: self._open, Kind.TELL: self._tell, Kind.LEARN: self._learn, Kind.LOOK: self._look}
-        try:
-            kinds[action.kind](action.run, servers, server)
-        finally:
-            with self._ring.changed:
-                self._ring.touch(action.run)
-
-    def _tier(self, server: Server) -> NodeTier:
-        """A server as a tier; it knows what it was told of the run.
-
-        Raises:
-            ServerUnreachableError: if it is no server.
-        """
-        if server.url not in self._stores:
-            store = self._open_store(server.url)
-            if not isinstance(store, NodeTier):
-                raise ServerUnreachableError(f"{server.url} is no server", tier=server.url)
-            self._stores[server.url] = store
-        return self._stores[server.url]
-
-    def _open(self, run: str, servers: Servers, server: Server) -> None:
-        """Open the run there, or ask once more how things are."""
-        ring = self._ring
-        with ring.changed:
-            upload, is_left = server.asked_to_upload, self._reconciler.desired(run).is_left
-            committed = ring.newest_committed(run, elsewhere=True)
-        asked = replace(servers.info, nodes=(), replicas=1, session="", committed=committed, carry=upload, left=is_left)
-        try:
-            opened = self._tier(server).open_run(asked)
-            if opened.leaves:
-                raise TierError("it is shutting down", tier=server.url)
-            self._find_lost(run, servers, server)
-        except Exception as error:
-            if not isinstance(error, SpotError):  # a bug must not end the thread: nothing would be learned any more
-                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"asking {server.url}", exc_info=True)
-            with ring.changed:
-                was_said = bool(server.why) and not server.used
-                servers.lost(server, str(error), time.monotonic())
-                if not was_said:
-                    self.say_lost(servers, server)
-            return
-        with ring.changed:
-            before, refused, anew = servers.uploader, bool(server.why_not), not server.used
-            servers.answered(server, opened, upload=upload)
-            if anew or servers.uploader is not before or (server.why_not and not refused):
-                self._say(servers, server)
-
-    def _find_lost(self, run: str, servers: Servers, server: Server) -> None:
-        """Have the newest snapshots sent again that were safe there, and that it has no more."""
-        with self._ring.changed:
-            seen = self._reconciler.observed(run)
-            held = Held.of(expected(seen, server, servers.info.durable_url, durable_too=not server.used))
-        if not held.slots:
-            return
-        listed = {(item.manifest.name, item.manifest.checksums) for item in self._tier(server).listing()}
-        for slot, manifest in held.each():
-            if (manifest.name, manifest.checksums) not in listed:
-                self._ring.mark_lost(slot, manifest, server.url)
-
-    def _tell(self, run: str, servers: Servers, server: Server) -> None:
-        """Say what is durable, to a server that does not bring it there."""
-        with self._ring.changed:
-            facts = untold(self._reconciler.observed(run), server)
-        for manifest, fact in facts:
-            try:
-                settled = replace(manifest, name=manifest.snapshot, shard=None)
-                self._tier(server).settle(settled, servers.info.attempt)
-            except SpotError as error:
-                logger.debug("%s could not be told what is durable: %s", server.url, error)
-                server.told_s = time.monotonic() + LAST_LOOK_S
-                return
-            server.told.add(fact)
-
-    def _learn(self, run: str, servers: Servers, server: Server) -> None:
-        """Ask which snapshots it has made durable."""
-        durable_url = servers.info.durable_url
-        assert durable_url is not None
-        with self._ring.changed:
-            desired = self._reconciler.desired(run)
-            waiting = Held.of(unknown(desired, self._reconciler.observed(run), server))
-        try:
-            tier = self._tier(server)
-            if desired.urgent:
-                tier.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
-            listed = {(item.manifest.name, item.manifest.checksums): item.safe for item in tier.listing()}
-            for slot, manifest in waiting.each():
-                safe = listed.get((manifest.name, manifest.checksums))
-                if safe is not None and durable_url in safe:
-                    self._mark_durable(run, slot, manifest, durable_url)
-                elif safe is None:
-                    self._ask_durable(run, slot, manifest, durable_url, server)
-        except SpotError as error:
-            with self._ring.changed:
-                self._reconciler.hear(servers, server, str(error))
-            return
-        with self._ring.changed:
-            server.learned_s = time.monotonic() + server.pause_s
-            server.pause_s = min(LAST_LOOK_S, server.pause_s * 1.5)
-
-    def _ask_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str, server: Server) -> None:
-        """A snapshot left the server's memory: because it is durable, or because the server lost it."""
-        try:
-            store = self._open_store(durable_url)
-            if manifest.shard is None:
-                is_durable = store.has(manifest)
-            else:
-                whole = commit.look(store, manifest.snapshot).manifest
-                is_durable = whole is not None and commit.contains(whole, manifest)
-        except SpotError as error:  # it is asked again
-            logger.debug("%s does not answer (%s)", durable_url, error)
-            return
-        if is_durable:
-            self._mark_durable(run, slot, manifest, durable_url)
-        else:
-            self._ring.mark_lost(slot, manifest, server.url)
-
-    def _mark_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str) -> None:
-        self._ring.mark(slot, manifest, durable_url, Mark.SAFE)
-        if manifest.shard is not None:
-            self._ring.mark_committed(run, manifest.lineage, manifest.order)
-
-    def _look(self, run: str, servers: Servers, server: Server) -> None:
-        """Look whether snapshots of which other hosts have shards are complete over all servers."""
-        with self._ring.changed:
-            names = missing(self._ring.view(run))
-            if server.looked_for != names:
-                server.looked_for, server.look_pause_s = names, FIRST_LOOK_S
-        try:
-            shown = by_snapshot(item.manifest for item in self._tier(server).listing())
-        except SpotError as error:
-            logger.debug("%s does not tell what it has: %s", server.url, error)
-            with self._ring.changed:  # one that does not answer may have what is missing; it is asked less often
-                server.away_until_s = max(server.away_until_s, time.monotonic() + ASK_AGAIN_S)
-            return
-        with self._ring.changed:
-            server.shown = shown
-            server.looked_s = time.monotonic() + server.look_pause_s
-            server.look_pause_s = min(LAST_LOOK_S, server.look_pause_s * 1.5)
-            marks = self._ring.known.committed.items()
-            known = {(lineage, order) for (of, lineage), orders in marks if of == run for order in orders}
-            for lineage, order in list(servers.committed(known)):
-                self._ring.mark_committed(run, lineage, order)
-            for group in self._ring.view(run).groups:
-                if group.state is Status.PENDING and (found := servers.registers(group.manifest.snapshot)):
-                    self._ring.see(run, group.manifest.snapshot, found)
-
-    # -- what is said ---------------------------------------------------------------------------------------------
-
-    def _say(self, servers: Servers, server: Server) -> None:
-        facts: dict[str, Any] = {"about": server.url, "run": servers.info.text}
-        recovered("server-lost", "{about} works again", about=server.url)
-        if server.uploads:
-            say(logging.INFO, "server-used", "{about} takes the snapshots of run {run} and uploads them", **facts)
-        elif not server.why_not:
-            say(logging.INFO, "server-used", "{about} takes the snapshots of run {run}, too", **facts)
-        elif servers.info.durable_url is not None:
-            who = "This host does" if servers.is_nobody else "Another server is asked"
-            text = "{about} does not upload run {run} to its storage: {why}. {who}."
-            say(logging.WARNING, "server-not-uploading", text, why=server.why_not, who=who, **facts)
-
-    def say_lost(self, servers: Servers, server: Server) -> None:
-        """Log that a server is lost, and how many are left."""
-        text = "{about} fails ({why}). Run {run} has {used} of {wanted} servers until it works again. Check it."
-        facts: dict[str, Any] = {"why": server.why, "run": servers.info.text}
-        facts |= {"used": len(servers.used), "wanted": servers.replicas}
-        say(logging.WARNING, "server-lost", text, about=server.url, **facts)

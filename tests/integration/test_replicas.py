@@ -140,6 +140,20 @@ def test_each_snapshot_is_at_two_servers_and_one_uploads_it(make: Callable[..., 
     until(lambda: bench.nodes[SECOND].committed(RUN)[0].settled, "the second node to be told")
 
 
+def test_of_what_a_replica_was_told_the_newest_is_remembered(make: Callable[..., Chained]) -> None:
+    """One for each snapshot stayed for as long as the run lasted."""
+    bench = make()
+    bench.start(FIRST, SECOND, replicas=2)
+    servers = bench.node.reconciler.servers[RUN_ID]
+    for step in (1, 2, 3):
+        sealed = bench.save(step, wait_s=10)
+        assert bench.flush() == []
+        at_both(bench, step)
+        (replica,) = (each for each in servers.used if not each.uploads)
+        until(lambda known=replica, name=sealed.name: name in str(known.told), "the replica to be told")
+    assert len(replica.told) == 1
+
+
 def test_a_slow_replica_gets_the_newest_and_slows_no_other(make: Callable[..., Chained]) -> None:
     bench = make()
     bench.behind[SECOND].open.clear()

@@ -499,7 +499,7 @@ class World:
         for manifest, _fact in facts:
             for slot in self.servers[base_of(action.url)].slots:
                 slot.settled |= slot.snapshot is not None and slot.snapshot.order <= manifest.order
-        return lambda: mine.told.update(fact for _, fact in facts)
+        return lambda: mine.told.update((manifest.lineage, fact) for manifest, fact in facts)
 
     def learn(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
         assert place.servers is not None

@@ -12,7 +12,7 @@ from lightning_spot.errors import TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.parts import checksum
 from lightning_spot.memory import ring
-from lightning_spot.memory.ring import Ring
+from lightning_spot.memory.ring import Ring, SlotsAhead
 from lightning_spot.staging.slot import SlotMemory
 from tests.support.server import MIB, RUN_ID, Bench, image_of, manifest_of
 from tests.support.waiting import until
@@ -108,3 +108,30 @@ def test_a_host_without_memory_says_so_to_who_asks(
     receive(bench, 1)
     with pytest.raises(TierError, match="no memory"):
         receive(bench, 2)
+
+
+def test_a_slot_is_waited_for_only_once_it_is_being_made(
+    bench: Bench, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender that came between the two could not wait for a thread that had not been started."""
+    ahead, start, failed = SlotsAhead(bench.node.ring), threading.Thread.start, list[BaseException]()
+
+    def wait() -> None:
+        try:
+            ahead.wait(RUN_ID)
+        except RuntimeError as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait)
+
+    def interrupted(self: threading.Thread) -> None:
+        start(waiting)
+        waiting.join(0.2)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    ahead.make(RUN_ID, 1000, 1)
+    monkeypatch.undo()
+    waiting.join(30)
+    ahead.close()
+    assert not failed

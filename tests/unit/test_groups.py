@@ -314,6 +314,17 @@ def test_shards_of_a_rank_that_ended_are_not_waited_for(make_bench: Callable[...
     assert "rank 1: it ended" in why
 
 
+def test_a_rank_that_ends_may_drop_an_older_failure(ring: Ring) -> None:
+    """Its failure makes room by dropping the oldest one, which comes later in the list of what is here."""
+    slot = ring.try_lease(RUN_ID, 1000)
+    assert slot is not None
+    for step in range(2, 18):
+        ring.fail(RUN_ID, failed_shard(step, 1))
+    ring.commit(slot, sealed_shard(1, 0))
+    ring.fail_missing(RUN_ID, 1, 1, "it ended")
+    assert ring.status_of(RUN_ID, snapshot_name(1, 1))[0] is Status.ABORTED
+
+
 def test_why_a_shard_failed_outlives_a_killed_server(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
     """The next one waited for what would never come."""
     killed = make_bench(area=runtime_dir / "area")

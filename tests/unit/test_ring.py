@@ -28,11 +28,17 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.parts import checksum
+from lightning_spot.image.shards import Status
 from lightning_spot.memory import area as area_module
 from lightning_spot.memory import reconcile, worker
 from lightning_spot.memory.area import SlotArea
+from lightning_spot.memory.host import InProcessHost
+from lightning_spot.memory.ring import Ring
 from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Held, Slot
+from lightning_spot.memory.slots import Held, Mark, Slot
+from lightning_spot.memory.upload import Upload
+from lightning_spot.memory.uploads import Uploads
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.staging import slot as slot_module
 from lightning_spot.staging.slot import SlotMemory, host_memory_bytes
@@ -508,6 +514,24 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
         bench.node.remove(RUN, first.name)
 
 
+def test_a_file_that_is_saved_again_is_not_removed_before(bench: Bench) -> None:
+    """It was gone until the new one had come: the removal was planned still."""
+    there = str(bench.root / "files")
+    bench.open()
+    bench.open(run_id=OTHER_ID)
+    bench.file("best.ckpt", 1, run_id=OTHER_ID, destinations=[there])
+    assert bench.flush() == []
+    bench.store(there).open.clear()
+    bench.file("other.ckpt", 1, destinations=[there])
+    until(lambda: "put other.ckpt" in bench.store(there).tries, "the place to be busy")
+    bench.node.remove(f"run@{OTHER_ID}", "best.ckpt")
+    del bench.store(there).tries[:]
+    bench.file("best.ckpt", 2, run_id=OTHER_ID, destinations=[there])
+    bench.store(there).open.set()
+    until(lambda: "put best.ckpt" in bench.store(there).tries, "the new one to be brought")
+    assert "delete best.ckpt" not in bench.store(there).tries
+
+
 def test_a_user_file_is_never_dropped_from_memory_only(bench: Bench) -> None:
     bench.open(durable=False)
     bench.file("best.ckpt", 1)
@@ -626,6 +650,54 @@ def test_leasing_a_slot_just_committed_returns_what_it_holds(bench: Bench, monke
     bench.save(1)
     assert ring.committed()[0].buffer.held
     assert free == [False]
+
+
+def test_what_comes_into_a_slot_that_was_just_committed_goes_on(bench: Bench) -> None:
+    """The end of the upload before it took back what the next one had offered to the tiers."""
+    ring, registry, nbytes, slots = Ring(slots=1, memory_bytes=MIB), bench.node.registry, 1000, list[Slot]()
+    bench.open()
+
+    def receive(step: int) -> Upload:
+        upload = uploads.lease(RUN, 1, nbytes, manifest=manifest_of(step))
+        with upload.slot.view(nbytes) as view:
+            view[:] = image_of(step, nbytes)
+        uploads.arriving(upload, 0, nbytes)
+        uploads.arrived(upload, 0, checksum(image_of(step, nbytes)))
+        slots.append(upload.slot)
+        return upload
+
+    def committed(_run: str, manifest: Manifest) -> None:
+        ring.mark(slots[0], manifest, "/tier", Mark.SAFE)
+        receive(2)
+
+    uploads = Uploads(ring, registry, committed)
+    uploads.commit(receive(1).id, manifest_of(1))
+    assert slots[0] is slots[1]
+    assert slots[1].coming is not None
+    assert slots[1].coming.manifest.step == 2
+    uploads.close()
+    ring.close(keep_unsafe=False)
+
+
+def test_who_waits_for_a_snapshot_holds_no_lock_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looked the run up under the ring's lock, while who commits holds the other one and waits for that."""
+    host, inverted = InProcessHost(slots=1, memory_bytes=MIB, open_store=LocalStore), list[str]()
+    host.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="token"))
+    ring, registry = host._node.ring, host._node.registry
+
+    class Checked:
+        def __enter__(self) -> None:
+            if ring.lock._is_owned():  # type: ignore[attr-defined]
+                inverted.append(threading.current_thread().name)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(registry, "lock", Checked())
+    assert host.awaited(snapshot_name(1, 1), 0.0)[0] is Status.PENDING
+    monkeypatch.undo()
+    host.leave(complete=True)
+    assert not inverted
 
 
 def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
