@@ -74,7 +74,9 @@ def _copy_of(value: Any, left: list[int], depth: int) -> Any:
         raise NotPlain
     items = list(value)
     if kind is list and len(items) > _LONG and set(map(type, items)) in ({int}, {float}):
-        return {_NUMBERS: _tensors([_of_array(np.array(items))], left)[0]}
+        numbers = _of_array(np.array(items))
+        if numbers.is_floating_point() is (type(items[0]) is float):  # of integers that fit no type, NumPy makes floats
+            return {_NUMBERS: _tensors([numbers], left)[0]}
     if kind is list and len(items) > 1 and _are_alike(items):
         return {_STACKED: torch.stack(_tensors(items, left)).detach()}  # a checkpoint pays for each tensor
     return kind(_copy_of(item, left, depth + 1) for item in items)

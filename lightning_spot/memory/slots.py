@@ -199,6 +199,11 @@ class Slot:
         """Whether what it holds is safe elsewhere, or something newer."""
         return self.settled or Mark.SAFE in self.seen.values()
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether what it holds is at storage, or something newer."""
+        return self.settled or not _are_servers(self.safe)
+
     def lacks(self, urls: Iterable[str]) -> list[str]:
         """Those of some URLs that have it not, and do not refuse it."""
         return [url for url in urls if self.seen.get(url) not in (Mark.SAFE, Mark.REFUSED)]
@@ -341,7 +346,7 @@ class Group:
     @property
     def ends_run(self) -> bool:
         """Whether the run has come to its end with it. A server that has a shard says nothing of the others."""
-        is_durable = any(slot.settled or not all(url.startswith("spot:") for url in slot.safe) for slot in self.slots)
+        is_durable = any(slot.is_durable for slot in self.slots)
         is_known = self.state is Status.COMMITTED or (self.state is Status.PENDING and is_durable)
         return self.manifest.complete and is_known
 
@@ -468,10 +473,14 @@ class View:
 
     @property
     def only_here(self) -> set[Slot]:
-        """The slots whose snapshot or file is still owed to a tier, or is the newest and safe nowhere."""
+        """The slots whose snapshot or file is still owed to a tier, or is the newest and safe nowhere.
+
+        What is at storage, and owed to servers only, is not among them: no more than a replica is missing.
+        """
         unsafe = (slot for slot in self.slots if not (slot.is_safe or slot.refused))
         newest = (slot for slot in unsafe if slot in self.newest or slot.snapshot is None)
-        return {*self.owed, *newest}
+        spare = {slot for slot, urls in self.owed.items() if slot.is_durable and _are_servers(urls)}
+        return {*self.owed, *newest} - spare
 
     def reusable(self, now_s: float) -> list[Slot]:
         """Slots that may be reused: nobody reads them, and they owe nothing.
@@ -504,6 +513,10 @@ class View:
         over = {slot for group in gone if group.manifest not in kept for slot in group.slots}
         over -= self.newest | self.bases
         return [slot for slot in self.reusable(now_s) if slot in over] if over else []
+
+
+def _are_servers(urls: Iterable[str]) -> bool:
+    return all(url.startswith("spot:") for url in urls)
 
 
 def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterator[tuple[Slot, list[str]]]:

@@ -202,6 +202,7 @@ KEPT: list[Any] = [
     [torch.ones(2), torch.zeros(2)],
     [1, (2, "a"), {"b": [None, 3.0]}],
     {(0, 1): 2.0, "c": {3: [torch.ones(1)]}},
+    [*range(100), 2**63 + 1],  # NumPy makes floats of these
 ]
 
 

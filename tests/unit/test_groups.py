@@ -202,6 +202,18 @@ def test_the_newest_of_each_lineage_stays(slots: Slots) -> None:
     assert _steps(slots.view().only_here) == {1, 3}
 
 
+def test_what_lacks_a_replica_only_is_not_only_here(slots: Slots) -> None:
+    """A local server that had ended left it in shared memory for a day, though its run was complete and durable."""
+    tiers = Tiers((SERVER, "spot://second/run"), (STORAGE,))
+    for slot in slots.add(1, 0, 1):
+        slot.seen = {SERVER: Mark.SAFE}
+    assert _steps(slots.view(tiers).only_here) == {1}
+    for slot in slots.all:
+        slot.seen[STORAGE] = Mark.SAFE
+    assert slots.owed(tiers) == {1: ["spot://second/run"]}
+    assert _steps(slots.view(tiers).only_here) == set()
+
+
 def test_servers_are_owed_the_newest_and_storage_what_is_wanted(slots: Slots) -> None:
     tiers = Tiers((SERVER, STORAGE))
     slots.add(1, 0, 1)
