@@ -31,9 +31,9 @@ from lightning_spot.staging.copier import Watches
 from lightning_spot.tiers.fences import Owner, Standing
 from lightning_spot.tiers.store import Holdings, on_behalf, retain
 
-_POLL_S = 0.05
-_LOOK_S = 10.0
-OTHERS_S, _AGAIN_S = 30.0, 0.5
+_POLL_S = 0.05  # how often the ring, or a server, is asked while training ends
+_LOOK_S = 10.0  # storage has at least so long to answer, also past the deadline
+OTHERS_S, _AGAIN_S = 30.0, 0.5  # how long other hosts have to commit the last snapshot; how often it is looked for
 _AWAY_S = 30.0  # a server that failed is not tried before; training waits for each try
 _CARRIED_S = 15.0  # for a server that alone has the newest one to be asked to carry the run on
 _BEFORE = "The run resumes from the snapshot before it"
@@ -312,8 +312,8 @@ class LastState:
     Attributes:
         checkpoint: the state; ``None`` where this rank has a part of it only.
         manifest: of its snapshot, not sealed.
-        watches: of its tensors, to know whether they have changed since.
-        glances: at them, likewise.
+        watches: counts of writes to its tensors, by which it is known whether they have changed since.
+        glances: some bytes of each tensor, which show what torch does not count.
     """
 
     checkpoint: Any

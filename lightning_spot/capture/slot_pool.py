@@ -316,8 +316,7 @@ class SlotPool:
         Raises:
             SpotError: if there is none.
         """
-        maker, began_s = self._maker, time.monotonic()
-        deadline_s = began_s + wait_s
+        maker, deadline_s = self._maker, time.monotonic() + wait_s
         if maker.has_outgrown(nbytes):
             self.give_back()  # it is too small, and its memory is to be made again
         if not maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and maker.wait(wait_s)):
@@ -333,22 +332,31 @@ class SlotPool:
                 if nbytes <= len(ahead[1].map):
                     return replace(ahead[1], nbytes=nbytes)
                 give_back(*ahead, untouched=True)
-            making = maker.making(nbytes)
-            waits = wait_s > 0 and making is not Making.NEVER
-            try:
-                lease = self._in_time(host, nbytes, deadline_s - time.monotonic() if waits else 0.0, lambda: making)
-            except SnapshotFailedError as error:
-                if waits or error.reason is not FailureReason.RING_FULL:
-                    raise
-                maker.found_none(host, nbytes)
-                if not wait_s:
-                    raise
-                return self._in_time(host, nbytes, deadline_s - time.monotonic(), lambda: maker.now)
-            if waits and time.monotonic() - now_s > _LONG_S:
-                maker.found_none(host, nbytes)
-            return lease
+            return self._next(host, nbytes, deadline_s, waits=wait_s > 0)
         finally:
             self._is_awaited = False
+
+    def _next(self, host: Host, nbytes: int, deadline_s: float, *, waits: bool) -> Lease:
+        """The next slot that can be had; where none was free, a further one is made in the background.
+
+        Where memory may not be made for the caller, a slot that has some is asked for first, without waiting.
+        """
+        maker, began_s = self._maker, time.monotonic()
+        making = maker.making(nbytes)
+        if waits and making is not Making.NEVER:
+            lease = self._in_time(host, nbytes, deadline_s - began_s, lambda: making)
+            if time.monotonic() - began_s > _LONG_S:
+                maker.found_none(host, nbytes)
+            return lease
+        try:
+            return self._in_time(host, nbytes, 0.0, lambda: making)
+        except SnapshotFailedError as error:
+            if error.reason is not FailureReason.RING_FULL:
+                raise
+            maker.found_none(host, nbytes)
+            if not waits:
+                raise
+            return self._in_time(host, nbytes, deadline_s - time.monotonic(), lambda: maker.now)
 
     def look_ahead(self, host: Host, nbytes: int, *, is_short: bool) -> None:
         """A snapshot is committed: have the slot of the next one made, or lease it.

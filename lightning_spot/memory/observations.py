@@ -174,12 +174,13 @@ class Questions:
         Raises:
             ServerUnreachableError: if it is no server.
         """
-        if server.url not in self._stores:
-            store = self._open_store(server.url)
-            if not isinstance(store, NodeTier):
-                raise ServerUnreachableError(f"{server.url} is no server", tier=server.url)
-            self._stores[server.url] = store
-        return self._stores[server.url]
+        if (known := self._stores.get(server.url)) is not None:
+            return known
+        store = self._open_store(server.url)
+        if not isinstance(store, NodeTier):
+            raise ServerUnreachableError(f"{server.url} is no server", tier=server.url)
+        self._stores[server.url] = store
+        return store
 
     def _open(self, run: str, servers: Servers, server: Server) -> None:
         """Open the run there, or ask once more how things are."""

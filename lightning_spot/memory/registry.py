@@ -154,7 +154,7 @@ class Registry:
         Args:
             text: the run, as in URLs.
             attempt: the number that is shown, 0 for none.
-            token: likewise, ``""`` for none.
+            token: the token that is shown, ``""`` for none.
 
         Raises:
             SnapshotNotFoundError: if this server does not know the run, or not that attempt yet: it is to be opened.

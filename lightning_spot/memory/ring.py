@@ -527,10 +527,13 @@ class Ring(SlotTable):
         """Why no slot can be had now, for people."""
         with self.changed:
             full = self._found_full(nbytes)
-            if full is None:
-                return self._why_full(run, nbytes, is_known=False)
-            full.why = full.why or self._why_full(run, nbytes, is_known=True)
-            return full.why
+            if full is not None and full.why:
+                return full.why
+            is_known, now_s = full is not None, time.monotonic()
+            why = why_full(self.slots, run, nbytes, self._limits, is_known=is_known, views=self.views, now_s=now_s)
+            if full is not None:
+                full.why = why
+            return why
 
     @property
     def full(self) -> bool:
@@ -600,8 +603,8 @@ class Ring(SlotTable):
     def fail(self, run: str, manifest: Manifest) -> None:
         """Note why a shard will never be there. Nothing happens if something is known of that shard already.
 
-        One says it for its snapshot, and of a run the last few stay, with what is here of their snapshots: whoever
-        writes the run may say it of 65,536 writers, and no other limit holds for these.
+        One failure is enough for a snapshot, and only the last few of a run stay, with what is here of their snapshots:
+        the trainer may report 65,536 writers as failed, and no other limit bounds these slots.
 
         Args:
             run: key of the run.
@@ -740,13 +743,17 @@ class Ring(SlotTable):
         self._stale(slot.run)
 
     def _room(self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False) -> Placement | None:
-        capacity, wanted, now_s = capacity_for(nbytes, self._limits), max(1, nbytes), time.monotonic()
-        how: dict[str, Any] = {"reuse": reuse, "writer": writer, "views": self.views, "now_s": now_s}
-        return find_room(self.slots, run, wanted, capacity, limits, **how)
-
-    def _why_full(self, run: str, nbytes: int, *, is_known: bool) -> str:
-        how: dict[str, Any] = {"is_known": is_known, "views": self.views, "now_s": time.monotonic()}
-        return why_full(self.slots, run, nbytes, self._limits, **how)
+        return find_room(
+            self.slots,
+            run,
+            max(1, nbytes),
+            capacity_for(nbytes, self._limits),
+            limits,
+            reuse=reuse,
+            writer=writer,
+            views=self.views,
+            now_s=time.monotonic(),
+        )
 
     def _found_full(self, nbytes: int) -> _Full | None:
         """That there was no room for so much, or less, if nothing has changed since. A run's own bound is looked at."""
