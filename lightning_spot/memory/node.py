@@ -279,10 +279,19 @@ class Node:
 
     @property
     def finished(self) -> bool:
-        """Whether no run needs this node: each has said that it is complete and all is safe below, or none began."""
+        """Whether no run needs this node: each has said that it is complete and all is safe below, or none began.
+
+        Of a last snapshot of several hosts, its part is to be seen complete first: else it would stay in tmpfs.
+        """
         runs = list(self.registry.runs.values())
         needed = not all(run.complete for run in runs) if runs else not self._not_needed
-        return not (needed or self.registry.sessions) and self.settled
+        return not (needed or self.registry.sessions or self._owes_an_end) and self.settled
+
+    @property
+    def _owes_an_end(self) -> bool:
+        with self.ring.changed:
+            owed = [slot for view in self.ring.views() for slot in view.owed]
+            return any(slot.manifest is not None and slot.manifest.complete and not slot.is_durable for slot in owed)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 

@@ -730,7 +730,7 @@ def _shards_due_s(desired: Desired, group: Group) -> float:
     is_wanted = group.persist or desired.urgent
     if desired.is_spread and not desired.is_live and desired.urgent:
         return 0.0  # no more comes of its trainer, and others have what is missing here
-    if desired.is_spread and desired.is_live and is_wanted:
+    if desired.is_spread and is_wanted and (desired.is_live or group.manifest.complete):
         return max(slot.commit.at_s for slot in group.slots) + _TOGETHER_S
     is_known = group.state is not Status.PENDING and (desired.info is None or desired.is_spread)
     return 0.0 if is_wanted and is_known else desired.left_s

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, Order, snapshot_name
+from lightning_spot.image.manifest import Manifest, Order, shard_name, snapshot_name
 from lightning_spot.image.shards import Status
 from lightning_spot.memory import reconcile
 from lightning_spot.memory.ring import Ring
@@ -32,7 +32,7 @@ from lightning_spot.memory.slots import (
 from lightning_spot.tiers import commit
 from lightning_spot.tiers.local import LocalStore
 from tests.support.server import RUN_ID, Bench, manifest_of
-from tests.support.shards import failed_shard, sealed_shard, shard_image, shard_manifest
+from tests.support.shards import apart_shard, failed_shard, sealed_apart, sealed_shard, shard_image, shard_manifest
 from tests.support.waiting import until
 
 LINEAGE = "1" * 12
@@ -360,6 +360,30 @@ def test_an_orphan_keeps_no_server_of_a_complete_run(make_bench: Callable[..., B
     assert not bench.node.finished
     bench.node.close_run(run, "rank 0", complete=True)
     assert bench.node.finished
+
+
+def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: Callable[..., Bench]) -> None:
+    """Its server ended before it saw that another host had committed it, and left it in shared memory for a day."""
+    bench = make_bench()
+    bench.node.begin_session("rank 0")
+    bench.open(session="rank 0", hosts=2)
+    names = [shard_name(snapshot_name(9, 1, complete=True), writer) for writer in (0, 1)]
+    first = apart_shard(9, 0, name=names[0], complete=True)
+    second = sealed_apart(9, 1, name=names[1], complete=True)
+    run, upload = f"run@{RUN_ID}", bench.node.lease(f"run@{RUN_ID}", 1, first.nbytes)
+    upload.slot.view(first.nbytes)[:] = shard_image(first)
+    bench.node.seal(upload.id, first)
+    folder = Path(bench.tier().url) / first.snapshot
+    until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
+    bench.node.end_session("rank 0")
+    bench.node.close_run(run, "rank 0", complete=True)
+    until(lambda: bench.node.settled, "nobody to wait for it")
+    assert not bench.node.finished
+    commit.put_shards(
+        LocalStore(bench.tier().url), [(second, memoryview(shard_image(second)))], attempt=1
+    )  # as another host
+    until(lambda: bench.node.finished, "it to be seen complete")
+    assert bench.node.ring.view(RUN_ID).only_here == set()
 
 
 def test_nothing_of_an_aborted_snapshot_stays_at_storage(
