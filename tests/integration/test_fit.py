@@ -115,6 +115,9 @@ def test_plain_torch_and_lightning_read_it(tmp_path: Path, warm_python: str) -> 
         "        del sys.modules[name]\n"
         "sys.modules['lightning_spot'] = None\n"  # as if it were not installed
         "import torch, lightning.pytorch as pl\n"
+        "from lightning.fabric.utilities import registry\n"
+        "real = registry.entry_points\n"
+        "registry.entry_points = lambda **how: [each for each in real(**how) if each.name != 'lightning_spot']\n"
         "from tests.support.trainer import Net, data, trainer\n"
         f"path = {str(path)!r}\n"
         "assert torch.load(path, weights_only=True)['global_step'] == 20\n"
