@@ -48,6 +48,7 @@ _AGAIN_S = 0.1
 _Failed = Callable[[BaseException], None]
 _COUNTS_S, _TIMES = 60.0, 3.0  # the shards of all ranks are waited for so long, and so many times as long as last time
 _SLICE_S = 2.0
+_RING_S = 30.0  # so long does the last shard of a rank wait for the ring that replaces a lost one
 
 LEAST_BYTES = 64 * 1024
 """Less is sent as it is: counters of optimizers are floating-point numbers, too."""
@@ -304,9 +305,12 @@ class SnapshotWriter:
         *,
         followed: bool,
     ) -> Future[Manifest]:
-        if (host := self.host) is None:
-            raise self.link.missing()
         deadline_s = time.monotonic() + wait_s
+        # Nothing comes after the last one. What one rank writes alone goes another way.
+        is_last = manifest.complete and manifest.shard is not None
+        host = self.link.wait(min(wait_s, _RING_S)) if is_last else self.host
+        if host is None:
+            raise self.link.missing()
         self._slots.wait_warm(host, wait_s)
         if lost := self._copying.views.others(host):
             self.copied()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,12 +22,12 @@ from lightning_spot.capture.layouts import (
 )
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import FailureReason, NotSerializableError, SnapshotFailedError
+from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.image.files import MODEL_FILE
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.image.manifest import Manifest, shard_name, snapshot_name
 from lightning_spot.image.pickling import TensorPickler
 from lightning_spot.image.shards import LEAST_PART_BYTES, Status
-from lightning_spot.memory.host import Lease
+from lightning_spot.memory.host import Host, Lease
 from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.staging.copier import Copier
@@ -255,6 +257,27 @@ def test_a_ring_lost_while_others_are_awaited_is_found_again(desk: Desk) -> None
     desk.copied()
     assert [done.result(LAST_S).step for done in (first, *others)] == [1, 1, 1]
     assert desk.writers[0].link.losses == 1
+
+
+def test_the_last_snapshot_waits_for_the_next_ring() -> None:
+    """The final weights were lost, and all steps since the snapshot before, though a new server was starting."""
+    may_begin = threading.Event()
+
+    class Slow(Desk):
+        def another_ring(self) -> RankRing:
+            assert may_begin.wait(LAST_S)
+            return super().another_ring()
+
+    with contextlib.closing(Slow()) as desk:
+        desk.writers[0].link.lose(cast(Host, desk.rings[0]), ServerUnreachableError("it has gone"))
+        threading.Timer(0.2, may_begin.set).start()
+        dones = []
+        for rank, writer in enumerate(desk.writers):
+            name = shard_name(snapshot_name(1, 1, complete=True), rank)
+            manifest = replace(manifest_of(rank, len(desk.writers), 1), name=name, complete=True)
+            dones.append(writer.begin(desk.content(rank), manifest, wait_s=LAST_S))
+        desk.copied()
+        assert [done.result(LAST_S).complete for done in dones] == [True] * 3
 
 
 def test_who_awaits_a_rank_that_has_gone_ends_when_training_does(desk: Desk) -> None:
