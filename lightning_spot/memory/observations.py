@@ -281,7 +281,7 @@ class Questions:
             self._ring.mark_lost(slot, manifest, server.url)
 
     def _mark_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str) -> None:
-        self._ring.mark(slot, manifest, durable_url, Mark.SAFE)
+        self._ring.mark(Held((slot,), (manifest,)), durable_url, Mark.SAFE)
         if manifest.shard is not None:
             self._ring.mark_committed(run, manifest.lineage, manifest.order)
 

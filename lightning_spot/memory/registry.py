@@ -193,8 +193,7 @@ class Registry:
     def highest(self, key: str) -> int:
         """Highest attempt known of a run: opened, or of a snapshot that is held; 0 if none."""
         known = self.runs.get(key)
-        attempts = [slot.manifest.attempt for slot in self._ring.committed(key) if slot.manifest]
-        return max([known.info.attempt if known else 0, *attempts])
+        return max(known.info.attempt if known else 0, self._ring.highest_attempt(key))
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected.

@@ -23,6 +23,7 @@ meanwhile is not used, and would not have the right checksum.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -55,6 +56,7 @@ from lightning_spot.memory.slots import (
     Mark,
     Placement,
     Slot,
+    Slots,
     SlotState,
     Tiers,
     View,
@@ -101,20 +103,17 @@ class SlotTable:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.area = area
-        self.slots = area.adopt() if area is not None else []
+        self.slots = Slots(area.adopt() if area is not None else ())
         self.changes = 0
         self.begun_s = time.monotonic()
         self.opened_s: dict[str, float] = {}
         self.known = Known()
         self.stale: set[str] = set()
-        self._of_run: dict[str, dict[Slot, None]] = {}
         self._views: dict[str, View] = {}
         self._assembled: dict[tuple[str, str], tuple[tuple[Manifest, ...], Manifest]] = {}
         self._tiers: dict[str, Tiers] = {}
         self._watchers: list[Callable[[], None]] = []
-        for slot in self.slots:
-            self._of_run.setdefault(slot.run, {})[slot] = None
-            self.stale.add(slot.run)
+        self.stale.update(self.slots.runs)
 
     # -- where a run's snapshots go, and are ----------------------------------------------------------------------
 
@@ -137,18 +136,19 @@ class SlotTable:
             own = {url for tiers in self._tiers.values() for url in tiers.own}
             return {url for tiers in self._tiers.values() for url in tiers.carried} - own
 
-    def mark(self, slot: Slot, manifest: Manifest, url: str, mark: Mark) -> None:
-        """Note what was seen of a snapshot, or shard, at a tier: safe is what that has said to be committed there."""
+    def mark(self, held: Held, url: str, mark: Mark) -> None:
+        """Note what was seen of a snapshot, or of shards of one, at a tier: safe is what that has said to have."""
         with self.changed:
-            if slot.manifest is not manifest or slot.seen.get(url) is mark:
-                return
-            slot.seen[url] = mark
-            self._record(slot)
-            if mark is Mark.SAFE and manifest.shard is not None:
-                of_it = self.registers(slot.run, manifest.snapshot).values()
+            seen = [(slot, of) for slot, of in held.each() if slot.manifest is of and slot.seen.get(url) is not mark]
+            for slot, _ in seen:
+                slot.seen[url] = mark
+                self._record(slot)
+            for slot, manifest in seen[:1]:
+                of_it = self.registers(slot.run, manifest.snapshot).values() if mark is Mark.SAFE else ()
                 is_whole = status(shards_in(of_it), manifest.order) is Status.COMMITTED
                 if is_whole and all(each.seen.get(url) is Mark.SAFE for each in of_it):
                     self.mark_committed(slot.run, manifest.lineage, manifest.order)
+                self.touch(slot.run)
 
     def forget_refusals(self, run: str) -> None:
         """A later attempt writes from here now, or the trainer is gone: what tiers refused is owed to them again."""
@@ -157,6 +157,7 @@ class SlotTable:
                 if slot.refused and slot.snapshot is not None:
                     slot.seen = {url: mark for url, mark in slot.seen.items() if mark is not Mark.REFUSED}
                     self._record(slot)
+            self.touch(run)
 
     def mark_lost(self, slot: Slot, manifest: Manifest, url: str) -> None:
         """A tier has lost a snapshot that was safe there: it is owed again if it is the newest."""
@@ -164,32 +165,34 @@ class SlotTable:
             if slot.manifest is manifest and slot.seen.get(url) is Mark.SAFE:
                 del slot.seen[url]
                 self._record(slot)
+                self.touch(slot.run)
 
     def settle(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
         with self.changed:
-            for slot in self.committed(run):
-                manifest = slot.snapshot
-                is_meant = manifest is not None and manifest.lineage == lineage and manifest.order <= order
-                if is_meant and not slot.settled:
-                    slot.settled = True
-                    self._record(slot)
+            unsettled = [(slot, slot.snapshot) for slot in self.committed(run) if not slot.settled]
+            meant = [slot for slot, of in unsettled if of is not None and of.lineage == lineage and of.order <= order]
+            for slot in meant:
+                slot.settled = True
+                self._record(slot)
+            if meant:
+                self.touch(run)
 
     # -- when a snapshot of several writers counts ----------------------------------------------------------------
 
     def registers(self, run: str, name: str) -> dict[int, Slot]:
         """The slots that hold shards of a snapshot, or why there will be none, by the number of the writer."""
         with self.changed:
-            found = ((slot, slot.manifest) for slot in self.of_run(run) if slot.shard is not None)
-            return {slot.writer: slot for slot, manifest in found if manifest and manifest.snapshot == name}
+            found = self.slots.of(run).snapshots.get(name, ())
+            return {slot.writer: slot for slot in found if slot.shard is not None}
 
     def of_run(self, run: str) -> list[Slot]:
         """The slots that a run fills or holds. Call it under the lock."""
-        return list(self._of_run.get(run, ()))
+        return list(self.slots.of(run).slots)
 
     def runs(self) -> list[str]:
         """Keys of the runs that have slots. Call it under the lock."""
-        return list(self._of_run)
+        return list(self.slots.runs)
 
     def view(self, run: str) -> View:
         """The snapshots of a run that are here, whole or not, and what is owed of it. Call it under the lock."""
@@ -238,7 +241,7 @@ class SlotTable:
         if (order := snapshot_order(name)) is None:
             return
         with self.changed:
-            for slot in self.of_run(run):  # an attempt is of one lineage
+            for slot in self.slots.of(run).slots:  # an attempt is of one lineage
                 if slot.snapshot is not None and slot.snapshot.attempt == order[0]:
                     self.mark_committed(run, slot.snapshot.lineage, order)
                     return
@@ -267,11 +270,21 @@ class SlotTable:
 
     # -- what is committed ----------------------------------------------------------------------------------------
 
-    def committed(self, run: str | None = None) -> list[Slot]:
-        """Slots that hold a committed snapshot, newest first."""
+    def committed(self, run: str | None = None, writer: int | None = None) -> list[Slot]:
+        """Slots that hold a committed snapshot, newest first; if only these are meant, of a run, or a writer of it."""
         with self.changed:
-            found = [slot for slot in (self.slots if run is None else self.of_run(run)) if slot.manifest]
+            slots: Iterable[Slot] = self.slots
+            if run is not None:
+                of_run = self.slots.of(run)
+                slots = of_run.slots if writer is None else of_run.writers.get(writer, ())
+            found = [slot for slot in slots if slot.manifest is not None]
             return sorted(found, key=lambda slot: slot.commit.sequence, reverse=True)
+
+    def highest_attempt(self, run: str) -> int:
+        """Highest attempt of what is here of a run; 0 if nothing is."""
+        with self.changed:
+            manifests = [next(iter(slots)).manifest for slots in self.slots.of(run).snapshots.values()]
+            return max((each.attempt for each in manifests if each is not None), default=0)
 
     def readable(self, run: str, name: str | None = None) -> list[tuple[Held, Manifest]]:
         """What anybody may read of a run, newest first; a snapshot whose shards are all here as one.
@@ -283,7 +296,7 @@ class SlotTable:
             name: of a snapshot, a shard or a file, if only that is meant.
         """
         with self.changed:
-            found: list[tuple[Held, Manifest]] = []
+            found: dict[Held, Manifest] = {}
             slots = [slot for slot in self.committed(run) if slot.manifest is not None]
             together: dict[Slot, tuple[Held, Manifest]] = {}
             for group in self.view(run).groups:
@@ -293,9 +306,9 @@ class SlotTable:
                 assert slot.manifest is not None
                 alone = Held.of([slot]), slot.manifest
                 shown = together.get(slot, alone) if name != slot.manifest.name else alone
-                if name in (None, shown[1].name) and shown not in found:
-                    found.append(shown)
-            return found
+                if name in (None, shown[1].name):
+                    found[shown[0]] = shown[1]
+            return list(found.items())
 
     def _as_one(self, group: Group) -> tuple[Held, Manifest] | None:
         """A snapshot of which all shards are here; ``None`` if they do not fit each other."""
@@ -319,13 +332,17 @@ class SlotTable:
     def check_fits(self, run: str, manifest: Manifest) -> None:
         """Refuse a shard that was forged: a snapshot of which all registers are here can be put together.
 
+        While others are missing, it is enough that it fits one of those that are here: they fit each other.
+
         Raises:
             SnapshotFailedError: if the shards of its snapshot that are here, and it, can never be one image.
         """
         with self.changed:
-            of_it = {w: slot.manifest for w, slot in self.registers(run, manifest.snapshot).items() if slot.manifest}
-            of_it |= {writer: manifest for writer in registers_of([manifest])}
-            shards = tuple(of_it[writer] for writer in sorted(of_it))
+            of_it = self.slots.of(run).snapshots.get(manifest.snapshot, {})
+            others = (each.manifest for each in of_it if each.manifest and each.manifest.name != manifest.name)
+            is_last = manifest.shard is None or len(of_it) + 1 >= manifest.shard.writers
+            fits = itertools.islice(others, None if is_last else 1)
+            shards = tuple(sorted([*fits, manifest], key=lambda each: each.shard.writer if each.shard else 0))
             state = status(registers_of(shards), manifest.order)
             try:
                 if state is Status.COMMITTED:
@@ -402,21 +419,34 @@ class SlotTable:
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
     def _named(self, run: str, name: str) -> list[Slot]:
-        return [slot for slot in self.of_run(run) if slot.manifest and slot.manifest.name == name]
+        return list(self.slots.of(run).names.get(name, ()))
 
     def _stale(self, run: str) -> None:
         self._views.pop(run, None)
         self.stale.add(run)
 
+    def _is_one_more(self, run: str, manifest: Manifest) -> bool:
+        """Whether a shard that has come changes nothing of what is to be done, so that nobody need look at all again.
+
+        Its snapshot is as incomplete as it was, and another shard of it is still owed wherever this one is: what is to
+        be done with that was found out, and is again before it is done, or once it is.
+        """
+        of_it, shard = self.slots.of(run).snapshots.get(manifest.snapshot, {}), manifest.shard
+        other = next(iter(of_it))
+        if shard is None or other.manifest in (None, manifest) or len(of_it) >= shard.writers:
+            return False
+        is_known = manifest.order in self.known.committed.get((run, manifest.lineage), ())
+        is_alike = status(shards_in([other]) | {shard.writer: shard}, manifest.order) is Status.PENDING
+        return is_alike and not (other.seen or other.settled or is_known)
+
     def _record(self, slot: Slot) -> None:
         if self.area is not None:
             self.area.record(slot)
-        self.touch(slot.run)
 
     def _take(self, slot: Slot, run: str, writer: int) -> None:
-        """A slot is a run's from now on."""
-        slot.run, slot.writer = run, writer
-        self._of_run.setdefault(run, {})[slot] = None
+        """A run fills a slot from now on."""
+        slot.run, slot.writer, slot.state = run, writer, SlotState.FILLING
+        self.slots.note(slot)
 
 
 @dataclass(slots=True)
@@ -497,18 +527,18 @@ class Ring(SlotTable):
                 return None
             if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
                 return None
-            making_one = any(slot.is_prefault and slot.writer == writer for slot in self.of_run(run))
-            if found.is_spare and (reuse or spare) and making_one:
+            mine = self.slots.of(run).writers.get(writer, ())
+            if found.is_spare and (reuse or spare) and any(slot.is_prefault for slot in mine):
                 return None
             for other in found.forget:
                 self._forget(other)
             released = [memory for other in found.release if (memory := self._take_memory(other)) is not None]
-            slot = found.slot or self._new_slot()
+            slot = found.slot or self.slots.new()
             if slot.state is SlotState.COMMITTED:
                 self._forget(slot)
-            self._take(slot, run, writer)
-            slot.state, slot.is_prefault = SlotState.FILLING, spare
+            slot.is_prefault = spare
             slot.buffer.reserved_bytes = capacity if slot.memory is None else 0
+            self._take(slot, run, writer)
             if found.forget:
                 self.notify()
         for memory in released:
@@ -615,8 +645,8 @@ class Ring(SlotTable):
             is_failed = any(slot.shard is not None and slot.shard.failed for slot in of_it.values())
             if manifest.shard is None or is_failed or manifest.shard.writer in of_it:
                 return
-            free = (slot for slot in self.slots if slot.state is SlotState.FREE and not (slot.capacity or slot.readers))
-            slot = next(free, None) or self._new_slot()
+            free = (slot for slot in self.slots.free.get(0, ()) if not slot.readers)
+            slot = next(free, None) or self.slots.new()
             self._take(slot, run, manifest.shard.writer)
             self._commit(slot, manifest)
             mine = [each.manifest for each in self.committed(run)]
@@ -738,9 +768,12 @@ class Ring(SlotTable):
         self._sequence += 1
         slot.manifest, slot.state = manifest, SlotState.COMMITTED
         slot.commit.sequence, slot.commit.at_s = self._sequence, time.monotonic()
-        if self.area is not None:
-            self.area.record(slot)
-        self._stale(slot.run)
+        self.slots.note(slot)
+        self._record(slot)
+        if self._is_one_more(slot.run, manifest):
+            self._views.pop(slot.run, None)
+        else:
+            self._stale(slot.run)
 
     def _room(self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False) -> Placement | None:
         return find_room(
@@ -762,25 +795,18 @@ class Ring(SlotTable):
             return None
         return full if (full.changes, full.nbytes) == (self.changes, min(full.nbytes, nbytes)) else None
 
-    def _new_slot(self) -> Slot:
-        taken = {slot.index for slot in self.slots}
-        slot = Slot(next(index for index in range(len(taken) + 1) if index not in taken))
-        self.slots.append(slot)
-        return slot
-
     def _forget(self, slot: Slot) -> None:
         if self.area is not None and slot.manifest is not None:
             self.area.forget(slot)
         run = slot.run
-        self._of_run.get(run, {}).pop(slot, None)
-        if not self._of_run.get(run, True):
-            del self._of_run[run]
         slot.forget()
+        self.slots.note(slot)
         self._stale(run)
 
     def _take_memory(self, slot: Slot) -> SlotMemory | None:
         """Take a slot's memory from it, to be closed outside the lock; its file's name is free at once."""
         memory, slot.buffer.memory = slot.buffer.memory, None
+        self.slots.note(slot)
         if memory is not None:
             memory.unlink()
         return memory
@@ -799,6 +825,7 @@ class Ring(SlotTable):
         with self.changed:
             slot.buffer.memory, slot.buffer.reserved_bytes, slot.buffer.held = memory, 0, ""
             slot.buffer.generation += 1
+            self.slots.note(slot)
 
 
 LEAST_BYTES = 64 * 1024 * 1024
@@ -898,7 +925,7 @@ class Base:
             writer: if the shard of a writer is meant, its number.
         """
         with ring.changed:
-            for slot in ring.committed(run):
+            for slot in ring.committed(run, writer):
                 manifest, shard = slot.snapshot, slot.shard
                 if manifest is None or (shard.writer if shard is not None else None) != writer:
                     continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -237,6 +238,90 @@ class Slot:
 
     def _at(self, mark: Mark) -> list[str]:
         return [url for url, seen in self.seen.items() if seen is mark]
+
+
+SlotSet = dict[Slot, None]
+"""Slots in the order in which they came to it."""
+
+
+@dataclass(eq=False, slots=True)
+class OfRun:
+    """The slots that a run fills or holds, by what is in them.
+
+    Attributes:
+        slots: all of them.
+        writers: those of each writer, by its number.
+        snapshots: those that hold shards of a snapshot, the whole of it, or a file, by its name.
+        names: likewise, but each shard by its own name; two where one is about to replace the other.
+    """
+
+    slots: SlotSet = field(default_factory=dict)
+    writers: dict[int, SlotSet] = field(default_factory=dict)
+    snapshots: dict[str, SlotSet] = field(default_factory=dict)
+    names: dict[str, SlotSet] = field(default_factory=dict)
+
+
+class Slots(list[Slot]):
+    """All slots of a server, and where each of them belongs: with thousands, none looks at all of them for one.
+
+    Args:
+        slots: that there are already.
+
+    Attributes:
+        nbytes: capacity of all of them.
+        free: those that are free, by their capacity.
+        runs: those of each run, by its key.
+    """
+
+    def __init__(self, slots: Iterable[Slot] = ()) -> None:
+        super().__init__(slots)
+        self.nbytes = 0
+        self.free: dict[int, SlotSet] = {}
+        self.runs: dict[str, OfRun] = {}
+        self._noted: dict[Slot, tuple[int, str, list[tuple[dict[Any, SlotSet], Any]]]] = {}
+        self._indices = {slot.index for slot in self}
+        self._next = 0
+        for slot in self:
+            self.note(slot)
+
+    def of(self, run: str) -> OfRun:
+        """The slots of a run."""
+        return self.runs.get(run) or OfRun()
+
+    def new(self) -> Slot:
+        """One more, which is free and has no memory yet."""
+        while self._next in self._indices:
+            self._next += 1
+        slot = Slot(self._next)
+        self._indices.add(slot.index)
+        self.append(slot)
+        self.note(slot)
+        return slot
+
+    def note(self, slot: Slot) -> None:
+        """Something of a slot has changed: its state, its memory, its writer, or what it holds."""
+        nbytes, run, places = self._noted.get(slot, (0, "", []))
+        for index, key in places:
+            del index[key][slot]
+            if not index[key]:
+                del index[key]
+        if run in self.runs:
+            del self.runs[run].slots[slot]
+            if not self.runs[run].slots:
+                del self.runs[run]
+        places = []
+        if slot.state is SlotState.FREE:
+            places.append((self.free, slot.capacity))
+        else:
+            of_run = self.runs.setdefault(slot.run, OfRun())
+            of_run.slots[slot] = None
+            places.append((of_run.writers, slot.writer))
+            if slot.manifest is not None:
+                places += [(of_run.snapshots, slot.manifest.snapshot), (of_run.names, slot.manifest.name)]
+        for index, key in places:
+            index.setdefault(key, {})[slot] = None
+        self.nbytes += slot.capacity - nbytes
+        self._noted[slot] = slot.capacity, slot.run, places
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -599,12 +684,12 @@ class Limits:
     run_memory_bytes: int | None
     files: int = MOST_SLOTS
 
-    def has_share(self, slots: list[Slot], run: str, writer: int) -> bool:
+    def has_share(self, slots: Slots, run: str, writer: int) -> bool:
         """Whether a writer of a run has fewer slots than it may have."""
-        used = sum((slot.run, slot.writer) == (run, writer) and slot.capacity > 0 for slot in slots)
+        used = sum(slot.capacity > 0 for slot in slots.of(run).writers.get(writer, ()))
         return self.slots is None or used < self.slots
 
-    def allow_one_more(self, slots: list[Slot], run: str, writer: int = 0) -> bool:
+    def allow_one_more(self, slots: Slots, run: str, writer: int = 0) -> bool:
         """Whether one more slot may be made for a writer of a run, as far as their number goes."""
         if self.slots is not None:
             made = [(slot.run, slot.writer) for slot in slots if slot.capacity]
@@ -613,12 +698,12 @@ class Limits:
                 return False
         return self.has_files(slots, run)
 
-    def has_files(self, slots: list[Slot], run: str) -> bool:
+    def has_files(self, slots: Slots, run: str) -> bool:
         """Whether files are left for one more slot of a run: it has no more than are left for others."""
         if len(slots) < self.files // 2:
             return True
-        used = [slot.run for slot in slots if slot.state is not SlotState.FREE]
-        return len(slots) < self.files and used.count(run) < self.files - len(used)
+        used = len(slots) - sum(map(len, slots.free.values()))
+        return len(slots) < self.files and len(slots.of(run).slots) < self.files - used
 
 
 @dataclass(slots=True)
@@ -651,15 +736,15 @@ class Placement:
         return not drops and (self.is_new or bool(self.release))
 
 
-def bound(slots: list[Slot], run: str, writer: int, limits: Limits) -> Limits:
+def bound(slots: Slots, run: str, writer: int, limits: Limits) -> Limits:
     """The limits for a slot that is made because a snapshot of a writer of a run found none.
 
     On a GPU, which is a step behind its host, three are under way at each step: the newest has its slot, one is copied,
     one is sealed. With two on the way, one more slot is of use. With three, snapshots are sealed more slowly than they
     come, or the host is too far ahead: more slots would only hold older ones.
     """
-    filling = (slot for slot in slots if slot.state is SlotState.FILLING and not slot.is_prefault)
-    on_the_way = sum((slot.run, slot.writer) == (run, writer) for slot in filling)
+    mine = slots.of(run).writers.get(writer, ())
+    on_the_way = sum(slot.state is SlotState.FILLING and not slot.is_prefault for slot in mine)
     if limits.slots is None or on_the_way != _OVERLAPPING:
         return limits
     return replace(limits, slots=limits.slots + _MOST_BEYOND)
@@ -691,7 +776,7 @@ Views = Callable[[], list[View]]
 
 
 def find_room(
-    slots: list[Slot],
+    slots: Slots,
     run: str,
     nbytes: int,
     capacity: int,
@@ -719,9 +804,9 @@ def find_room(
         ``None`` if no slot can be had now.
     """
     can_be_new, has_share = limits.allow_one_more(slots, run, writer), limits.has_share(slots, run, writer)
-    free = [slot for slot in slots if slot.state is SlotState.FREE and not slot.readers]
+    free = slots.free
     if not has_share:
-        free = [slot for slot in free if slot.writer == writer]
+        free = _by_capacity(slot for slot in _each(free) if slot.writer == writer)
     if not reuse and limits.run_memory_bytes is None:
         room = _without_loss(slots, free, [], nbytes, capacity, limits, can_be_new=can_be_new)
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
@@ -730,8 +815,8 @@ def find_room(
     forget = _within_quota(slots, idle, run, capacity, limits)
     if forget is None:
         return None
-    free += forget
-    idle = [slot for slot in idle if slot not in forget]
+    if forget:
+        free, idle = _by_capacity([*_each(free), *forget]), [slot for slot in idle if slot not in forget]
     own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
     superseded = _superseded(own, views()) if reuse and not forget else []
     fitting = [slot for slot in superseded if slot.takes(nbytes)]
@@ -746,7 +831,7 @@ def find_room(
 
 
 def why_full(
-    slots: list[Slot], run: str, nbytes: int, limits: Limits, *, is_known: bool, views: Views = list, now_s: float = 0.0
+    slots: Slots, run: str, nbytes: int, limits: Limits, *, is_known: bool, views: Views = list, now_s: float = 0.0
 ) -> str:
     """Why no slot can be had now, for people.
 
@@ -787,11 +872,11 @@ def why_full(
     return f"none of {len(slots)} slots can be had now ({listed}){share}"
 
 
-def _within_quota(slots: list[Slot], idle: list[Slot], run: str, capacity: int, limits: Limits) -> list[Slot] | None:
+def _within_quota(slots: Slots, idle: list[Slot], run: str, capacity: int, limits: Limits) -> list[Slot] | None:
     """Snapshots of the run itself that must go for it to stay within its own bound; ``None`` if that is not enough."""
     if limits.run_memory_bytes is None:
         return []
-    used = sum(slot.capacity for slot in slots if slot.run == run and slot.state is not SlotState.FREE)
+    used = sum(slot.capacity for slot in slots.of(run).slots)
     over = used + min(capacity, limits.run_memory_bytes) - limits.run_memory_bytes
     forget = []
     for slot in idle:
@@ -807,9 +892,21 @@ def _superseded(idle: list[Slot], views: Iterable[View]) -> list[Slot]:
     return [slot for slot in idle if slot.snapshot and slot not in missed]
 
 
+def _by_capacity(slots: Iterable[Slot]) -> dict[int, SlotSet]:
+    found: dict[int, SlotSet] = {}
+    for slot in slots:
+        found.setdefault(slot.capacity, {})[slot] = None
+    return found
+
+
+def _each(free: dict[int, SlotSet]) -> Iterator[Slot]:
+    """Free slots that nobody reads any more."""
+    return (slot for slots in free.values() for slot in slots if not slot.readers)
+
+
 def _without_loss(
-    slots: list[Slot],
-    free: list[Slot],
+    slots: Slots,
+    free: dict[int, SlotSet],
     superseded: list[Slot],
     nbytes: int,
     capacity: int,
@@ -824,17 +921,21 @@ def _without_loss(
     return None
 
 
-def _free_first(free: list[Slot], nbytes: int, superseded: list[Slot], *, can_be_new: bool) -> list[Slot | None]:
+def _free_first(
+    free: dict[int, SlotSet], nbytes: int, superseded: list[Slot], *, can_be_new: bool
+) -> list[Slot | None]:
     """Free slots that fit, a new one, then those that must be made again; a small file leaves large slots alone.
 
-    Superseded ones go before a new one is made.
+    Of each size there is one: the others would do as well. Superseded ones go before a new one is made.
     """
-    fitting = sorted((slot for slot in free if slot.takes(nbytes)), key=lambda slot: slot.capacity)
+    each = [next(_each({size: slots}), None) for size, slots in free.items()]
+    of_each = [slot for slot in each if slot is not None]
+    fitting = sorted((slot for slot in of_each if slot.takes(nbytes)), key=lambda slot: slot.capacity)
     wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
     superseded = [slot for slot in superseded if not _is_much_larger(slot, nbytes)]
     new: list[Slot | None] = [None] if can_be_new else []
-    without = [slot for slot in free if not slot.capacity]
-    unfit = [slot for slot in free if slot.capacity and not slot.takes(nbytes)]
+    without = [slot for slot in of_each if not slot.capacity]
+    unfit = [slot for slot in of_each if slot.capacity and not slot.takes(nbytes)]
     rest = [slot for slot in fitting if slot not in wasted]
     return [*rest, *superseded, *(without if can_be_new else []), *new, *unfit, *wasted]
 
@@ -844,9 +945,9 @@ def _is_much_larger(slot: Slot, nbytes: int) -> bool:
 
 
 def _try(
-    slots: list[Slot],
+    slots: Slots,
     candidate: Slot | None,
-    free: list[Slot],
+    free: dict[int, SlotSet],
     idle: list[Slot],
     nbytes: int,
     capacity: int,
@@ -855,9 +956,10 @@ def _try(
     if candidate is not None and candidate.takes(nbytes):
         return Placement(candidate)
     more = capacity - (candidate.capacity if candidate is not None else 0)
-    over = sum(slot.capacity for slot in slots) + more - limits.memory_bytes
+    over = slots.nbytes + more - limits.memory_bytes
     room = Placement(candidate, release=[candidate] if candidate is not None and candidate.capacity else [])
-    for other in (slot for slot in [*free, *idle] if slot is not candidate and slot.capacity):
+    others = itertools.chain(_each(free), idle)
+    for other in (slot for slot in others if slot is not candidate and slot.capacity):
         if over <= 0:
             break
         over -= other.capacity

@@ -486,9 +486,7 @@ class Reconciler(Observations):
             text = "{error}. No host uploads the rest; the snapshot makes room for newer ones."
             say(logging.WARNING, "upload-abandoned", text, about=action.url, error=error)
             self.place(action.url).done(action)
-            for slot in action.slots:
-                if slot.manifest is not None:
-                    self._ring.mark(slot, slot.manifest, action.url, Mark.REFUSED)
+            self._ring.mark(Held.of(action.slots), action.url, Mark.REFUSED)
             self._succeeded(action.url)
 
     def _fenced(self, action: Action, attempt: int, error: FencedError) -> None:
@@ -505,9 +503,7 @@ class Reconciler(Observations):
             self.place(url).brought.pop((action.run, action.name), None)  # it is swept by the later attempt
             if action.kind.is_upload:
                 self.health[url].refuses(error, action.run, attempt)
-                for slot in action.slots:
-                    if slot.manifest is not None:
-                        self._ring.mark(slot, slot.manifest, url, Mark.REFUSED)
+                self._ring.mark(Held.of(action.slots), url, Mark.REFUSED)
                 if action.about.is_file:
                     self._refused.setdefault(action.run, {})[action.about.name] = action.about
         self._heard(action, error)
@@ -656,15 +652,13 @@ class TierUpload:
             if found.why_aborted:
                 failed = tuple(each for each in held.manifests if each.why_failed)
                 self._brought(action, failed, time.monotonic())
-                for slot, manifest in held.each():
-                    self._ring.mark(slot, manifest, action.url, Mark.REFUSED)
+                self._ring.mark(held, action.url, Mark.REFUSED)
                 return None
             if whole is None:
                 raise PutOff(f"{action.name} is at {store.url} as far as this server has it", len(found.sizes))
             self._brought(action, (), 0.0)
         self._retain(action, whole)
-        for slot, manifest in held.each():
-            self._ring.mark(slot, manifest, action.url, Mark.SAFE)
+        self._ring.mark(held, action.url, Mark.SAFE)
         if whole.is_file:
             self._sweep_files(store, action)
         elif action.about.shard is not None:
@@ -703,7 +697,8 @@ class TierUpload:
 
     def _note(self, slot: Slot, manifest: Manifest, brought: Manifest, url: str) -> None:
         """A tier has what a slot holds, or an approximation of it."""
-        self._ring.mark(slot, manifest, url, Mark.INEXACT if manifest.exact and not brought.exact else Mark.SAFE)
+        mark = Mark.INEXACT if manifest.exact and not brought.exact else Mark.SAFE
+        self._ring.mark(Held((slot,), (manifest,)), url, mark)
 
     def _is_intact(self, action: Action, held: Held) -> bool:
         """Whether slots still hold what was committed; what is not is dropped, never carried further."""

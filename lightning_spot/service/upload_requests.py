@@ -479,6 +479,7 @@ def base_info(upload: Upload) -> dict[str, Any] | None:
 def leased(node: Node, upload: Upload) -> dict[str, Any]:
     """What who fills a slot has to know of it."""
     slot = upload.slot
+    mapped = node.ring.slots if upload.announced is None else ()  # who sends it over the network maps none
     return {
         "upload": upload.id,
         "slot": slot.index,
@@ -487,5 +488,5 @@ def leased(node: Node, upload: Upload) -> dict[str, Any]:
         "nbytes": upload.nbytes,
         "backing": slot.memory.backing if slot.memory else "",
         "held": upload.held,
-        "generations": {item.index: item.buffer.generation for item in node.ring.slots if item.memory},
+        "generations": {item.index: item.buffer.generation for item in mapped if item.memory},
     }

@@ -27,7 +27,7 @@ from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapsho
 from lightning_spot.image.shards import Status
 from lightning_spot.memory.host import InProcessHost, Lease
 from lightning_spot.memory.reconcile import Servers
-from lightning_spot.memory.slots import Mark
+from lightning_spot.memory.slots import Held, Mark
 from lightning_spot.run.export import Exporter, import_snapshot
 from lightning_spot.run.sources import HOST, MemorySource, Use
 from tests.support.server import RUN_ID, Bench, named_run
@@ -218,7 +218,7 @@ def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_b
         ring.see(RUN_ID, failed.snapshot, {1: failed.shard})
     for slot in ring.committed(RUN_ID):
         assert slot.manifest is not None
-        ring.mark(slot, slot.manifest, "spot://first/run", Mark.SAFE)
+        ring.mark(Held.of([slot]), "spot://first/run", Mark.SAFE)
     assert [run["complete"] for run in ranks.node.listed()] == [False]
 
 
@@ -233,7 +233,7 @@ def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -
     elif known_by == "other places":
         ring.mark_committed(RUN_ID, manifest.lineage, manifest.order)
     elif known_by == "storage":  # as the next server on this host reads it in the record
-        ring.mark(slot, manifest, "/tier", Mark.SAFE)
+        ring.mark(Held((slot,), (manifest,)), "/tier", Mark.SAFE)
     else:
         ring.settle(RUN_ID, manifest.lineage, manifest.order)
     assert [run["complete"] for run in ranks.node.listed()] == [True]

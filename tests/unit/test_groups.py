@@ -19,6 +19,7 @@ from lightning_spot.memory.slots import (
     ORPHANED_S,
     Buffer,
     Commit,
+    Held,
     Known,
     Limits,
     Mark,
@@ -29,6 +30,7 @@ from lightning_spot.memory.slots import (
     find_room,
     reusable,
 )
+from lightning_spot.memory.slots import Slots as AllSlots
 from lightning_spot.tiers import commit
 from lightning_spot.tiers.local import LocalStore
 from tests.support.server import RUN_ID, Bench, manifest_of
@@ -241,7 +243,7 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
     slots.committed(1)
 
     def room(writer: int) -> Any:
-        return find_room(slots.all, RUN_ID, 2**20, 2**20, limits, writer=writer, views=lambda: [slots.view()])
+        return find_room(AllSlots(slots.all), RUN_ID, 2**20, 2**20, limits, writer=writer, views=lambda: [slots.view()])
 
     assert room(0) is None  # its newest, and what may become so
     found = room(1)
@@ -272,6 +274,54 @@ def test_what_is_whole_here_stays_until_something_newer_is(ring: Ring) -> None:
         put(ring, sealed_shard(2, writer))
         ring.trim(RUN_ID, 1)
         assert [manifest.step for _, manifest in ring.readable(RUN_ID) if manifest.shard is None] == [whole]
+
+
+def test_one_more_shard_has_not_all_of_a_run_looked_at(ring: Ring) -> None:
+    """Else each would cost what all of them cost."""
+    looked_at = []
+    for writer in range(5):
+        ring.stale.clear()
+        put(ring, sealed_shard(1, writer, 5))
+        looked_at.append(bool(ring.stale))
+        assert ring.status_of(RUN_ID, snapshot_name(1, 1))[0] is (Status.COMMITTED if writer == 4 else Status.PENDING)
+    assert looked_at == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize("what", ["safe", "settled", "committed", "failed"])
+def test_a_shard_is_looked_at_if_the_others_are_done_with(ring: Ring, what: str) -> None:
+    manifest = sealed_shard(1, 0, 5)
+    put(ring, manifest)
+    if what == "safe":
+        ring.mark(Held.of(ring.committed(RUN_ID)), STORAGE, Mark.SAFE)
+    elif what == "settled":
+        ring.settle(RUN_ID, manifest.lineage, manifest.order)
+    elif what == "committed":
+        ring.mark_committed(RUN_ID, manifest.lineage, manifest.order)
+    ring.stale.clear()
+    if what == "failed":
+        ring.fail(RUN_ID, failed_shard(1, 1, 5))
+    else:
+        put(ring, sealed_shard(1, 1, 5))
+    assert ring.stale == {RUN_ID}
+
+
+def test_where_each_slot_belongs_is_known_at_any_time(ring: Ring) -> None:
+    for step in range(1, 9):
+        for writer in range(step % 3 + 1):
+            put(ring, sealed_shard(step, writer, 3))
+        if step % 3:
+            ring.fail(RUN_ID, failed_shard(step, 2, 3))
+        if (slot := ring.try_lease("other", step * 2**20)) is not None and step % 2:
+            ring.abort(slot)
+        ring.trim(RUN_ID, 1)
+        again = AllSlots(ring.slots)
+        assert (again.nbytes, again.free.keys()) == (ring.slots.nbytes, ring.slots.free.keys())
+        assert all(again.free[size].keys() == slots.keys() for size, slots in ring.slots.free.items())
+        assert again.runs.keys() == ring.slots.runs.keys()
+        for run, of_run in ring.slots.runs.items():
+            for name in ("slots", "writers", "snapshots", "names"):
+                known, wanted = getattr(of_run, name), getattr(again.of(run), name)
+                assert known == wanted
 
 
 def test_shards_that_fail_one_after_the_other_do_not_pile_up(ring: Ring) -> None:

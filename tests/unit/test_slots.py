@@ -22,7 +22,7 @@ from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.slots import Buffer, Commit, Limits, Making, Mark, Slot, SlotState, View, find_room
+from lightning_spot.memory.slots import Buffer, Commit, Limits, Making, Mark, Slot, Slots, SlotState, View, find_room
 from lightning_spot.staging.slot import SlotMemory, slot_capacity
 from tests.support.ranks import Desk
 from tests.support.server import MIB, image_of, manifest_of, named_run
@@ -370,7 +370,7 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
         seen = {"tier": Mark.SAFE}
         return Slot(index, state, Buffer(None, nbytes), run, manifest=manifest, commit=Commit(step), seen=seen)
 
-    slots = [slot(0, own, 1, 100), slot(1, own, 2, 100), slot(2, "other@2", 1, 500)]
+    slots = Slots([slot(0, own, 1, 100), slot(1, own, 2, 100), slot(2, "other@2", 1, 500)])
     more, same = (Limits(slots=2, memory_bytes=nbytes, run_memory_bytes=None) for nbytes in (2000, 800))
 
     def views() -> list[View]:
