@@ -667,7 +667,7 @@ def test_what_comes_into_a_slot_that_was_just_committed_goes_on(bench: Bench) ->
         return upload
 
     def committed(_run: str, manifest: Manifest) -> None:
-        ring.mark(slots[0], manifest, "/tier", Mark.SAFE)
+        ring.mark(Held((slots[0],), (manifest,)), "/tier", Mark.SAFE)
         receive(2)
 
     uploads = Uploads(ring, registry, committed)
