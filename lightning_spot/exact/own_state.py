@@ -52,7 +52,7 @@ _MOST_OBJECTS = 2000
 _MOST_BYTES, _MOST_KEPT_BYTES = 2**20, 2**22
 """Of the tensors, arrays and long lists of one attribute that is kept, and of all of a loader."""
 
-_MOST_COMPARED = {True: 2**17, False: 2**9}
+_MOST_COMPARED = {True: 2**17, False: 2**12}
 """Longest container of a sampler, and of other objects, that is compared item by item."""
 
 _MOST_KEPT = 2**12
