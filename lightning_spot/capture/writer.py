@@ -308,6 +308,8 @@ class SnapshotWriter:
         deadline_s = time.monotonic() + wait_s
         # Nothing comes after the last one. What one rank writes alone goes another way.
         is_last = manifest.complete and manifest.shard is not None
+        if is_last:
+            self.link.ask(lambda host: host.check(), None)  # one that was just killed is noticed now
         host = self.link.wait(min(wait_s, _RING_S)) if is_last else self.host
         if host is None:
             raise self.link.missing()

@@ -259,7 +259,8 @@ def test_a_ring_lost_while_others_are_awaited_is_found_again(desk: Desk) -> None
     assert desk.writers[0].link.losses == 1
 
 
-def test_the_last_snapshot_waits_for_the_next_ring() -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_last_snapshot_waits_for_the_next_ring(is_known: bool) -> None:
     """The final weights were lost, and all steps since the snapshot before, though a new server was starting."""
     may_begin = threading.Event()
 
@@ -269,7 +270,9 @@ def test_the_last_snapshot_waits_for_the_next_ring() -> None:
             return super().another_ring()
 
     with contextlib.closing(Slow()) as desk:
-        desk.writers[0].link.lose(cast(Host, desk.rings[0]), ServerUnreachableError("it has gone"))
+        desk.rings[0].is_lost = True
+        if is_known:
+            desk.writers[0].link.lose(cast(Host, desk.rings[0]), ServerUnreachableError("it has gone"))
         threading.Timer(0.2, may_begin.set).start()
         dones = []
         for rank, writer in enumerate(desk.writers):
