@@ -1,13 +1,15 @@
 """A snapshot that one process has opened is shared with others of its host and user, which read the same memory.
 
 The first rank of each host opens the snapshot, once, and exports its descriptors to the others. Sockets of the host
-have no path (Linux' abstract names), so nothing is left behind, whoever dies. A rank says which turn it is at; an empty
-line says that the exporter lives and is not ready yet, and a line of JSON comes with the descriptors.
+have no path (Linux' abstract names), so nothing is left behind, whoever dies. Anybody can list these names, also in a
+container that shares the network, so a rank shows a secret, and says which turn it is at. An empty line says that the
+exporter lives and is not ready yet, and a line of JSON comes with the descriptors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import logging
 import os
@@ -15,7 +17,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _LONGEST_LINE = 65536
 _MOST_FDS = 253  # in one message, of Linux; of more slots, each rank opens them itself
-_BACKLOG = 256
+_GREETING_S = 10.0
+_MOST_SERVED = 256  # at once: a host has fewer ranks
 
 
 class NotExportedError(TierError):
@@ -52,10 +55,12 @@ class ExporterAddress:
     Attributes:
         host: the same for processes that can share memory.
         name: of its socket on that host, ``""`` if it has none.
+        secret: to show it.
     """
 
     host: str
     name: str
+    secret: str = field(repr=False)
 
     @property
     def socket_name(self) -> str:
@@ -88,16 +93,18 @@ class Exporter:
         self._exported: OpenSnapshot | SpotError | None = None
         self._fds: list[int] = []
         self._closed = False
+        self._places = threading.BoundedSemaphore(_MOST_SERVED)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.address = ExporterAddress(this_host(), secrets.token_hex(16))
+        name, secret = secrets.token_hex(16), secrets.token_hex(16)
+        self.address = ExporterAddress(this_host(), name, secret)
         try:
             self._listener.bind(self.address.socket_name)
-            self._listener.listen(_BACKLOG)
+            self._listener.listen(_MOST_SERVED)
             threading.Thread(target=self._accept, name="spot-exporter", daemon=True).start()
         except (OSError, RuntimeError) as error:
             logger.debug("no memory can be shared on this host: %s", error)
             self._listener.close()
-            self.address = ExporterAddress(secrets.token_hex(16), "")
+            self.address = ExporterAddress(secrets.token_hex(16), "", secret)
 
     def export(self, turn: int, what: OpenSnapshot | SpotError) -> None:
         """Hand out a snapshot, or why there is none, to those who ask for that turn; the one before is gone then.
@@ -141,19 +148,25 @@ class Exporter:
 
     def _accept(self) -> None:
         for connection in accepted(self._listener, lambda: self._closed):
+            if not is_own_user(connection) or not self._places.acquire(blocking=False):
+                connection.close()
+                continue
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="spot-export", daemon=True).start()
             except RuntimeError as error:  # no more threads can be had: that rank reads for itself
                 logger.debug("a rank is not served: %s", error)
                 connection.close()
+                self._places.release()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                if not is_own_user(connection):
+                connection.settimeout(_GREETING_S)
+                secret, _, turn_text = connection.recv(_LONGEST_LINE).partition(b" ")  # so short a line comes at once
+                if not hmac.compare_digest(secret, self.address.secret.encode()):
                     return
                 connection.settimeout(_SILENCE_S)
-                turn = int(connection.recv(_LONGEST_LINE))  # so short a line comes at once
+                turn = int(turn_text)
                 while (found := self._find(turn)) is None:
                     connection.sendall(b"\n")
                 answer, fds = found
@@ -163,6 +176,8 @@ class Exporter:
                     _close_all(fds)
         except (OSError, ValueError) as error:
             logger.debug("a rank has gone, or speaks another language: %s", error)
+        finally:
+            self._places.release()
 
     def _find(self, turn: int) -> tuple[dict[str, Any], list[int]] | None:
         """What is exported in a turn, with descriptors of the caller's own; ``None`` if nothing is for a second."""
@@ -198,7 +213,7 @@ def import_snapshot(address: ExporterAddress, turn: int, manifest: Manifest) -> 
     try:
         with connect(address.socket_name, _CONNECT_S) as connection:
             connection.settimeout(_SILENCE_S)
-            connection.sendall(b"%d" % turn)
+            connection.sendall(b"%s %d" % (address.secret.encode(), turn))
             line = b""
             while not line.endswith(b"}\n"):
                 piece, more, _, _ = socket.recv_fds(connection, _LONGEST_LINE, _MOST_FDS)

@@ -410,6 +410,16 @@ def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
         import_snapshot(exporter.address, 1, manifest_of(run))
 
 
+def test_who_lacks_the_secret_is_given_nothing(run: LocalStore, exporter: Exporter) -> None:
+    """The name of the socket can be listed, also in a container that shares the network."""
+    exporter.export(1, TierError("x"))
+    with pytest.raises(NotExportedError, match="does not answer"):
+        import_snapshot(replace(exporter.address, secret="0" * 32), 1, manifest_of(run))
+    with pytest.raises(TierError, match="x"):
+        import_snapshot(exporter.address, 1, manifest_of(run))
+    assert exporter.address.secret not in repr(exporter.address)
+
+
 def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
     run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,7 +430,7 @@ def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
         exporter.close()
         with pytest.raises(NotExportedError):
             waiting.result(10)
-    monkeypatch.setattr(export, "_CONNECT_S", 0.05)
+    monkeypatch.setattr(export, "_SILENCE_S", 0.05)
     address = replace(exporter.address, name=secrets.token_hex(16))  # the other name is free when its thread has ended
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"\0lightning-spot-{address.name}")
