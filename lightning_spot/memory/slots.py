@@ -661,6 +661,7 @@ def file_order(manifest: Manifest | None) -> tuple[int, int, float]:
 
 _OVERLAPPING = 2
 _MOST_BEYOND = 2
+_FEW = 64  # free slots of one size that are compared: with thousands, any will do
 _MUCH_LARGER = 4
 _SMALL_BYTES = 64 * 2**20
 
@@ -808,7 +809,7 @@ def find_room(
     if not has_share:
         free = _by_capacity(slot for slot in _each(free) if slot.writer == writer)
     if not reuse and limits.run_memory_bytes is None:
-        room = _without_loss(slots, free, [], nbytes, capacity, limits, can_be_new=can_be_new)
+        room = _without_loss(slots, free, [], nbytes, capacity, limits, writer, can_be_new=can_be_new)
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
             return room
     idle = [slot for slot in reusable(views(), now_s) if slot.capacity]
@@ -820,7 +821,7 @@ def find_room(
     own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
     superseded = _superseded(own, views()) if reuse and not forget else []
     fitting = [slot for slot in superseded if slot.takes(nbytes)]
-    room = _without_loss(slots, free, fitting, nbytes, capacity, limits, can_be_new=can_be_new)
+    room = _without_loss(slots, free, fitting, nbytes, capacity, limits, writer, can_be_new=can_be_new)
     if room is not None:
         return Placement(room.slot, forget, room.release)
     for candidate in own:
@@ -911,24 +912,25 @@ def _without_loss(
     nbytes: int,
     capacity: int,
     limits: Limits,
+    writer: int,
     *,
     can_be_new: bool,
 ) -> Placement | None:
     """Room that costs no snapshot which anybody would miss."""
-    for candidate in _free_first(free, nbytes, superseded, can_be_new=can_be_new):
+    for candidate in _free_first(free, nbytes, superseded, writer, can_be_new=can_be_new):
         if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
             return room
     return None
 
 
 def _free_first(
-    free: dict[int, SlotSet], nbytes: int, superseded: list[Slot], *, can_be_new: bool
+    free: dict[int, SlotSet], nbytes: int, superseded: list[Slot], writer: int, *, can_be_new: bool
 ) -> list[Slot | None]:
     """Free slots that fit, a new one, then those that must be made again; a small file leaves large slots alone.
 
-    Of each size there is one: the others would do as well. Superseded ones go before a new one is made.
+    Of each size there is one. Superseded ones go before a new one is made.
     """
-    each = [next(_each({size: slots}), None) for size, slots in free.items()]
+    each = [_one_of(slots, writer) for slots in free.values()]
     of_each = [slot for slot in each if slot is not None]
     fitting = sorted((slot for slot in of_each if slot.takes(nbytes)), key=lambda slot: slot.capacity)
     wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
@@ -938,6 +940,13 @@ def _free_first(
     unfit = [slot for slot in of_each if slot.capacity and not slot.takes(nbytes)]
     rest = [slot for slot in fitting if slot not in wasted]
     return [*rest, *superseded, *(without if can_be_new else []), *new, *unfit, *wasted]
+
+
+def _one_of(free: SlotSet, writer: int) -> Slot | None:
+    """One that nobody reads; of the first few, one that this writer filled last: what is unchanged is there already."""
+    few = [slot for slot in itertools.islice(free, _FEW) if not slot.readers]
+    mine = (slot for slot in few if slot.writer == writer)
+    return next(itertools.chain(mine, few), None) or next(_each({0: free}), None)
 
 
 def _is_much_larger(slot: Slot, nbytes: int) -> bool:

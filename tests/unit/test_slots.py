@@ -382,3 +382,13 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
     assert found.slot is slots[0]
     assert found.forget
     assert not found.is_spare
+
+
+def test_a_writer_gets_the_free_slot_that_it_filled_last() -> None:
+    """What is unchanged since then is not copied again."""
+    free = [Slot(index, buffer=Buffer(reserved_bytes=400), writer=index) for index in range(3)]
+    limits = Limits(slots=4, memory_bytes=4000, run_memory_bytes=None)
+    for writer, index in ((2, 2), (1, 1), (7, 0)):
+        found = find_room(Slots(free), "run", 400, 400, limits, writer=writer)
+        assert found is not None
+        assert found.slot is free[index]
