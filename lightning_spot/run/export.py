@@ -2,14 +2,13 @@
 
 The first rank of each host opens the snapshot, once, and exports its descriptors to the others. Sockets of the host
 have no path (Linux' abstract names), so nothing is left behind, whoever dies. Anybody can list these names, also in a
-container that shares the network, so a rank shows a secret, and says which turn it is at. An empty line says that the
-exporter lives and is not ready yet, and a line of JSON comes with the descriptors.
+container that shares the network, so a rank greets with a secret, and says which turn it is at. An empty line says that
+the exporter lives and is not ready yet, and a line of JSON comes with the descriptors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
+import asyncio
 import json
 import logging
 import os
@@ -18,13 +17,14 @@ import socket
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.image.manifest import Manifest
 from lightning_spot.image.shards import Section
-from lightning_spot.protocol.listening import accepted
+from lightning_spot.protocol.listening import Listening, greeted, most_connections
 from lightning_spot.protocol.ownership import connect, is_own_user
 from lightning_spot.protocol.wire import error_body, error_from_body
 from lightning_spot.run.reading import OpenSnapshot
@@ -40,8 +40,6 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _LONGEST_LINE = 65536
 _MOST_FDS = 253  # in one message, of Linux; of more slots, each rank opens them itself
-_GREETING_S = 10.0
-_MOST_SERVED = 256  # at once: a host has fewer ranks
 
 
 class NotExportedError(TierError):
@@ -81,29 +79,33 @@ def this_host() -> str:
 
 
 class Exporter:
-    """Hands out what a process has opened, to other processes of its user. One thread accepts, one serves each rank.
+    """Hands out what a process has opened, to processes of its host that know its secret. One thread serves all.
+
+    Args:
+        world_size: how many ranks there are.
 
     Attributes:
         address: how it is reached.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, world_size: int = 2) -> None:
+        self._lock = threading.Lock()
         self._turn = 0
         self._exported: OpenSnapshot | SpotError | None = None
         self._fds: list[int] = []
         self._closed = False
-        self._places = threading.BoundedSemaphore(_MOST_SERVED)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening: Listening | None = None
+        self._news = asyncio.Event()
         name, secret = secrets.token_hex(16), secrets.token_hex(16)
         self.address = ExporterAddress(this_host(), name, secret)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(self.address.socket_name)
-            self._listener.listen(_MOST_SERVED)
-            threading.Thread(target=self._accept, name="spot-exporter", daemon=True).start()
-        except (OSError, RuntimeError) as error:
+            listener.bind(self.address.socket_name)
+            listener.listen()
+            self._listening = Listening(listener, self._talk, "spot-exporter", secret, most_connections(world_size))
+        except OSError as error:
             logger.debug("no memory can be shared on this host: %s", error)
-            self._listener.close()
+            listener.close()
             self.address = ExporterAddress(secrets.token_hex(16), "", secret)
 
     def export(self, turn: int, what: OpenSnapshot | SpotError) -> None:
@@ -113,7 +115,7 @@ class Exporter:
             turn: counts what was tried, from 1.
             what: the snapshot; its descriptors are kept until the next turn.
         """
-        with self._changed:
+        with self._lock:
             self._drop()
             self._turn, self._exported = turn, what
             try:
@@ -127,17 +129,16 @@ class Exporter:
                     "a snapshot cannot go to other ranks: {error}",
                     error=error,
                 )
-            self._changed.notify_all()
+        if self._listening is not None:
+            self._listening.call(self._tell)
 
     def close(self) -> None:
         """Hand out nothing more. A second call does nothing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._drop()
-            self._changed.notify_all()
-        with contextlib.suppress(OSError):  # it never listened, or is closed already
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        if self._listening is not None:
+            self._listening.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -146,43 +147,30 @@ class Exporter:
         _close_all(self._fds)
         self._fds = []
 
-    def _accept(self) -> None:
-        for connection in accepted(self._listener, lambda: self._closed):
-            if not is_own_user(connection) or not self._places.acquire(blocking=False):
-                connection.close()
-                continue
-            try:
-                threading.Thread(target=self._serve, args=(connection,), name="spot-export", daemon=True).start()
-            except RuntimeError as error:  # no more threads can be had: that rank reads for itself
-                logger.debug("a rank is not served: %s", error)
-                connection.close()
-                self._places.release()
+    # -- on its thread --------------------------------------------------------------------------------------------
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _talk(self, connection: socket.socket, greeting: dict[str, object]) -> None:
+        if not is_own_user(connection):
+            return
+        turn, loop = int(str(greeting["turn"])), asyncio.get_running_loop()
+        while (found := self._find(turn)) is None:
+            try:
+                await asyncio.wait_for(self._news.wait(), _PULSE_S)
+            except TimeoutError:
+                await asyncio.wait_for(loop.sock_sendall(connection, b"\n"), _SILENCE_S)
+        answer, fds = found
         try:
-            with connection:
-                connection.settimeout(_GREETING_S)
-                secret, _, turn_text = connection.recv(_LONGEST_LINE).partition(b" ")  # so short a line comes at once
-                if not hmac.compare_digest(secret, self.address.secret.encode()):
-                    return
-                connection.settimeout(_SILENCE_S)
-                turn = int(turn_text)
-                while (found := self._find(turn)) is None:
-                    connection.sendall(b"\n")
-                answer, fds = found
-                try:
-                    socket.send_fds(connection, [json.dumps(answer).encode() + b"\n"], fds)
-                finally:
-                    _close_all(fds)
-        except (OSError, ValueError) as error:
-            logger.debug("a rank has gone, or speaks another language: %s", error)
+            socket.send_fds(connection, [json.dumps(answer).encode() + b"\n"], fds)  # so short a line fits at once
         finally:
-            self._places.release()
+            _close_all(fds)
 
     def _find(self, turn: int) -> tuple[dict[str, Any], list[int]] | None:
-        """What is exported in a turn, with descriptors of the caller's own; ``None`` if nothing is for a second."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._turn >= turn, _PULSE_S)
+        """What is exported in a turn, with descriptors of the caller's own; ``None`` while nothing is."""
+        with self._lock:
             if not self._closed and self._turn < turn:
                 return None
             given = self._exported if self._turn == turn else None
@@ -211,9 +199,8 @@ def import_snapshot(address: ExporterAddress, turn: int, manifest: Manifest) -> 
     """
     fds: list[int] = []
     try:
-        with connect(address.socket_name, _CONNECT_S) as connection:
+        with greeted(partial(connect, address.socket_name, _CONNECT_S), address.secret, turn=turn) as connection:
             connection.settimeout(_SILENCE_S)
-            connection.sendall(b"%s %d" % (address.secret.encode(), turn))
             line = b""
             while not line.endswith(b"}\n"):
                 piece, more, _, _ = socket.recv_fds(connection, _LONGEST_LINE, _MOST_FDS)
