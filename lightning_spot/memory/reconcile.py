@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_spot.image.coming import Coming, Sealing
 from lightning_spot.image.manifest import Manifest, Order, ShardOf
-from lightning_spot.image.shards import Status, status
+from lightning_spot.image.shards import Status, registers_of, status
 from lightning_spot.memory.runs import LEFT_S, Opened, RunInfo, key_of
 from lightning_spot.memory.slots import Group, Mark, Slot, Tiers, View
 from lightning_spot.retry import pause_after
@@ -160,11 +160,6 @@ class Desired:
     def is_live(self) -> bool:
         """Whether its trainer is connected to this server."""
         return self.info is not None and bool(self.info.session)
-
-    @property
-    def is_of_one_host(self) -> bool:
-        """Whether one host writes it: storage has a snapshot of it whole, or not at all."""
-        return self.info is not None and self.info.hosts == 1
 
     @property
     def is_spread(self) -> bool:
@@ -534,8 +529,10 @@ class Servers:
 
     def registers(self, name: str) -> dict[int, ShardOf]:
         """What all servers have shown of a snapshot."""
-        shown = (manifest for each in self.all for manifest in each.shown.get(name, ()))
-        return {manifest.shard.writer: manifest.shard for manifest in shown if manifest.shard is not None}
+        return registers_of(self._shown(name))
+
+    def _shown(self, name: str) -> list[Manifest]:
+        return [manifest for each in self.all for manifest in each.shown.get(name, ())]
 
     def committed(self, known: Collection[tuple[str, Order]] = ()) -> Iterator[tuple[str, Order]]:
         """Lineage and order of what is committed over all servers, by what these show, and not known yet.
@@ -543,9 +540,9 @@ class Servers:
         A server may show what fits nothing: it counts only if it can be put together.
         """
         for name in {name for each in self.all for name in each.shown}:
-            shards = [manifest for each in self.all for manifest in each.shown.get(name, ())]
+            shards = self._shown(name)
             found = shards[0].lineage, shards[0].order
-            is_whole = status(self.registers(name), shards[0].order) is Status.COMMITTED
+            is_whole = status(registers_of(shards), shards[0].order) is Status.COMMITTED
             if is_whole and found not in known and put_together(shards):
                 yield found
 
@@ -635,7 +632,7 @@ def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: S
         return True
     if url in seen.tiers.carried and (is_pending or not shard.persist):
         return False  # another server brings it there, if anybody does
-    if state is not Status.COMMITTED and desired.is_of_one_host:
+    if state is not Status.COMMITTED and info is not None and info.hosts == 1:
         return False  # it never is there without the rest, which is to come here
     if is_pending or desired.leaves or not desired.is_live:
         key = (Kind.PUT_SHARDS.value, seen.run, slot.manifest.snapshot)
@@ -678,8 +675,6 @@ def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
     for group in seen.view.groups:
         for url, slots in _owed(desired, seen, group).items():
             if not url.startswith("spot://"):
-                if not group.is_here and desired.is_of_one_host:
-                    continue
                 action = _upload(url, seen.run, group.slots, Kind.PUT if group.is_here else Kind.PUT_SHARDS)
                 yield replace(action, due_s=_storage_due_s(desired, seen, url, group))
             elif group.is_here or url not in whole_to:

@@ -944,9 +944,8 @@ def _free_first(
 
 def _one_of(free: SlotSet, writer: int) -> Slot | None:
     """One that nobody reads; of the first few, one that this writer filled last: what is unchanged is there already."""
-    few = [slot for slot in itertools.islice(free, _FEW) if not slot.readers]
-    mine = (slot for slot in few if slot.writer == writer)
-    return next(itertools.chain(mine, few), None) or next(_each({0: free}), None)
+    few = list(itertools.islice((slot for slot in free if not slot.readers), _FEW))
+    return next((slot for slot in few if slot.writer == writer), few[0] if few else None)
 
 
 def _is_much_larger(slot: Slot, nbytes: int) -> bool:

@@ -165,6 +165,7 @@ SITUATIONS = {
         run live
         slot 2/0of2
         ----
+        put shards 2 storage @inf
     """,
     "a trainer that is gone leaves what there is to storage": """
         run hosts=2 asked=990
