@@ -6,30 +6,24 @@ two. The bucket is ``benchmarks.s3_server`` behind ``benchmarks.far``, each a pr
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-
-from lightning_spot.image.notes import Own
-from lightning_spot.image.portion import Portions
-from lightning_spot.memory.joint import Shared
-from lightning_spot.memory.joint_store import JointStore
+from dataclasses import dataclass, field, replace
 
 from benchmarks.far import Far
 from benchmarks.measure import Result, seconds
 from benchmarks.s3_server import s3_behind
 from lightning_spot.client.stores import open_store
 from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.ranges import Ranges
+from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.image.shards import part_bytes_for
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import look_again, survey
+from lightning_spot.tiers.commit import Shard, put_shards
 from lightning_spot.tiers.fences import Claim
 from lightning_spot.tiers.store import Store, retain
 
@@ -61,11 +55,10 @@ class Taken:
     resume_requests: float = 0.0
 
 
-def files_of(ranks: int) -> tuple[FileSpan, ...]:
-    """The files of a sharded model, in the order of the image."""
-    sizes = {f"__{rank}_0.distcp": RANK_BYTES for rank in range(ranks)} | {"__0_1.distcp": 3_000}
-    sizes |= {f"rank-{rank:04d}.pt": 5_000 for rank in range(ranks)}
-    sizes |= {"meta.pt": 20_000, "shards.json": 4_000, ".metadata": 6_000}
+def files_of(rank: int) -> tuple[FileSpan, ...]:
+    """The files of one rank of a sharded model, in the order of its image."""
+    sizes = {f"__{rank}_0.distcp": RANK_BYTES, f"rank-{rank:05d}.pt": 5_000}
+    sizes |= {} if rank else {"__0_1.distcp": 3_000, "meta.pt": 20_000, ".metadata": 6_000}
     found, end = [], 0
     for name, nbytes in sizes.items():
         found.append(FileSpan(name, end, nbytes))
@@ -73,16 +66,17 @@ def files_of(ranks: int) -> tuple[FileSpan, ...]:
     return tuple(found)
 
 
-def manifest_of(step: int, image: memoryview, files: tuple[FileSpan, ...] = ()) -> Manifest:
+def manifest_of(step: int, image: memoryview) -> Manifest:
     """Of a snapshot, without checksums."""
     name = snapshot_name(step, 1)
-    return Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=1, nbytes=len(image), files=files)
+    return Manifest(run="run", run_id=RUN_ID, name=name, step=step, attempt=1, nbytes=len(image))
 
 
 def image_of(nbytes: int, files: tuple[FileSpan, ...] = ()) -> memoryview:
-    """Bytes, with zeros between the files."""
+    """Bytes, with zeros between the files and after them."""
     image = bytearray(os.urandom(2**16) * -(-nbytes // 2**16))[:nbytes]
-    for before, behind in itertools.pairwise(files):
+    gaps = itertools.pairwise([*files, FileSpan("", nbytes, 0)]) if files else ()
+    for before, behind in gaps:
         image[before.stop : behind.offset] = bytes(behind.offset - before.stop)
     return memoryview(image)
 
@@ -101,44 +95,22 @@ def put_alone(store: Store) -> Callable[[int], Manifest]:
 
 def put_in_shards(store: Store, ranks: int) -> Callable[[int], Manifest]:
     """What brings a snapshot of several ranks on two hosts, each its own files."""
-    files = files_of(ranks)
-    image = image_of(files[-1].stop, files)
-    ends = [*(file.offset for file in files[1:]), len(image)]
+    files = [files_of(rank) for rank in range(ranks)]
+    part_bytes = part_bytes_for(max(of_rank[-1].stop for of_rank in files))
+    images = [image_of(-(-of_rank[-1].stop // part_bytes) * part_bytes, of_rank) for of_rank in files]
 
-    def of_second(file: FileSpan) -> bool:
-        return _rank_of(file) >= ranks // 2
-
-    spans = [(file, (file.offset, end - file.offset)) for file, end in zip(files, ends, strict=True)]
-    theirs: Ranges = tuple(span for file, span in spans if of_second(file))
-    portions = Portions((theirs,), (ranks // 2,))
-    hosts = [JointStore(store, RUN_ID) for _ in range(2)]
-
-    def bring(number: int, step: int) -> Manifest:
-        ranges = portions.ranges[0] if number else portions.rest(len(image))
-        own = Own(tuple(file for file, _ in spans if of_second(file) == bool(number)))
-        layout = json.dumps(portions.to_dict() | own.to_dict())
-        shared = Shared(name=snapshot_name(step, 1), shares=ranks, digest="same", layout=layout, at=store.url)
-        gathering = hosts[number].begin(shared, len(image), attempt=1, hosts=2)
-        hosts[number].bring(gathering, image, ranges, None, _goes_on)
-        if number:
-            hosts[number].placed(gathering, number)
-            return hosts[number].finish(gathering, number, _goes_on)
-        return hosts[number].seal(gathering, manifest_of(step, image, files), _goes_on)
+    def shard_of(rank: int, step: int) -> Shard:
+        plain = manifest_of(step, images[rank])
+        of_rank = {"name": shard_name(plain.name, rank), "files": files[rank], "shard": ShardOf(rank, ranks, "plan")}
+        return replace(plain, part_bytes=part_bytes, **of_rank).sealed(images[rank]), images[rank]
 
     def put(step: int) -> Manifest:
+        hosts = [[shard_of(rank, step) for rank in range(first, ranks, 2)] for first in range(2)]
         with ThreadPoolExecutor(2) as pool:
-            return next(iter(pool.map(functools.partial(bring, step=step), range(2))))
+            found = pool.map(lambda shards: put_shards(store, shards, attempt=1).manifest, hosts)
+        return next(manifest for manifest in found if manifest is not None)
 
     return put
-
-
-def _goes_on() -> None:
-    """Nothing happens."""
-
-
-def _rank_of(file: FileSpan) -> int:
-    digits = "".join(each if each.isdigit() else " " for each in file.name).split()
-    return int(digits[0]) if digits else 0
 
 
 def resume(url: str, nbytes: int) -> None:

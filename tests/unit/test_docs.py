@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import json
@@ -121,6 +122,12 @@ def test_the_documented_variables_are_those_that_are_read() -> None:
     assert set(VARIABLE.findall(_script("reference").environment())) == read
     recipes = "".join(path.read_text() for path in (ROOT / "examples/restart").iterdir())
     assert set(VARIABLE.findall(recipes + "".join(TEXTS.values()))) <= read
+
+
+def test_the_benchmarks_can_be_started() -> None:
+    """`make bench` imports all of them: what the package no longer has is missed at once."""
+    main = importlib.import_module("benchmarks.__main__")
+    assert all(callable(each.run) for each in main.ALL.values())
 
 
 def test_the_protocol_in_the_text_is_the_present_one() -> None:
