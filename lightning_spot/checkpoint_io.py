@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_spot._version import __version__
-from lightning_spot.capture.host_link import leave
+from lightning_spot.capture.host_link import leave, tiers_of
 from lightning_spot.capture.writer import SnapshotWriter, store_streamed
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
@@ -257,8 +257,7 @@ class SpotCheckpointIO(SpotIO):
         return host
 
     def _raise_failures(self, writer: FolderWriter, parent: str) -> None:
-        tiers = writer.link.ask(lambda host: host.tiers(), None) or {}
-        if (health := tiers.get(parent)) is None:
+        if (health := tiers_of(writer.link).get(parent)) is None:
             return
         if health.error:
             raise TierError(f"an earlier checkpoint could not be written to {parent}: {health.error}", tier=parent)

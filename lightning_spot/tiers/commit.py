@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_spot.errors import (
@@ -95,7 +95,7 @@ def look(store: Store, name: str, known: Mapping[int, Manifest] | None = None) -
         return found
     there = _readable(sizes)
     writers = max((shard.writers for shard in found.registers.values()), default=0)
-    mine = {note_name(writer, failed=bool(shard.failed)) for writer, shard in found.registers.items()}
+    mine = {_note_name(shard) for shard in found.registers.values()}
     # To read those of thousands takes long: as long as some are missing, only why there will be none is read.
     is_complete = len(there) >= writers
     wanted = [file for file in there if file not in mine and is_complete and file.startswith("shard")]
@@ -125,7 +125,7 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
         TierError: if the tier fails.
     """
     first = shards[0][0]
-    mine = {shard.writer: each for each, _ in shards if (shard := each.shard) is not None}
+    mine = _by_writer(each for each, _ in shards)
     folder = _folder(store, first.snapshot, first.run_id)
     found = look(store, first.snapshot, mine)
     if found.manifest is None and not _has_notes(found, mine):
@@ -162,11 +162,11 @@ def withdraw(store: Store, shards: Sequence[Manifest], *, attempt: int) -> None:
         TierError: if the tier fails.
     """
     folder = _folder(store, shards[0].snapshot, shards[0].run_id)
-    found = look(store, shards[0].snapshot, {each.shard.writer: each for each in shards if each.shard is not None})
+    found = look(store, shards[0].snapshot, _by_writer(shards))
     check_fence(shards[0].run_id, attempt, found.claimed)
     store.check_owner()
     if found.manifest is None:
-        notes = [note_name(each.shard.writer, failed=bool(each.shard.failed)) for each in shards if each.shard]
+        notes = [_note_name(each.shard) for each in shards if each.shard]
         files = [span.name for each in shards for span in each.files]
         folder.remove([name for name in dict.fromkeys([*notes, *files]) if name in found.sizes])
 
@@ -207,6 +207,14 @@ def _folder(store: Store, name: str, run_id: str = "") -> Folder:
     return store.folder(name, attempt=order[0], run_id=run_id)
 
 
+def _by_writer(shards: Iterable[Manifest]) -> dict[int, Manifest]:
+    return {each.shard.writer: each for each in shards if each.shard is not None}
+
+
+def _note_name(shard: ShardOf) -> str:
+    return note_name(shard.writer, failed=bool(shard.failed))
+
+
 def _note(folder: Folder, name: str, file: str) -> Manifest | None:
     """What a writer's note says; ``None`` if it is not there any more, or not what it should be."""
     try:
@@ -214,7 +222,7 @@ def _note(folder: Folder, name: str, file: str) -> Manifest | None:
     except (SnapshotNotFoundError, CorruptSnapshotError) as error:  # who has committed the snapshot removes them
         logger.debug("%s/%s: %s", name, file, error)
         return None
-    is_meant = note.shard is not None and note_name(note.shard.writer, failed=bool(note.shard.failed)) == file
+    is_meant = note.shard is not None and _note_name(note.shard) == file
     return note if is_meant and note.snapshot == name else None
 
 
@@ -232,13 +240,13 @@ def _readable(sizes: Mapping[str, int]) -> list[str]:
 
 def _has_notes(found: Look, notes: Mapping[int, Manifest]) -> bool:
     """Whether the notes of these shards are there, and their files."""
-    shards = [(writer, note.shard, note) for writer, note in notes.items() if note.shard is not None]
+    shards = [(note.shard, note) for note in notes.values() if note.shard is not None]
     sizes: dict[str, int] = {}
-    for _, _, note in shards:
+    for _, note in shards:
         for span in note.files:
             sizes[span.name] = sizes.get(span.name, 0) + span.nbytes
     is_whole = all(found.sizes.get(name, -1) >= nbytes for name, nbytes in sizes.items())
-    return is_whole and all(note_name(writer, failed=bool(of.failed)) in found.sizes for writer, of, _ in shards)
+    return is_whole and all(_note_name(of) in found.sizes for of, _ in shards)
 
 
 def _write(folder: Folder, found: Look, shards: Sequence[Shard]) -> None:
@@ -267,7 +275,7 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard]) -> None:
     notes: dict[str, Image] = {}
     for each in noted:
         assert each.shard is not None
-        name = note_name(each.shard.writer, failed=bool(each.shard.failed))
+        name = _note_name(each.shard)
         if name not in found.sizes:
             notes[name] = memoryview(each.to_json().encode())
     if notes:
