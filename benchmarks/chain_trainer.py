@@ -15,12 +15,12 @@ import torch
 import xxhash
 
 from benchmarks.measure import training_state
+from lightning_spot.capture.batch import SlotView
+from lightning_spot.capture.copier import Copier
 from lightning_spot.client import starting
-from lightning_spot.image.layout import Layout, lay_out
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.layout import Layout, lay_out
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 
 RUN_ID = "00c0ffee0000"
 PORT = 7071

@@ -20,12 +20,12 @@ from benchmarks.throttle import Throttle
 from examples.stdlib_gpt import ByteGPT, StdlibSource
 from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.delta import Coding, decode, encode
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.packing import Compression
-from lightning_spot.memory.ring import Glance
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.server.ring import Glance
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.coming import Coming
+from lightning_spot.snapshot.delta import Coding, decode, encode
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.packing import Compression
 
 THIRDS = ("weights", "exp_avg", "exp_avg_sq")
 WARM_STEPS = 60

@@ -18,14 +18,14 @@ from benchmarks.far import Far
 from benchmarks.measure import Result, seconds
 from benchmarks.s3_server import s3_behind
 from lightning_spot.client.stores import open_store
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.image.shards import part_bytes_for
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import look_again, survey
-from lightning_spot.tiers.commit import Shard, put_shards
-from lightning_spot.tiers.fences import Claim
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.snapshot.shards import part_bytes_for
+from lightning_spot.store.commit import Shard, put_shards
+from lightning_spot.store.fences import Claim
+from lightning_spot.store.store import Store, retain
 
 DELAYS_MS = (1.0, 40.0, 100.0)
 RANK_BYTES = 2 * 2**20

@@ -22,12 +22,12 @@ from benchmarks import scale
 from benchmarks.measure import Result
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import quoted
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.image.shards import LEAST_PART_BYTES
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.listening import open_files
-from lightning_spot.staging.slot import available_bytes
+from lightning_spot.protocol.slot import available_bytes
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.snapshot.shards import LEAST_PART_BYTES
 
 FEW = 64
 WRITERS = (FEW, 256, 1024, 4096)

@@ -22,7 +22,7 @@ from benchmarks.blocking import writer_of
 from benchmarks.measure import Result, bare_trainer, scratch
 from benchmarks.turns import Turns
 from lightning_spot import SpotCheckpoint
-from lightning_spot.staging.partitions import BESIDE
+from lightning_spot.capture.partitions import BESIDE
 
 STEPS = 9
 WARM_UP = 1

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.measure import WarmCopy
 from benchmarks.placement import bind_team
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.staging.partitions import CopyMode
+from lightning_spot.capture.partitions import CopyMode
 
 OURS = "spot-"
 """What the names of our threads begin with."""
@@ -117,7 +117,7 @@ class Watch(pl.Callback):
         setattr(owner, name, timed)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.wrap(trainer.fit_loop.epoch_loop, "on_advance_end")  # ours is in it, see exact/loops.py
+        self.wrap(trainer.fit_loop.epoch_loop, "on_advance_end")  # ours is in it, see state/loops.py
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         now_s = time.perf_counter()

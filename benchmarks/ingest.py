@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.measure import GIB, Result, scratch, seconds
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import PART_BYTES
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 
 RECEIVER = """
 import socket, sys, threading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.measure import Result, seconds
-from lightning_spot.image.layout import Layouter
+from lightning_spot.snapshot.layout import Layouter
 
 
 def run(quick: bool) -> list[Result]:

@@ -117,7 +117,7 @@ def memory_node(folder: Path) -> Iterator[int]:
     command = [
         sys.executable,
         "-m",
-        "lightning_spot.service.program",
+        "lightning_spot.http.program",
         "--listen",
         "127.0.0.1:0",
         "--memory-limit",

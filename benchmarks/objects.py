@@ -17,8 +17,8 @@ import psutil
 from benchmarks.measure import Result, seconds
 from benchmarks.s3_server import s3_behind
 from benchmarks.throttle import Throttle
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.tiers.objects import ObjectStore
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.objects import ObjectStore
 
 MEGABYTES_PER_S = 40.0
 NBYTES = 512 * 10**6

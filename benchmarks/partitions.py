@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.measure import Result, bare_trainer, scratch
 from benchmarks.turns import Turns
 from lightning_spot import SpotCheckpoint
-from lightning_spot.staging.partitions import MODES
+from lightning_spot.capture.partitions import MODES
 
 STEPS = 4
 NONE = "none"

@@ -24,20 +24,20 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from benchmarks.ingest import node
 from benchmarks.measure import Result, scratch, seconds, training_state
+from lightning_spot.capture.batch import SlotView
+from lightning_spot.capture.copier import Copier
 from lightning_spot.client import starting
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
-from lightning_spot.fit.collectives import Agreement
-from lightning_spot.fit.restore import SharedOpening
-from lightning_spot.fit.selection import _load, choose
-from lightning_spot.image.layout import lay_out
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.session.collectives import Agreement
+from lightning_spot.session.restore import SharedOpening
+from lightning_spot.session.selection import _load, choose
+from lightning_spot.snapshot.layout import lay_out
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 
 RANKS = 4
 _LIMIT_S = 300.0

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import SpotError
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 
 SLOTS = 3
 """That a run has at a server at once, at most."""

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.blocking import Model, gpt_parameters
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.fit.coordinator import Decision
-from lightning_spot.fit.snapshotter import Snapshotter
+from lightning_spot.session.coordinator import Decision
+from lightning_spot.session.snapshotter import Snapshotter
 
 BY_RANK_0 = "by rank 0 alone"
 AT_ONCE = "by all ranks at once"

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.blocking import writer_of
 from benchmarks.measure import bare_trainer
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.staging.batch import Batch
+from lightning_spot.capture.batch import Batch
 
 RANKS = 2
 EVERY = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.staging.partitions import MODES, Mode, ModeTrial
+from lightning_spot.capture.partitions import MODES, Mode, ModeTrial
 
 
 class Turns(EverySteps, ModeTrial):

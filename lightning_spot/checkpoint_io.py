@@ -27,19 +27,19 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
-from lightning_spot.exact.loadability import load_named
-from lightning_spot.exact.namespaces import SpotIO
-from lightning_spot.image.layout import Outliner
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.host import Host, InProcessHost
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.say import say
-from lightning_spot.tiers.fsspec_client import forget_listings
-from lightning_spot.tiers.posix import why_not_writable
-from lightning_spot.tiers.store import Store
+from lightning_spot.server.host import Host, InProcessHost
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.layout import Outliner
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.state.loadability import load_named
+from lightning_spot.state.namespaces import SpotIO
+from lightning_spot.store.fsspec_client import forget_listings
+from lightning_spot.store.posix import why_not_writable
+from lightning_spot.store.store import Store
 from lightning_spot.untrusted import is_line, plain
 
 _NEW_NODE_S = 30.0
@@ -106,7 +106,7 @@ class SpotCheckpointIO(SpotIO):
         self._fit = _FitWatch()
 
     def of_a_fit(self) -> dict[str, Any]:
-        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        """See :class:`~lightning_spot.state.namespaces.Copied`."""
         return {"_writers": {}, "_fit": _FitWatch()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-
 from lightning_spot.staging.copier import compute_alone
 
 HOST, PEER, DURABLE = "host", "peer", "durable"

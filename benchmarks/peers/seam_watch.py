@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.exact.loops import StepBoundaries
+from lightning_spot.state.loops import StepBoundaries
 
 
 class SeamWatch(pl.Callback):

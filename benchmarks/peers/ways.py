@@ -29,9 +29,9 @@ from benchmarks.peers.dcp import DCP
 from benchmarks.peers.seam_watch import SeamWatch
 from benchmarks.peers.sightings import Sightings
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.capture.partitions import MODES
 from lightning_spot.client.stores import open_store
 from lightning_spot.run.sources import StoreSource
-from lightning_spot.staging.partitions import MODES
 
 BASELINES: dict[str, type[Baseline]] = {
     "dash": Dash,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.config import check_flag
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.dataloader import DATA_RESUMES, DataResume
-from lightning_spot.exact.fit_state import FitState
-from lightning_spot.fit.preflight import takes_part
-from lightning_spot.fit.resume import Resume
-from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom, check_on_resume_failure
-from lightning_spot.fit.session import FitSession
 from lightning_spot.renamed import refuse_old, refusing_old
 from lightning_spot.run.location import Location
+from lightning_spot.session.preflight import takes_part
+from lightning_spot.session.resume import Resume
+from lightning_spot.session.selection import OnResumeFailure, ResumedFrom, check_on_resume_failure
+from lightning_spot.session.session import FitSession
+from lightning_spot.state.dataloader import DATA_RESUMES, DataResume
+from lightning_spot.state.fit_state import FitState
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -67,7 +67,7 @@ class AutoResume(FitCallback):
         return f"{type(self).__name__}({self.location.url!r})"
 
     def of_a_fit(self) -> dict[str, Any]:
-        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        """See :class:`~lightning_spot.state.namespaces.Copied`."""
         return {"_resume": None}
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.exact.fit_state import FitState
-from lightning_spot.exact.namespaces import SpotCallback
-from lightning_spot.fit.session import FitSession
+from lightning_spot.session.session import FitSession
+from lightning_spot.state.fit_state import FitState
+from lightning_spot.state.namespaces import SpotCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -13,16 +13,16 @@ from lightning_spot.capture.unexpected import failure_of
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_count, format_seconds
 from lightning_spot.errors import PreemptedError, SettingsError
-from lightning_spot.exact.loggers import logged_step
-from lightning_spot.exact.namespaces import SpotCallback
-from lightning_spot.fit.preflight import takes_part
-from lightning_spot.fit.session import FitSession
 from lightning_spot.goodput.ledger import Spent, lost_steps
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.goodput.records import Journal, begin_unix_s
 from lightning_spot.patches import Patches
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
+from lightning_spot.session.preflight import takes_part
+from lightning_spot.session.session import FitSession
+from lightning_spot.state.loggers import logged_step
+from lightning_spot.state.namespaces import SpotCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -72,7 +72,7 @@ class GoodputMonitor(SpotCallback):
         self._patches = Patches()
 
     def of_a_fit(self) -> dict[str, Any]:
-        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        """See :class:`~lightning_spot.state.namespaces.Copied`."""
         return {"_journal": None, "_ended": None, "_snapshots": None, "_patches": Patches()}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------

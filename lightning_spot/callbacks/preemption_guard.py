@@ -11,18 +11,18 @@ from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.capture.unexpected import BestEffort
 from lightning_spot.config import check_number
 from lightning_spot.errors import PreemptedError
-from lightning_spot.exact import compat
-from lightning_spot.exact.fit_state import FitState
-from lightning_spot.exact.loops import StepBoundaries, StepBoundary
-from lightning_spot.fit.preflight import takes_part
-from lightning_spot.fit.ranks import Ranks, end_restarts_here
-from lightning_spot.fit.session import FitSession
 from lightning_spot.patches import Patches
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.preemption.signals import SignalSource, is_of_dead_worker
 from lightning_spot.preemption.stop_agreement import Place, StopAgreement
 from lightning_spot.preemption.watcher import Notices, Watcher, open_sources
 from lightning_spot.renamed import refusing_old
+from lightning_spot.session.preflight import takes_part
+from lightning_spot.session.ranks import Ranks, end_restarts_here
+from lightning_spot.session.session import FitSession
+from lightning_spot.state import compat
+from lightning_spot.state.fit_state import FitState
+from lightning_spot.state.loops import StepBoundaries, StepBoundary
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -75,7 +75,7 @@ class PreemptionGuard(FitCallback):
         self._best_effort = BestEffort()
 
     def of_a_fit(self) -> dict[str, Any]:
-        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        """See :class:`~lightning_spot.state.namespaces.Copied`."""
         return {"_watcher": None, "_ranks": None, "_stop": None, "_place": Place(0), "_patches": Patches()}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.callbacks.fit_callback import FitCallback, move_to_the_end
 from lightning_spot.capture.host_link import RingSettings
+from lightning_spot.capture.partitions import CopyMode, check_copy_mode
 from lightning_spot.config import (
     DEVICE_BUFFER,
     KEEP,
@@ -19,17 +20,16 @@ from lightning_spot.config import (
     read_environment,
 )
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.loops import StepBoundaries
-from lightning_spot.fit.coordinator import Iterations, OnError, SnapshotSettings
-from lightning_spot.fit.preflight import takes_part
-from lightning_spot.fit.session import FitSession
-from lightning_spot.fit.snapshotter import Snapshotter
-from lightning_spot.image.packing import chosen_compression
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location, check_replicas, memory_limit_bytes
-from lightning_spot.staging.partitions import CopyMode, check_copy_mode
+from lightning_spot.session.coordinator import Iterations, OnError, SnapshotSettings
+from lightning_spot.session.preflight import takes_part
+from lightning_spot.session.session import FitSession
+from lightning_spot.session.snapshotter import Snapshotter
+from lightning_spot.snapshot.packing import chosen_compression
+from lightning_spot.state.loops import StepBoundaries
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -139,7 +139,7 @@ class RemoteSnapshot(FitCallback):
         return f"{type(self).__name__}({self.location.url!r})"
 
     def of_a_fit(self) -> dict[str, Any]:
-        """See :class:`~lightning_spot.exact.namespaces.Copied`."""
+        """See :class:`~lightning_spot.state.namespaces.Copied`."""
         return {"snapshotter": None}
 
     def in_common(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from lightning_spot.callbacks.fit_callback import move_to_the_end
 from lightning_spot.callbacks.goodput_monitor import GoodputMonitor
 from lightning_spot.callbacks.preemption_guard import PreemptionGuard
 from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot.capture.partitions import CopyMode
 from lightning_spot.config import (
     DEVICE_BUFFER,
     KEEP,
@@ -20,11 +21,6 @@ from lightning_spot.config import (
     UPLOAD_TIMEOUT_S,
     check_flag,
 )
-from lightning_spot.exact.dataloader import DataResume
-from lightning_spot.exact.namespaces import SpotCallback
-from lightning_spot.fit.coordinator import OnError
-from lightning_spot.fit.preflight import takes_part
-from lightning_spot.fit.selection import OnResumeFailure, ResumedFrom
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.preemption.notice import Notice
@@ -32,7 +28,11 @@ from lightning_spot.preemption.watcher import Notices
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
-from lightning_spot.staging.partitions import CopyMode
+from lightning_spot.session.coordinator import OnError
+from lightning_spot.session.preflight import takes_part
+from lightning_spot.session.selection import OnResumeFailure, ResumedFrom
+from lightning_spot.state.dataloader import DataResume
+from lightning_spot.state.namespaces import SpotCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from lightning_spot._version import __version__
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.ending import Ending, LastState, PastMemory, Safety, uploaded_by
 from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.layouts import CheckpointLayouter, RankLayouter
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.tensors import Owners, expected_nbytes, tensors_in
 from lightning_spot.capture.unexpected import Pause, UnexpectedFailures, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
@@ -33,17 +35,15 @@ from lightning_spot.errors import (
     SpotError,
     TierReason,
 )
-from lightning_spot.image.layout import Layout
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.memory.host import Host
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import new_id
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.schedule import Schedule
+from lightning_spot.server.host import Host
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.layout import Layout
+from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
 
 logger = logging.getLogger(__name__)
 

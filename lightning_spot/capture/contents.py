@@ -28,18 +28,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lightning_spot.capture.batch import SlotView
+from lightning_spot.capture.copier import Copier, CopyJob, Watches
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.tensors import Mark, Owners, StorageOwner
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.image.layout import Entry, Layout
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.pickling import Named
-from lightning_spot.image.pieces import Piece, address_in
-from lightning_spot.image.ranges import Floats, Ranges, in_order
-from lightning_spot.memory.host import Host, Lease
 from lightning_spot.say import say
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, CopyJob, Watches
-from lightning_spot.staging.schedule import Schedule
+from lightning_spot.server.host import Host, Lease
+from lightning_spot.snapshot.layout import Entry, Layout
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.pickling import Named
+from lightning_spot.snapshot.pieces import Piece, address_in
+from lightning_spot.snapshot.ranges import Floats, Ranges, in_order
 
 CHECK_BYTES = 64 * 1024 * 1024
 """How much is compared for each snapshot (some 5 ms in the background), of which nothing is left to be found later."""

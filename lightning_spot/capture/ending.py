@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_spot.capture.copier import Watches
 from lightning_spot.capture.host_link import SAY_S, leave, tiers_of, within
 from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
@@ -18,18 +19,17 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.shards import Status
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.survey import ask_all
 from lightning_spot.say import say
-from lightning_spot.staging.copier import Watches
-from lightning_spot.tiers.fences import Owner, Standing
-from lightning_spot.tiers.store import Holdings, on_behalf, retain
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.tier import TierHealth
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.shards import Status
+from lightning_spot.store.fences import Owner, Standing
+from lightning_spot.store.store import Holdings, on_behalf, retain
 
 _POLL_S = 0.05  # how often the ring, or a server, is asked while training ends
 _LOOK_S = 10.0  # storage has at least so long to answer, also past the deadline

@@ -13,12 +13,12 @@ from weakref import WeakSet
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
 from lightning_spot.errors import FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
-from lightning_spot.image.packing import Compression
-from lightning_spot.memory.host import Host
-from lightning_spot.memory.tier import TierHealth
 from lightning_spot.retry import growing
 from lightning_spot.run.location import Location
 from lightning_spot.say import recovered, say
+from lightning_spot.server.host import Host
+from lightning_spot.server.tier import TierHealth
+from lightning_spot.snapshot.packing import Compression
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class RingSettings:
         compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
         server_call_timeout_s: how long a call to the ring may keep the training thread.
-        device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.staging.copier.Copier`; 0 for none.
+        device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.capture.copier.Copier`; 0 for none.
     """
 
     slots: int

@@ -24,14 +24,14 @@ import torch
 
 from lightning_spot.capture.tensors import Owners, owned_nbytes, owners_of, storage_address, tensors_in
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, MODEL_FILE, FileSpan
-from lightning_spot.image.layout import Entry, Layout, Outliner, outline_of
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum
-from lightning_spot.image.shards import part_bytes_for
 from lightning_spot.say import say
 from lightning_spot.sharded.file_plan import ShardedLayouter, state_file
 from lightning_spot.sharded.plan import State, aligned
+from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES, MODEL_FILE, FileSpan
+from lightning_spot.snapshot.layout import Entry, Layout, Outliner, outline_of
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.snapshot.shards import part_bytes_for
 
 
 class Laid(NamedTuple):

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_spot.capture.contents import SlotViews
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.host_link import SAY_S, HostLink, say_waiting
 from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
-from lightning_spot.memory.host import Host, Lease
-from lightning_spot.memory.ring import LEAST_BYTES
-from lightning_spot.memory.slots import Making
+from lightning_spot.protocol.slot import SHM_FULL, most_in, slot_capacity
 from lightning_spot.say import UNEXPECTED, say
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.slot import SHM_FULL, most_in, slot_capacity
+from lightning_spot.server.host import Host, Lease
+from lightning_spot.server.ring import LEAST_BYTES
+from lightning_spot.server.slots import Making
 
 logger = logging.getLogger(__name__)
 

@@ -20,24 +20,24 @@ from typing import Any
 
 import torch
 
+from lightning_spot.capture.batch import SlotView
 from lightning_spot.capture.contents import Copying, Pending
+from lightning_spot.capture.copier import Copier, LoneThread
 from lightning_spot.capture.host_link import HostLink, say_failing, within
 from lightning_spot.capture.layouts import CheckpointLayouter, Laid, RankLayouter
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.slot_pool import SlotMaker, SlotPool, give_back
 from lightning_spot.capture.tensors import NOBODY, Owners
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
-from lightning_spot.image.layout import Layout, filled, outline_of
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import part_ranges
-from lightning_spot.image.ranges import WIDTHS, Floats
-from lightning_spot.image.shards import Status
-from lightning_spot.memory.host import Host, Lease
 from lightning_spot.say import UNEXPECTED, recovered, say
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, LoneThread
-from lightning_spot.staging.schedule import Schedule
-from lightning_spot.tiers.store import Store
+from lightning_spot.server.host import Host, Lease
+from lightning_spot.snapshot.layout import Layout, filled, outline_of
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import part_ranges
+from lightning_spot.snapshot.ranges import WIDTHS, Floats
+from lightning_spot.snapshot.shards import Status
+from lightning_spot.store.store import Store
 
 logger = logging.getLogger(__name__)
 

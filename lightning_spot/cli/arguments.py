@@ -17,10 +17,10 @@ from lightning_spot.config import (
     without_password,
 )
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.image.manifest import snapshot_order
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import unless_silent
 from lightning_spot.run.location import Location
+from lightning_spot.snapshot.manifest import snapshot_order
 
 LATEST = "latest"
 """The newest snapshot of a run."""

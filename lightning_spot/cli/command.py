@@ -18,8 +18,8 @@ from lightning_spot.cli import doctor, drill, report, simulate, snapshots, super
 from lightning_spot.cli.output import error_console
 from lightning_spot.cli.snapshots import INCOMPLETE
 from lightning_spot.errors import CorruptSnapshotError, SpotError
+from lightning_spot.http import flags, program
 from lightning_spot.renamed import refuse_old_words
-from lightning_spot.service import flags, program
 from lightning_spot.untrusted import log_plainly
 
 Codes = dict[int | str, str]

@@ -24,15 +24,15 @@ from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.runs import RunInfo, run_text
+from lightning_spot.http.flags import seconds
 from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.retry import DEFAULT_POLICY, unless_silent
 from lightning_spot.run.location import memory_limit_bytes
-from lightning_spot.service.flags import seconds
-from lightning_spot.tiers.fsspec_client import is_s3, open_filesystem, tier_errors
-from lightning_spot.tiers.s3 import aborts_unfinished
-from lightning_spot.tiers.store import Holdings, Store
+from lightning_spot.server.runs import RunInfo, run_text
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.fsspec_client import is_s3, open_filesystem, tier_errors
+from lightning_spot.store.s3 import aborts_unfinished
+from lightning_spot.store.store import Holdings, Store
 
 if TYPE_CHECKING:
     from lightning_spot.simulation.job import Outlook

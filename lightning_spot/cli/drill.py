@@ -20,11 +20,11 @@ from pathlib import Path
 from lightning_spot.cli.output import PlainConsole, error_console
 from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number, format_count
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.http.flags import seconds
 from lightning_spot.protocol.process import descendants
 from lightning_spot.protocol.record import find_record
-from lightning_spot.service.flags import seconds
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
 from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 WAYS = ("notice", "SIGTERM", "SIGKILL")
@@ -374,7 +374,7 @@ def _final(folder: Path) -> Path:
 
 def _differences(first: Path, second: Path) -> Verdict:
     """Compare in a process of its own: this one does without torch."""
-    command = [sys.executable, "-m", "lightning_spot.exact.compare", str(first), str(second)]
+    command = [sys.executable, "-m", "lightning_spot.state.compare", str(first), str(second)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise DrillFailedError(f"the final states could not be compared:\n{done.stderr[-2000:]}")

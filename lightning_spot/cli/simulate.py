@@ -14,7 +14,7 @@ from rich.table import Table
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
-from lightning_spot.service.flags import seconds
+from lightning_spot.http.flags import seconds
 
 if TYPE_CHECKING:
     from lightning_spot.simulation.failures import Failures

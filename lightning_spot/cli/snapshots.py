@@ -28,16 +28,16 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
-from lightning_spot.image.files import cut
-from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
-from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.progress_bar import transfer_bar
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.run.survey import of_tier, scattered, survey
-from lightning_spot.tiers.store import Holdings, put_together
+from lightning_spot.server.tier import Listed
+from lightning_spot.snapshot.files import cut
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.store.store import Holdings, put_together
 from lightning_spot.untrusted import plain
 
 _LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")

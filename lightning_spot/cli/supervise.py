@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from lightning_spot.cli.output import error_console
 from lightning_spot.config import RESTARTER_VARIABLE, check_number
 from lightning_spot.errors import SettingsError
+from lightning_spot.http.flags import seconds
 from lightning_spot.retry import growing
-from lightning_spot.service.flags import seconds
 
 MAX_RESTARTS = 100
 MAX_ERRORS = 3

@@ -34,18 +34,18 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
-from lightning_spot.image.manifest import Manifest, snapshot_order
-from lightning_spot.image.ranges import Floats, Ranges
-from lightning_spot.image.shards import Status, failed
-from lightning_spot.memory.host import Lease, newest_safe_step
-from lightning_spot.memory.runs import Opened, RunInfo
-from lightning_spot.memory.slots import Making
-from lightning_spot.memory.tier import Listed, TierHealth
 from lightning_spot.protocol.process import wait_readable
 from lightning_spot.protocol.record import ServerRecord
+from lightning_spot.protocol.slot import map_shared
 from lightning_spot.protocol.wire import Address
-from lightning_spot.staging.slot import map_shared
-from lightning_spot.tiers.store import newest_first
+from lightning_spot.server.host import Lease, newest_safe_step
+from lightning_spot.server.runs import Opened, RunInfo
+from lightning_spot.server.slots import Making
+from lightning_spot.server.tier import Listed, TierHealth
+from lightning_spot.snapshot.manifest import Manifest, snapshot_order
+from lightning_spot.snapshot.ranges import Floats, Ranges
+from lightning_spot.snapshot.shards import Status, failed
+from lightning_spot.store.store import newest_first
 from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
@@ -203,12 +203,12 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class EmbeddedHost:
-    """The local server as its trainer sees it; implements :class:`~lightning_spot.memory.host.Host`.
+    """The local server as its trainer sees it; implements :class:`~lightning_spot.server.host.Host`.
 
     Args:
         record: where it is.
         run: the run, as ``NAME@ID`` or ``NAME``.
-        server_call_timeout_s: how long a call may take, see :class:`~lightning_spot.memory.host.Host`.
+        server_call_timeout_s: how long a call may take, see :class:`~lightning_spot.server.host.Host`.
 
     Raises:
         ServerUnreachableError: if it does not answer now.

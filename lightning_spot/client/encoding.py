@@ -26,16 +26,16 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_spot.config import format_bytes
-from lightning_spot.image.coming import Coming, Sealing, sealing_threads
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.packing import can_pack
-from lightning_spot.image.parts import part_ranges
-from lightning_spot.image.ranges import WIDTHS, Floats
-from lightning_spot.image.shards import Image
-from lightning_spot.memory.ring import Glance
+from lightning_spot.protocol.slot import available_bytes, slot_capacity
 from lightning_spot.protocol.wire import BaseInfo, PartKind
 from lightning_spot.say import say
-from lightning_spot.staging.slot import available_bytes, slot_capacity
+from lightning_spot.server.ring import Glance
+from lightning_spot.snapshot.coming import Coming, Sealing, sealing_threads
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.packing import can_pack
+from lightning_spot.snapshot.parts import part_ranges
+from lightning_spot.snapshot.ranges import WIDTHS, Floats
+from lightning_spot.snapshot.shards import Image
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class PartEncoder:
 
     def _delta(self, part: Part, earlier: Glance) -> OutgoingPart | None:
         """What changed of a part; ``None`` if that is nearly all of it and not worth packing."""
-        from lightning_spot.image.delta import Coding, changed_ranges, encode, part_of  # numpy: not needed before
+        from lightning_spot.snapshot.delta import Coding, changed_ranges, encode, part_of  # numpy: not needed before
 
         start, stop, digest = part
         new, base = self._image[start:stop], part_of(earlier.image, start, stop)
@@ -255,7 +255,7 @@ class PartEncoder:
 
     def _probe(self, rule: CompressionRule, new: memoryview, base: memoryview) -> None:
         """Pack a piece of a part to see how that goes. Nothing waits for it: the part is on its way meanwhile."""
-        from lightning_spot.image.delta import Coding, encode
+        from lightning_spot.snapshot.delta import Coding, encode
 
         began_s = time.perf_counter()
 
@@ -267,7 +267,7 @@ class PartEncoder:
 
     def _pack(self, new: memoryview, base: memoryview, ranges: list[tuple[int, int]]) -> tuple[bytes, float]:
         """A packed delta, and the seconds that it took."""
-        from lightning_spot.image.delta import Coding, encode
+        from lightning_spot.snapshot.delta import Coding, encode
 
         began_s = time.perf_counter()
         packed = self._packers.submit(encode, new, base, ranges, Coding.PACKED).result()
@@ -389,7 +389,7 @@ class Approximation:
 
     def _advance(self, image: memoryview, memory: memoryview, bounds: Range) -> tuple[int, Change]:
         """Approximate a part; numbers of it that may be are picked, everything else is taken as it is."""
-        from lightning_spot.image.delta import changed_ranges, pick  # numpy is not needed before
+        from lightning_spot.snapshot.delta import changed_ranges, pick  # numpy is not needed before
 
         start, stop = bounds
         new, has = image[start:stop], memory[start:stop]
@@ -428,7 +428,7 @@ class ApproximateEncoder(PartEncoder):
 
     def encode(self, part: Part) -> OutgoingPart:
         """A part in the way in which it is sent."""
-        from lightning_spot.image.delta import MOST_RANGES, encode_picked
+        from lightning_spot.snapshot.delta import MOST_RANGES, encode_picked
 
         sent = super().encode(part)
         start, stop, digest = part
@@ -453,6 +453,6 @@ def _clipped(floats: Sequence[Floats], start: int, stop: int) -> Iterator[Floats
 
 
 def _clear(memory: memoryview, manifest: Manifest, before: Manifest | None) -> None:
-    """Beyond its end a file counts as zeros, see :func:`~lightning_spot.image.delta.part_of`."""
+    """Beyond its end a file counts as zeros, see :func:`~lightning_spot.snapshot.delta.part_of`."""
     if before is not None and before.nbytes > manifest.nbytes:
         memory[manifest.nbytes : before.nbytes] = bytes(before.nbytes - manifest.nbytes)

@@ -12,11 +12,11 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError
-from lightning_spot.image.files import MODEL_FILE
-from lightning_spot.image.manifest import snapshot_order
-from lightning_spot.memory.tier import Listed
 from lightning_spot.protocol.wire import Address, answered, etag_of, file_path, parse_spot_url
-from lightning_spot.tiers.store import put_together
+from lightning_spot.server.tier import Listed
+from lightning_spot.snapshot.files import MODEL_FILE
+from lightning_spot.snapshot.manifest import snapshot_order
+from lightning_spot.store.store import put_together
 from lightning_spot.untrusted import file_name, integer
 
 BLOCK_BYTES = 8 * 1024 * 1024

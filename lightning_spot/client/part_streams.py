@@ -1,6 +1,6 @@
 """Sends the parts of a snapshot to a server over several connections; what goes wrong is sent again, and whole.
 
-The other end of a stream is in ``service/upload_requests.py``; the frames are described in ``protocol/wire.py``.
+The other end of a stream is in ``http/upload_requests.py``; the frames are described in ``protocol/wire.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder
 from lightning_spot.client.server_client import PING_S, REPLY_TIMEOUT_S, ServerClient
 from lightning_spot.config import SEND_BYTES
 from lightning_spot.errors import CorruptSnapshotError, ServerRefusedError, ServerUnreachableError, TierReason
-from lightning_spot.memory.tier import Sent
 from lightning_spot.protocol.wire import DIGEST_BYTES, Frame, PartKind, fill
+from lightning_spot.server.tier import Sent
 from lightning_spot.untrusted import plain
 
 CONNECTIONS = 4

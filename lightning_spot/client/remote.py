@@ -24,18 +24,18 @@ from lightning_spot.client.part_streams import CONNECTIONS, PartStream, send_par
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError
-from lightning_spot.image.coming import Coming, seal_parts
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.packing import Compression
-from lightning_spot.image.parts import checksum
-from lightning_spot.image.ranges import Floats
-from lightning_spot.image.shards import Image
-from lightning_spot.memory.ring import FindEarlier, nothing_earlier
-from lightning_spot.memory.runs import Opened, RunInfo, key_of, parse_run
-from lightning_spot.memory.tier import Listed, Sent
 from lightning_spot.protocol.wire import BaseInfo, answered, parse_spot_url
-from lightning_spot.tiers.fences import Claim, Owner
-from lightning_spot.tiers.store import Holdings, Progress
+from lightning_spot.server.ring import FindEarlier, nothing_earlier
+from lightning_spot.server.runs import Opened, RunInfo, key_of, parse_run
+from lightning_spot.server.tier import Listed, Sent
+from lightning_spot.snapshot.coming import Coming, seal_parts
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.packing import Compression
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.snapshot.shards import Image
+from lightning_spot.store.fences import Claim, Owner
+from lightning_spot.store.store import Holdings, Progress
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ ONLY_NEAR = ("nodes", "replicas", "apart", "session", "is_claimed")
 
 
 class ServerStore:
-    """Snapshots of one run at a server; implements :class:`~lightning_spot.tiers.store.Store`.
+    """Snapshots of one run at a server; implements :class:`~lightning_spot.store.store.Store`.
 
     Args:
         url: ``spot://host:port/NAME@ID``, or ``…/NAME`` where only one run has that name.
@@ -346,7 +346,7 @@ def fetch_ranges(
     """Read ranges of a snapshot side by side.
 
     Args:
-        read: see :meth:`~lightning_spot.tiers.store.ReadsRanges.read`.
+        read: see :meth:`~lightning_spot.store.store.ReadsRanges.read`.
         manifest: of the snapshot.
         ranges: first byte, and the one behind the last.
         into: memory of the whole snapshot.

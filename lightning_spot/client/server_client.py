@@ -13,7 +13,6 @@ from urllib.parse import quote
 from lightning_spot.client.connection import BoundedSocket, Connection, Pool
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, read_environment
 from lightning_spot.errors import MalformedError, ServerRefusedError, ServerUnreachableError, SpotError, TierReason
-from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
     DIGEST_HEADER,
@@ -27,6 +26,7 @@ from lightning_spot.protocol.wire import (
     error_from_body,
     target_of,
 )
+from lightning_spot.snapshot.parts import checksum
 from lightning_spot.untrusted import plain, read_object
 
 _UPGRADE_TIMEOUT_S = 10.0  # a server answers before it does anything; meanwhile a slot is held, and nothing sent

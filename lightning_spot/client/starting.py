@@ -86,7 +86,7 @@ def start(
         memory_bytes: limit of their memory, likewise.
         server_idle_timeout_s: it ends when no trainer has been connected for so long, likewise.
         server_call_timeout_s: a server that does not answer for so long is ended and replaced; bound on later calls,
-            see :class:`~lightning_spot.memory.host.Host`.
+            see :class:`~lightning_spot.server.host.Host`.
 
     Raises:
         ServerUnreachableError: if it does not come up; the message holds the end of its log.
@@ -206,7 +206,7 @@ def _spawn(
     memory_bytes: int,
     server_idle_timeout_s: float,
 ) -> None:
-    command = [sys.executable, "-m", "lightning_spot.service.program", "--embedded", str(record.folder), record.key]
+    command = [sys.executable, "-m", "lightning_spot.http.program", "--embedded", str(record.folder), record.key]
     command += [
         "--slots",
         str(slots),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import directory_of, scheme_of
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.store import Store
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.objects import ObjectStore
+from lightning_spot.store.store import Store
 
 
 def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:

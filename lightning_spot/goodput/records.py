@@ -25,15 +25,15 @@ from typing import Any
 from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.errors import MalformedError, SettingsError, TierError
 from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account_after
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.say import recovered, say
-from lightning_spot.tiers.fences import ATTEMPTS_DIR
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.store import Folder
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.fences import ATTEMPTS_DIR
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.objects import ObjectStore
+from lightning_spot.store.store import Folder
 from lightning_spot.untrusted import LARGE_BYTES, as_object, read_object, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""What both ends of a server agree on: the wire and the record a running server leaves of itself."""
+"""What both ends of a server agree on: the wire, slot memory, and the record a running server leaves of itself."""

@@ -36,8 +36,8 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import checksum
 
 PROTOCOL_HEADER = "Spot-Protocol"
 DIGEST_HEADER = "Spot-Digest"
@@ -97,7 +97,7 @@ class Frame:
     """What precedes the content of a part on a stream.
 
     Attributes:
-        kind: what the content is: the part, nothing, or a delta (see :mod:`~lightning_spot.image.delta`).
+        kind: what the content is: the part, nothing, or a delta (see :mod:`~lightning_spot.snapshot.delta`).
         start: first byte of the part in the file.
         nbytes: length of the part.
         content_bytes: length of the content.

@@ -22,19 +22,19 @@ from typing import Any
 from lightning_spot import retry
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
-from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest
-from lightning_spot.image.packing import Compression
-from lightning_spot.memory.host import Host
-from lightning_spot.memory.placement import placed
-from lightning_spot.memory.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import growing
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import recovered, say
-from lightning_spot.tiers.fences import Claim, Owner
-from lightning_spot.tiers.fsspec_client import open_filesystem, tier_errors, time_of
-from lightning_spot.tiers.store import Store
+from lightning_spot.server.host import Host
+from lightning_spot.server.placement import placed
+from lightning_spot.server.runs import EPOCH_UNIX_S, RunInfo, files_name
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest
+from lightning_spot.snapshot.packing import Compression
+from lightning_spot.store.fences import Claim, Owner
+from lightning_spot.store.fsspec_client import open_filesystem, tier_errors, time_of
+from lightning_spot.store.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from lightning_spot import retry
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
-from lightning_spot.image.manifest import Manifest, Order, snapshot_order
 from lightning_spot.retry import RetryPolicy, growing, retried
 from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import Source
 from lightning_spot.run.survey import Survey, of_tier
 from lightning_spot.say import say
+from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 
 WAY_ON = "pass resume=False to start afresh all the same (nothing that is there is deleted), or another dirpath"
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SpotError, TierError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.shards import Section
 from lightning_spot.protocol.listening import Listening, greeted, most_connections
 from lightning_spot.protocol.ownership import connect, is_own_user
 from lightning_spot.protocol.wire import error_body, error_from_body
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.say import say
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.shards import Section
 from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import SettingsError
-from lightning_spot.tiers.fences import Claim
+from lightning_spot.store.fences import Claim
 
 JUMP = 1000
 """Attempts left free above everything seen when storage could not be read: what it holds lies below."""

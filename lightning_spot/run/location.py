@@ -23,12 +23,12 @@ from lightning_spot.config import (
     without_password,
 )
 from lightning_spot.errors import ServerUnreachableError, SettingsError, TierError
-from lightning_spot.memory.host import Host, InProcessHost
-from lightning_spot.memory.runs import check_name
+from lightning_spot.protocol.slot import host_memory_bytes
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.say import say
-from lightning_spot.staging.slot import host_memory_bytes
-from lightning_spot.tiers.posix import why_not_writable
+from lightning_spot.server.host import Host, InProcessHost
+from lightning_spot.server.runs import check_name
+from lightning_spot.store.posix import why_not_writable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,13 +16,13 @@ from typing import IO, Any, Protocol, cast
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
-from lightning_spot.image.files import MODEL_FILE
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum
-from lightning_spot.image.shards import Image, JoinedImage, Section
+from lightning_spot.protocol.slot import available_bytes, memory_file, populate, seal_memory
 from lightning_spot.say import say
-from lightning_spot.staging.slot import available_bytes, memory_file, populate, seal_memory
-from lightning_spot.tiers.store import Progress
+from lightning_spot.snapshot.files import MODEL_FILE
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.snapshot.shards import Image, JoinedImage, Section
+from lightning_spot.store.store import Progress
 
 _AHEAD_BYTES = 32 * 1024 * 1024
 _KEPT_PARTS = 3  # torch reads the end of the file first, then forwards
@@ -240,7 +240,7 @@ class SnapshotReader(io.BufferedIOBase):
 
 
 class ReadImage:
-    """An image of which what is asked for is read then; see :class:`~lightning_spot.image.shards.Image`.
+    """An image of which what is asked for is read then; see :class:`~lightning_spot.snapshot.shards.Image`.
 
     Args:
         reader: of the snapshot.
@@ -265,7 +265,7 @@ class ReadImage:
 
 
 class Fetches(Protocol):
-    """Where a snapshot comes from: a :class:`~lightning_spot.tiers.store.Store`, or what fetches like one.
+    """Where a snapshot comes from: a :class:`~lightning_spot.store.store.Store`, or what fetches like one.
 
     Attributes:
         url: what to call it.
@@ -274,7 +274,7 @@ class Fetches(Protocol):
     url: str
 
     def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
-        """See :meth:`~lightning_spot.tiers.store.Store.fetch`."""
+        """See :meth:`~lightning_spot.store.store.Store.fetch`."""
 
 
 def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: Progress | None) -> OpenSnapshot:

@@ -32,15 +32,15 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
-from lightning_spot.image.files import pieces
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import verify_file
-from lightning_spot.image.shards import JoinedImage, sections
-from lightning_spot.memory.tier import Listed
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader, has_room, receive
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.posix import open_regular
-from lightning_spot.tiers.store import (
+from lightning_spot.server.tier import Listed
+from lightning_spot.snapshot.files import pieces
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import verify_file
+from lightning_spot.snapshot.shards import JoinedImage, sections
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.posix import open_regular
+from lightning_spot.store.store import (
     HasFolders,
     Holdings,
     Progress,

@@ -31,18 +31,18 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
-from lightning_spot.image.manifest import Manifest, snapshot_order
 from lightning_spot.protocol.wire import answered, parse_spot_url
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.identity import Identity, ServerRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.say import forget, say
+from lightning_spot.snapshot.manifest import Manifest, snapshot_order
+from lightning_spot.store.commit import commit_left, look
+from lightning_spot.store.fences import Claim
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import HasFolders, Holdings
 from lightning_spot.threads import both, in_background
-from lightning_spot.tiers.commit import commit_left, look
-from lightning_spot.tiers.fences import Claim
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import HasFolders, Holdings
 from lightning_spot.untrusted import file_name, integer, line
 
 logger = logging.getLogger(__name__)

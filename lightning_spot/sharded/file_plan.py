@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
-from lightning_spot.image.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.image.layout import Entry, Layout, Outliner, filled, lay_out_plain
-from lightning_spot.image.pickling import Named
-from lightning_spot.image.pieces import Piece
-from lightning_spot.image.safe_load import safe_load
-from lightning_spot.image.tensor_index import SHARDS_FILE, Archived, Path, Shards, StoredValue
 from lightning_spot.sharded import metadata
 from lightning_spot.sharded.plan import ALIGNMENT, Placed, Plan, Planner, State, aligned, is_extra, tensors_file
 from lightning_spot.sharded.reader import load_value
+from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES, FileSpan
+from lightning_spot.snapshot.layout import Entry, Layout, Outliner, filled, lay_out_plain
+from lightning_spot.snapshot.pickling import Named
+from lightning_spot.snapshot.pieces import Piece
+from lightning_spot.snapshot.safe_load import safe_load
+from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Archived, Path, Shards, StoredValue
 
 
 def state_file(rank: int) -> str:

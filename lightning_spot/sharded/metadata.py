@@ -1,7 +1,7 @@
 """What ``torch.distributed.checkpoint`` wants to know of a sharded snapshot: its ``Metadata``, made from ours.
 
 It is written as ``.metadata``, a pickle, for others; we read our own
-:class:`~lightning_spot.image.tensor_index.Shards`.
+:class:`~lightning_spot.snapshot.tensor_index.Shards`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_spot.errors import NotSerializableError
-from lightning_spot.image.tensor_index import Archived, Path, ShardedTensor, Shards
+from lightning_spot.snapshot.tensor_index import Archived, Path, ShardedTensor, Shards
 
 METADATA_FILE = ".metadata"
 REST_FILE = "meta.pt"

@@ -19,13 +19,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_spot.errors import NotSerializableError
-from lightning_spot.image.files import FILE_ALIGNMENT_BYTES
-from lightning_spot.image.layout import Entry, lay_out
-from lightning_spot.image.parts import checksum
-from lightning_spot.image.tensor_index import Archived, Path, ShardedTensor, Shards
-from lightning_spot.image.tensor_index import Shard as Box
 from lightning_spot.sharded.dtensors import box_of, root_of, spec_of
 from lightning_spot.sharded.metadata import name_of
+from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES
+from lightning_spot.snapshot.layout import Entry, lay_out
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.snapshot.tensor_index import Archived, Path, ShardedTensor, Shards
+from lightning_spot.snapshot.tensor_index import Shard as Box
 
 ALIGNMENT = 64
 """Bytes of which the offset of every archive in its file is a multiple, and so that of every tensor's elements."""

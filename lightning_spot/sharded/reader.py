@@ -29,14 +29,14 @@ from lightning_spot.errors import (
     SnapshotNotFoundError,
     SpotError,
 )
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest
-from lightning_spot.image.safe_load import kind_of, placeholders_in, safe_load
-from lightning_spot.image.shards import Image
-from lightning_spot.image.tensor_index import Path as ItemPath
-from lightning_spot.image.tensor_index import Shard, Shards, archived
 from lightning_spot.sharded.dtensors import box_of
 from lightning_spot.sharded.metadata import REST_FILE, dtype_of, name_of
 from lightning_spot.sharded.plan import EXTRA, State, is_extra
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
+from lightning_spot.snapshot.safe_load import kind_of, placeholders_in, safe_load
+from lightning_spot.snapshot.shards import Image
+from lightning_spot.snapshot.tensor_index import Path as ItemPath
+from lightning_spot.snapshot.tensor_index import Shard, Shards, archived
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
 _OWN = "lightning_spot"  # exact state, which is that of the ranks there were

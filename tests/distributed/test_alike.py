@@ -16,16 +16,16 @@ import torch
 from lightning_spot import AutoResume, EverySeconds, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.client import starting
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
-from lightning_spot.fit import preflight, resume, topology
-from lightning_spot.fit.collectives import Agreement
-from lightning_spot.fit.preflight import check_alike, check_one_model, check_one_optimizer
-from lightning_spot.fit.resume import bring_below
-from lightning_spot.fit.topology import check_storage
 from lightning_spot.interval.costs import Costs
-from lightning_spot.memory.tier import TierHealth
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.tier import TierHealth
+from lightning_spot.session import preflight, resume, topology
+from lightning_spot.session.collectives import Agreement
+from lightning_spot.session.preflight import check_alike, check_one_model, check_one_optimizer
+from lightning_spot.session.resume import bring_below
+from lightning_spot.session.topology import check_storage
+from lightning_spot.store.local import LocalStore
 from tests.distributed.test_restore import put
 from tests.support.oracle import claim_of
 from tests.support.ranks import Group, Rank, rank_of_this_thread

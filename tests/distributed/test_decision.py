@@ -18,11 +18,11 @@ from lightning_spot.capture import writer as writer_module
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError, SnapshotFailedError
-from lightning_spot.fit import coordinator as fit_coordinator
-from lightning_spot.fit.coordinator import Coordinator, Decision, SnapshotSettings
-from lightning_spot.fit.topology import Topology
-from lightning_spot.memory.host import InProcessHost
 from lightning_spot.run.location import Location
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.session import coordinator as fit_coordinator
+from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
+from lightning_spot.session.topology import Topology
 from tests.support.said import keys
 from tests.support.server import named_run
 

@@ -20,11 +20,11 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.exact import logged_values
-from lightning_spot.exact.dataloader import PositionedLoader, batches_done, loader_itself, position_of
-from lightning_spot.exact.elastic import OtherRanks, random_of
-from lightning_spot.exact.randomness import capture_random
-from lightning_spot.exact.rank_states import are_these, share_of
+from lightning_spot.state import logged_values
+from lightning_spot.state.dataloader import PositionedLoader, batches_done, loader_itself, position_of
+from lightning_spot.state.elastic import OtherRanks, random_of
+from lightning_spot.state.randomness import capture_random
+from lightning_spot.state.rank_states import are_these, share_of
 from tests.support.exact_cases import KillAt
 from tests.support.program import run
 from tests.support.said import said

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_spot.capture.layouts import ShardedCheckpoint, ShardedCheckpointLayouter
 from lightning_spot.errors import ModelChangedError, NotSerializableError
-from lightning_spot.exact.dump import KEY
-from lightning_spot.exact.sharded import holder_of, split
-from lightning_spot.fit.selection import load_shards
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.session.selection import load_shards
 from lightning_spot.sharded.file_plan import ShardedLayouter
 from lightning_spot.sharded.reader import consolidated
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.state.dump import KEY
+from lightning_spot.state.sharded import holder_of, split
 from tests.distributed.test_sharded import same
 from tests.support.ranks import as_rank, joined, manifest_of, sealed
 

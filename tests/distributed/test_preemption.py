@@ -24,14 +24,14 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.ending import Ending
 from lightning_spot.errors import SettingsError, TierError
-from lightning_spot.exact.compare import differences
-from lightning_spot.fit.ranks import Meeting, Ranks
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.preemption.clouds import AwsSource
 from lightning_spot.preemption.key_value import KeyValueServer
 from lightning_spot.preemption.notice import Notice
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.session.ranks import Meeting, Ranks
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.state.compare import differences
+from lightning_spot.store.local import LocalStore
 from tests.support.exact_cases import CASES, KillAt, Model, loader, train, train_case, train_ranks
 from tests.support.metadata_server import MetadataServer
 from tests.support.program import Outcome, run, start
@@ -485,7 +485,7 @@ def test_a_local_dirpath_on_a_vm_of_a_cloud_is_warned_of_once(
         assert (facts["about"], facts["cloud"]) == (str(tmp_path / "run"), "aws")
         caplog.clear()
         trainer(stopping(tmp_path / "other", notices="signal")).fit(Net(), data())  # no cloud is known
-        monkeypatch.setattr("lightning_spot.fit.session.local_file_system", lambda _: None)
+        monkeypatch.setattr("lightning_spot.session.session.local_file_system", lambda _: None)
         trainer(stopping(tmp_path / "shared", notices=AwsSource(server.url))).fit(Net(), data())
     assert not said(caplog, "dirpath-local")
 

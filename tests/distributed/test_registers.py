@@ -22,14 +22,14 @@ from lightning_spot.errors import (
     SnapshotFailedError,
     SnapshotNotFoundError,
 )
-from lightning_spot.image.files import MODEL_FILE, FileSpan
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.image.shards import Status
-from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.memory.reconcile import Servers
-from lightning_spot.memory.slots import Held, Mark
 from lightning_spot.run.export import Exporter, import_snapshot
 from lightning_spot.run.sources import HOST, MemorySource, Use
+from lightning_spot.server.host import InProcessHost, Lease
+from lightning_spot.server.reconcile import Servers
+from lightning_spot.server.slots import Held, Mark
+from lightning_spot.snapshot.files import MODEL_FILE, FileSpan
+from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.snapshot.shards import Status
 from tests.support.server import RUN_ID, Bench, named_run
 from tests.support.shards import PART, checkpoint_of, failed_shard, sealed_shard, shard_image, shard_manifest, whole_of
 from tests.support.small_trainer import info_of

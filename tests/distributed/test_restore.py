@@ -21,14 +21,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
-from lightning_spot.fit import restore, selection
-from lightning_spot.fit.collectives import Agreement
-from lightning_spot.fit.restore import SharedOpening
-from lightning_spot.fit.selection import ResumedFrom, choose, load_snapshot, own_small
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.shards import Image
-from lightning_spot.memory.node import Node
 from lightning_spot.protocol import ownership
 from lightning_spot.run import export, reading
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
@@ -36,8 +28,16 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Holdings, Progress
+from lightning_spot.server.node import Node
+from lightning_spot.session import restore, selection
+from lightning_spot.session.collectives import Agreement
+from lightning_spot.session.restore import SharedOpening
+from lightning_spot.session.selection import ResumedFrom, choose, load_snapshot, own_small
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.shards import Image
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import Holdings, Progress
 from tests.integration.test_stores import sharded, snapshot
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy

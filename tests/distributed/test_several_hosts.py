@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from lightning_spot.errors import TierError
-from lightning_spot.image.files import note_name
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.shards import Status, assemble
-from lightning_spot.memory import reconcile, registry, runs
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.commit import commit_left, look
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server import reconcile, registry, runs
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.files import note_name
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.shards import Status, assemble
+from lightning_spot.store.commit import commit_left, look
+from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN_ID, NodeBehind
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, shard_image
 from tests.support.store import GatedStore

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.layouts import (
     CheckpointLayouter,
     RankCheckpoint,
@@ -23,14 +24,13 @@ from lightning_spot.capture.layouts import (
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.image.files import MODEL_FILE
-from lightning_spot.image.manifest import Manifest, shard_name, snapshot_name
-from lightning_spot.image.pickling import TensorPickler
-from lightning_spot.image.shards import LEAST_PART_BYTES, Status
-from lightning_spot.memory.host import Host, Lease
+from lightning_spot.server.host import Host, Lease
 from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.sharded.reader import ImageReader, load_all
-from lightning_spot.staging.copier import Copier
+from lightning_spot.snapshot.files import MODEL_FILE
+from lightning_spot.snapshot.manifest import Manifest, shard_name, snapshot_name
+from lightning_spot.snapshot.pickling import TensorPickler
+from lightning_spot.snapshot.shards import LEAST_PART_BYTES, Status
 from tests.support.fake_device import FakeDevice
 from tests.support.ranks import manifest_of, rows
 from tests.support.rings import RankRing, Registers

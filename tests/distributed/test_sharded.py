@@ -25,19 +25,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, ModelChangedError, NotSerializableError
-from lightning_spot.exact.optimizers import keep_dtypes, precise_of
-from lightning_spot.exact.sharded import MODEL, Dtensors, _put_back_optimizer
-from lightning_spot.image.files import check_files
-from lightning_spot.image.layout import filled
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.shards import Image
-from lightning_spot.image.tensor_index import SHARDS_FILE, Shards, archived
 from lightning_spot.run.reading import ReadImage, SnapshotReader
 from lightning_spot.sharded import plan
 from lightning_spot.sharded.file_plan import ShardedLayouter, load_state
 from lightning_spot.sharded.metadata import metadata_of
 from lightning_spot.sharded.plan import Planner, tensors_file
 from lightning_spot.sharded.reader import ImageReader, load, load_all, write_plain
+from lightning_spot.snapshot.files import check_files
+from lightning_spot.snapshot.layout import filled
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.shards import Image
+from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Shards, archived
+from lightning_spot.state.optimizers import keep_dtypes, precise_of
+from lightning_spot.state.sharded import MODEL, Dtensors, _put_back_optimizer
 from tests.support.filled import check_archive, fill
 from tests.support.ranks import Shape, Sharded, as_rank, at_rest, on_rank, snapshot, whole
 

@@ -15,17 +15,17 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_spot.capture.batch import SlotView
 from lightning_spot.capture.contents import Unchanged
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.errors import NotSerializableError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.pickling import TensorPickler
-from lightning_spot.image.tensor_index import Path
 from lightning_spot.sharded import file_plan
 from lightning_spot.sharded.file_plan import ShardedLayouter
 from lightning_spot.sharded.plan import Items, Planner
 from lightning_spot.sharded.reader import ImageReader, load_all, load_value
-from lightning_spot.staging.batch import SlotView
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.pickling import TensorPickler
+from lightning_spot.snapshot.tensor_index import Path
 from tests.support.filled import fill
 from tests.support.ranks import Sharded, as_rank, on_rank
 

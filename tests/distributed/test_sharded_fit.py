@@ -16,11 +16,11 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.compare import differences
-from lightning_spot.exact.compare import main as compare_files
-from lightning_spot.fit.preflight import takes_part
-from lightning_spot.fit.selection import load_shards
+from lightning_spot.session.preflight import takes_part
+from lightning_spot.session.selection import load_shards
 from lightning_spot.sharded.reader import read_folder, write_plain
+from lightning_spot.state.compare import differences
+from lightning_spot.state.compare import main as compare_files
 from tests.distributed.test_trainings import without_what_came_later
 from tests.support.exact_cases import loader
 from tests.support.exact_sharded import Sharded, train, train_ranks, train_with, undisturbed_and_stopped

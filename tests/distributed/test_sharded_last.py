@@ -25,15 +25,15 @@ from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.layouts import ShardedCheckpointLayouter
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
-from lightning_spot.exact.dump import Dump
-from lightning_spot.exact.sharded import Dtensors
-from lightning_spot.fit.coordinator import Coordinator, Decision, SnapshotSettings
-from lightning_spot.fit.topology import Topology
-from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
+from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
+from lightning_spot.session.topology import Topology
 from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import snapshot_name
+from lightning_spot.state.dump import Dump
+from lightning_spot.state.sharded import Dtensors
+from lightning_spot.store.local import LocalStore
 from tests.support.ranks import rows
 from tests.support.server import snapshot_server
 

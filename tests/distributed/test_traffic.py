@@ -24,9 +24,9 @@ import lightning_spot
 from lightning_spot import EverySteps
 from lightning_spot.client.embedded import Session
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.fit.collectives import AsyncBroadcast
-from lightning_spot.fit.coordinator import Decision
-from lightning_spot.fit.snapshotter import Pacing
+from lightning_spot.session.collectives import AsyncBroadcast
+from lightning_spot.session.coordinator import Decision
+from lightning_spot.session.snapshotter import Pacing
 from tests.support.gpus import NEEDS_GPU
 from tests.support.program import run
 from tests.support.training import train

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.image.files import MODEL_FILE
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import reconcile
-from lightning_spot.memory.node import Node
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.server import reconcile
+from lightning_spot.server.node import Node
 from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.snapshot.files import MODEL_FILE
+from lightning_spot.snapshot.manifest import Manifest
 from tests.support.program import Outcome, run, start
 from tests.support.ranks import joined
 from tests.support.server import MIB, RunningNode, snapshot_server

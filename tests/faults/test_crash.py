@@ -28,15 +28,15 @@ import pytest
 from lightning_spot.client import starting
 from lightning_spot.config import run_key
 from lightning_spot.errors import SnapshotNotFoundError, SpotError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.shards import assemble
-from lightning_spot.memory.node import Node
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import retain
+from lightning_spot.server.node import Node
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.shards import assemble
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import retain
 from tests.support import shard_scenarios
 from tests.support.folders import files_below
 from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of, run_info

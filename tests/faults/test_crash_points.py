@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.store.local import LocalStore
 from tests.support.oracle import image_of, manifest_of
 
 pytestmark = pytest.mark.guarantee("G16")

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_spot.capture import batch as batch_module
 from lightning_spot.capture.contents import Copying
+from lightning_spot.capture.copier import Copier, CopyJob
+from lightning_spot.capture.partitions import Span
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging.copier import Copier, CopyJob
-from lightning_spot.staging.partitions import Span
-from lightning_spot.staging.schedule import Schedule
+from lightning_spot.server.host import InProcessHost, Lease
 from tests.support.copies import Desk as Copies
 from tests.support.copies import Fixed
 from tests.support.ranks import Desk, same

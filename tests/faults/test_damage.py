@@ -47,15 +47,15 @@ from lightning_spot.errors import (
 )
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import Journal, write_record
-from lightning_spot.image.files import FileSpan, note_name
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.image.shards import failed
+from lightning_spot.http.program import DescriptorChannel
 from lightning_spot.protocol.wire import Address, error_body, error_from_body, file_path
 from lightning_spot.run import survey
-from lightning_spot.service.program import DescriptorChannel
-from lightning_spot.tiers.commit import commit_left, put_shards
-from lightning_spot.tiers.fences import Claim, claim_name, first_readable
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.files import FileSpan, note_name
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.snapshot.shards import failed
+from lightning_spot.store.commit import commit_left, put_shards
+from lightning_spot.store.fences import Claim, claim_name, first_readable
+from lightning_spot.store.local import LocalStore
 from lightning_spot.untrusted import (
     FileName,
     UnixSeconds,

@@ -16,9 +16,9 @@ import pytest
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import SpotError, TierError
-from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.protocol.record import find_record
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.local import LocalStore
 from tests.support.proxy import Proxy
 from tests.support.said import said
 from tests.support.server import RunningNode

@@ -17,6 +17,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from lightning_spot.capture.contents import Copying
+from lightning_spot.capture.copier import Copier, CopyJob
 from lightning_spot.capture.ending import Ending
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
@@ -32,18 +33,17 @@ from lightning_spot.errors import (
 )
 from lightning_spot.goodput import records
 from lightning_spot.goodput.records import read_records
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import uploads
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.node import Node
+from lightning_spot.http import program
+from lightning_spot.http.routes import Files
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
 from lightning_spot.retry import RetryPolicy, with_retries
 from lightning_spot.run import attempts
-from lightning_spot.service import program
-from lightning_spot.service.http import Files
-from lightning_spot.staging.copier import Copier, CopyJob
-from lightning_spot.tiers.fences import Claim
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server import uploads
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.node import Node
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.fences import Claim
+from lightning_spot.store.local import LocalStore
 from tests.faults.test_harmless import fit
 from tests.support.copies import Desk as Copies
 from tests.support.ranks import Desk

@@ -15,10 +15,10 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import unexpected
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.unexpected import BestEffort, UnexpectedFailures, failure_of, is_of_user
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.staging.schedule import Schedule
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.store.local import LocalStore
 from tests.support.program import run
 from tests.support.said import said
 from tests.support.strike import Strike
@@ -60,19 +60,19 @@ WHERE = [
     "capture/writer:SnapshotWriter.copied",
     "capture/slot_pool:SlotPool.take",
     "capture/contents:Unchanged.written_past_counts",
-    "exact/dump:Dump._with",
-    "exact/fit_state:FitState.capture",
-    "exact/module_state:ModuleState.capture",
-    "fit/coordinator:Iterations.ends",
-    "fit/snapshotter:Pacing._learn",
-    "fit/coordinator:Coordinator.warm",
-    "image/layout:Layouter._place",
-    "image/pickling:TensorPickler.dump",
+    "state/dump:Dump._with",
+    "state/fit_state:FitState.capture",
+    "state/module_state:ModuleState.capture",
+    "session/coordinator:Iterations.ends",
+    "session/snapshotter:Pacing._learn",
+    "session/coordinator:Coordinator.warm",
+    "snapshot/layout:Layouter._place",
+    "snapshot/pickling:TensorPickler.dump",
     "interval/policy:EverySteps.due",
-    "staging/copier:Copier.start",
-    "staging/copier:CopyJob.settle",
-    "staging/copier:CopyJob.wait_cpu",
-    "staging/schedule:Schedule._at",
+    "capture/copier:Copier.start",
+    "capture/copier:CopyJob.settle",
+    "capture/copier:CopyJob.wait_cpu",
+    "capture/schedule:Schedule._at",
     "goodput/records:Journal.note",
 ]
 
@@ -221,20 +221,20 @@ def test_copying_is_not_spread_any_more_where_that_fails(caplog: pytest.LogCaptu
 
 
 SHARED = [
-    (True, 0, "exact/fit_state:FitState.capture"),
+    (True, 0, "state/fit_state:FitState.capture"),
     (True, 0, "capture/writer:SnapshotWriter.begin"),
-    (True, 1, "exact/fit_state:FitState.dump"),
+    (True, 1, "state/fit_state:FitState.dump"),
     (True, 1, "capture/writer:SnapshotWriter.begin"),
-    (True, 1, "fit/coordinator:Coordinator._content"),
-    (False, 0, "exact/fit_state:FitState.capture"),
-    (False, 1, "exact/fit_state:FitState.capture"),
+    (True, 1, "session/coordinator:Coordinator._content"),
+    (False, 0, "state/fit_state:FitState.capture"),
+    (False, 1, "state/fit_state:FitState.capture"),
 ]
 
 
 @pytest.mark.parametrize(
     ("local_server", "rank", "where"),
     [
-        (True, 1, "exact/fit_state:FitState.capture"),
+        (True, 1, "state/fit_state:FitState.capture"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in SHARED),
     ],
 )
@@ -267,8 +267,8 @@ AT_THE_END = [
     "capture/ending:Ending.bring",
     "capture/ending:Ending._flush",
     "capture/ending:Ending._where_newest_is",
-    "fit/snapshotter:Snapshotter.close",
-    "fit/coordinator:Coordinator.let_go",
+    "session/snapshotter:Snapshotter.close",
+    "session/coordinator:Coordinator.let_go",
 ]
 
 
@@ -301,8 +301,8 @@ class AtTheEnd(Strike):
 
 LAST = [
     "capture/writer:SnapshotWriter.check_all",
-    "fit/snapshotter:Pacing.taken",
-    "fit/snapshotter:Snapshotter.close",
+    "session/snapshotter:Pacing.taken",
+    "session/snapshotter:Snapshotter.close",
     "capture/attempt:Attempt._manifest",
 ]
 
@@ -330,8 +330,8 @@ def threads() -> set[str]:
 
 
 URGENT = [
-    (0, "fit/session:_has_taken"),
-    (1, "fit/coordinator:Iterations.end"),
+    (0, "session/session:_has_taken"),
+    (1, "session/coordinator:Iterations.end"),
     (0, "capture/ending:Safety.plan"),
     (1, "capture/writer:SnapshotWriter.check_all"),
 ]
@@ -340,7 +340,7 @@ URGENT = [
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        (1, "fit/snapshotter:CurrentState.newest"),
+        (1, "session/snapshotter:CurrentState.newest"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in URGENT),
     ],
 )

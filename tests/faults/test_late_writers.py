@@ -15,11 +15,11 @@ from lightning_spot import SpotCheckpoint
 from lightning_spot.client import starting
 from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import SettingsError, TierError
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.identity import next_attempt
-from lightning_spot.tiers.fences import Claim
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import retain
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.fences import Claim
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import retain
 from tests.integration.test_identity import train
 from tests.support.said import said
 from tests.support.snapshots import serverless

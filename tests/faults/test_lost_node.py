@@ -31,19 +31,19 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import FencedError, ServerUnreachableError, TierError
-from lightning_spot.fit.coordinator import Coordinator
-from lightning_spot.image.layout import lay_out, lay_out_plain
-from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.interval.deadline import Deadline
-from lightning_spot.memory.host import Host, InProcessHost
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import survey
 from lightning_spot.run.survey import Survey
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Holdings, Store
+from lightning_spot.server.host import Host, InProcessHost
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.session.coordinator import Coordinator
+from lightning_spot.snapshot.layout import lay_out, lay_out_plain
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import Holdings, Store
 from tests.support.filled import check_archive, fill
 from tests.support.oracle import claim_of
 from tests.support.said import informed, said, said_about

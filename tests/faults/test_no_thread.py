@@ -15,15 +15,15 @@ import pytest
 
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError, TierError
-from lightning_spot.fit.collectives import Agreement
-from lightning_spot.fit.restore import SharedOpening
-from lightning_spot.memory.node import Node
+from lightning_spot.http.program import DescriptorChannel
 from lightning_spot.run import export
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.service.program import DescriptorChannel
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.node import Node
+from lightning_spot.session.collectives import Agreement
+from lightning_spot.session.restore import SharedOpening
+from lightning_spot.store.local import LocalStore
 from tests.distributed.test_restore import put
 from tests.support.chain import FIRST, SECOND, Chained
 from tests.support.ranks import Group, Rank

@@ -18,10 +18,10 @@ import pytest
 from lightning_spot.cli import main
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, TierError
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.run.reading import SnapshotReader
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.posix import temporary_owner
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.posix import temporary_owner
 from tests.support.oracle import claim_of, image_of, manifest_of
 from tests.support.store import Kept
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from lightning_spot.capture import slot_pool
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.slots import Making
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.slot import SlotMemory
+from lightning_spot.protocol.slot import SlotMemory
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.slots import Making
+from lightning_spot.snapshot.manifest import Manifest
 from tests.support.fake_device import FakeDevice
 from tests.support.server import manifest_of, named_run
 from tests.support.waiting import until

@@ -12,8 +12,8 @@ from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SpotError
-from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.support.proxy import KINDS, Proxy
 from tests.support.server import RunningNode
 from tests.support.waiting import until

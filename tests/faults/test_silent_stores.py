@@ -16,10 +16,10 @@ import s3fs
 
 from lightning_spot.cli import doctor, main, snapshots
 from lightning_spot.client.stores import open_store
-from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.retry import RetryPolicy
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store import fsspec_client
 from lightning_spot.threads import in_background
-from lightning_spot.tiers import fsspec_client
 from tests.support.proxy import Proxy
 from tests.support.said import said_about
 

@@ -15,10 +15,10 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SpotError
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.tiers import object_files, posix
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
+from lightning_spot.store import object_files, posix
+from lightning_spot.store.store import Store, retain
 from tests.support import faulty
 from tests.support.faulty import KINDS, Plan, faulty_calls
 from tests.support.folders import files_below
@@ -263,7 +263,7 @@ def test_every_request_of_a_put_in_blocks_to_s3(
     s3: str, what: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Afterwards it is there whole or not at all, what was overwritten is whole, and no upload is left."""
-    monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", 5 * KIB)
+    monkeypatch.setattr("lightning_spot.store.s3.BLOCK_BYTES", 5 * KIB)
     images = {step: random.Random(step).randbytes(11 * KIB) for step in (1, 2)}
     names = {"name": "last.ckpt", "file": ""} if what == "file" else {}
 

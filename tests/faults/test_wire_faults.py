@@ -15,11 +15,11 @@ import pytest
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder, packers
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.image import packing
-from lightning_spot.image.parts import checksum
-from lightning_spot.memory import ring
+from lightning_spot.http import upload_requests
 from lightning_spot.protocol.wire import NO_DIGEST, Address, PartKind
-from lightning_spot.service import upload_requests
+from lightning_spot.server import ring
+from lightning_spot.snapshot import packing
+from lightning_spot.snapshot.parts import checksum
 from tests.support.proxy import Proxy
 from tests.support.server import MIB, manifest_of
 from tests.support.waiting import until

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps
+from lightning_spot.capture import device, schedule
+from lightning_spot.capture.batch import SlotView
+from lightning_spot.capture.copier import Copier, Watches
+from lightning_spot.capture.device import Cuda
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.errors import SpotError
-from lightning_spot.exact.compare import differences
-from lightning_spot.image.layout import lay_out
-from lightning_spot.staging import device, schedule
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, Watches
-from lightning_spot.staging.device import Cuda
-from lightning_spot.staging.schedule import Schedule
-from lightning_spot.staging.slot import SlotMemory, slot_capacity
+from lightning_spot.protocol.slot import SlotMemory, slot_capacity
+from lightning_spot.snapshot.layout import lay_out
+from lightning_spot.state.compare import differences
 from tests.support.gpus import NEEDS_GPU
 from tests.support.snapshots import check_all, spot
 from tests.support.trainer import Net, Probe, Stop, StopAt, TwoOptimizers, data, trainer

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_spot.image.layout import Layout, lay_out
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Watches
-from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.partitions import BESIDE, Mode
-from lightning_spot.staging.schedule import GradientWatch, Schedule
+from lightning_spot.capture.batch import SlotView
+from lightning_spot.capture.copier import Watches
+from lightning_spot.capture.device import DeviceClock
+from lightning_spot.capture.partitions import BESIDE, Mode
+from lightning_spot.capture.schedule import GradientWatch, Schedule
+from lightning_spot.snapshot.layout import Layout, lay_out
 from tests.support import pinned
 from tests.support.gpus import NEEDS_GPU
 from tests.support.pinned import Desk

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.staging import copier, schedule
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.capture import copier, schedule
+from lightning_spot.store.local import LocalStore
 from tests.support.gpus import NEEDS_GPU, ON_GPU
 from tests.support.program import run
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot

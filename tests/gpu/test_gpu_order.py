@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.fit import snapshotter
-from lightning_spot.image.pieces import Piece
-from lightning_spot.staging import cuda, device
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier, Watches
-from lightning_spot.staging.partitions import Partition, Span
-from lightning_spot.staging.schedule import Schedule, Timetable
+from lightning_spot.capture import cuda, device
+from lightning_spot.capture.batch import SlotView
+from lightning_spot.capture.copier import Copier, Watches
+from lightning_spot.capture.partitions import Partition, Span
+from lightning_spot.capture.schedule import Schedule, Timetable
+from lightning_spot.session import snapshotter
+from lightning_spot.snapshot.pieces import Piece
 from tests.support.fake_device import FakeDevice, StreamOfEachThread
 from tests.support.waiting import until
 

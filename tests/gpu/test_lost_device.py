@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.staging import cuda
+from lightning_spot.capture import cuda
 from tests.support.fake_device import Emulated
 from tests.support.snapshots import manifests, spot
 from tests.support.trainer import Net, data, trainer

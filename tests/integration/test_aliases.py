@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
 from torch.utils.data import DataLoader
 
-from lightning_spot.exact.compare import differences
+from lightning_spot.state.compare import differences
 from tests.integration.test_exact import final
 from tests.support import exact_models as m
 from tests.support.exact_table import Case, train

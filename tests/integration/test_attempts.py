@@ -17,6 +17,7 @@ import torch
 
 from lightning_spot.capture import writer
 from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.copier import LoneThread
 from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.capture.layouts import CheckpointLayouter
 from lightning_spot.client.remote import ServerStore
@@ -29,12 +30,11 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import Host, InProcessHost
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.staging.copier import LoneThread
+from lightning_spot.server.host import Host, InProcessHost
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.support.said import said
 from tests.support.server import named_run
 

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 
-from lightning_spot.exact.builtin_callbacks import capture_modules
-from lightning_spot.exact.change_detector import ChangeDetector
-from lightning_spot.exact.compare import differences
-from lightning_spot.exact.module_state import Attributes, ModuleState, put
+from lightning_spot.state.builtin_callbacks import capture_modules
+from lightning_spot.state.change_detector import ChangeDetector
+from lightning_spot.state.compare import differences
+from lightning_spot.state.module_state import Attributes, ModuleState, put
 from tests.integration.test_exact import final
 from tests.support.exact_kept import Longer
 from tests.support.exact_table import Case, train

@@ -18,12 +18,12 @@ from lightning_spot.client import remote, starting
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError, TierError
-from lightning_spot.image import coming
-from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.memory import reconcile
-from lightning_spot.memory.runs import RunInfo, check_prefix, refusal
 from lightning_spot.protocol.wire import Address
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server import reconcile
+from lightning_spot.server.runs import RunInfo, check_prefix, refusal
+from lightning_spot.snapshot import coming
+from lightning_spot.snapshot.manifest import snapshot_name
+from lightning_spot.store.local import LocalStore
 from tests.support.chain import FIRST, RUN, SECOND, Chained, OverHttp, chained
 from tests.support.proxy import Proxy
 from tests.support.server import MIB, RUN_ID, Bench, RunningNode, manifest_of
@@ -274,10 +274,10 @@ def test_a_prefix_that_cannot_be_compared_is_an_error() -> None:
 
 TRAINER = """
 import sys
-from lightning_spot.image.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.client import starting
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.store.local import LocalStore
 from tests.support.server import image_of, manifest_of, RUN_ID
 url, node, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 host = starting.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, server_idle_timeout_s=60)

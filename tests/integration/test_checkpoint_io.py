@@ -26,13 +26,13 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import TierError
-from lightning_spot.exact.checkpoint import checkpoint_of
-from lightning_spot.image.manifest import OWN_DIR, Manifest
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address
 from lightning_spot.run.attempts import folder_info
-from lightning_spot.tiers import posix as tier_files
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import OWN_DIR, Manifest
+from lightning_spot.state.checkpoint import checkpoint_of
+from lightning_spot.store import posix as tier_files
+from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import new_process, until

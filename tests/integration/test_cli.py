@@ -27,9 +27,9 @@ from lightning_spot.cli.command import command_parser
 from lightning_spot.cli.snapshots import Entry, Found, ask
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
-from lightning_spot.image.manifest import ShardOf, shard_name
-from lightning_spot.tiers.fences import Claim
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import ShardOf, shard_name
+from lightning_spot.store.fences import Claim
+from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
 from tests.integration.test_stores import put, sharded
 from tests.support.oracle import claim_of
@@ -439,7 +439,7 @@ def test_the_command_is_installed() -> None:
     assert done.stdout.strip() == "0.1.0"
 
 
-@pytest.mark.parametrize("module", ["lightning_spot.cli", "lightning_spot.service.program", "lightning_spot"])
+@pytest.mark.parametrize("module", ["lightning_spot.cli", "lightning_spot.http.program", "lightning_spot"])
 def test_light_imports(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'lightning', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

@@ -17,12 +17,12 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
-from lightning_spot.image.parts import verify_file
-from lightning_spot.tiers.fences import claim_name, digest_of
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.posix import temporary_name
-from lightning_spot.tiers.store import Holdings, retain
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_name
+from lightning_spot.snapshot.parts import verify_file
+from lightning_spot.store.fences import claim_name, digest_of
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.posix import temporary_name
+from lightning_spot.store.store import Holdings, retain
 from tests.integration.test_stores import fetched, put, snapshot
 from tests.support import faulty
 from tests.support.faulty import Plan, faulty_calls

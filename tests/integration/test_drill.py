@@ -22,9 +22,9 @@ from lightning_spot.cli import drill as trainings
 from lightning_spot.cli import main
 from lightning_spot.cli.drill import Drill, Verdict
 from lightning_spot.config import DRILL_VARIABLE
-from lightning_spot.exact.compare import compare, differences, shown
-from lightning_spot.exact.compare import main as compare_files
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.state.compare import compare, differences, shown
+from lightning_spot.state.compare import main as compare_files
+from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
 from tests.support.exact_cases import train_case
 from tests.support.program import command

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
 
 from lightning_spot import EverySteps, RemoteSnapshot
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.staging import cuda, schedule
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.capture import cuda, schedule
+from lightning_spot.server.host import InProcessHost, Lease
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
 from tests.support.fake_device import Emulated
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import TwoOptimizers, Unhurried, data, digest_of, trainer

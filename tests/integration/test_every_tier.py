@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, RemoteSnapshot
+from lightning_spot.capture import schedule
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.host import Lease
-from lightning_spot.memory.node import Node
-from lightning_spot.staging import schedule
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.host import Lease
+from lightning_spot.server.node import Node
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
 from tests.integration.test_every_step import Adapted, RunsAhead
 from tests.support.server import MIB, served
 from tests.support.trainer import Unhurried, data, digest_of, trainer

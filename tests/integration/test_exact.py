@@ -15,11 +15,11 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact import fit_state
-from lightning_spot.exact.buffers import Buffers
-from lightning_spot.exact.compare import differences
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.state import fit_state
+from lightning_spot.state.buffers import Buffers
+from lightning_spot.state.compare import differences
+from lightning_spot.store.local import LocalStore
 from tests.support import exact_cases
 from tests.support.exact_cases import CASES, train
 from tests.support.trainer import Stop, StopAfter

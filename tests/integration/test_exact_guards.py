@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.exact import loops, state_parts
-from lightning_spot.exact.indices import Indices
-from lightning_spot.exact.loaders import Loaders
-from lightning_spot.exact.module_state import ModuleState
-from lightning_spot.exact.own_state import OwnState
+from lightning_spot.state import loops, state_parts
+from lightning_spot.state.indices import Indices
+from lightning_spot.state.loaders import Loaders
+from lightning_spot.state.module_state import ModuleState
+from lightning_spot.state.own_state import OwnState
 from tests.support import exact_models as m
 from tests.support.exact_table import Case, train
 from tests.support.said import said

@@ -15,7 +15,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import combined_loader
 from torch.utils.data import DataLoader
 
-from lightning_spot.exact.compare import differences
+from lightning_spot.state.compare import differences
 from tests.integration.test_exact import final, logged, spot
 from tests.support import exact_models as m
 from tests.support.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, STREAM, Case, train

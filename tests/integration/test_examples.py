@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.store.local import LocalStore
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "callbacks").glob("*.yaml"))

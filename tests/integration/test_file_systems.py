@@ -17,9 +17,9 @@ from lightning_spot.cli import main
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import BUCKET_SCHEMES
 from lightning_spot.errors import SettingsError
-from lightning_spot.memory.runs import refusal
 from lightning_spot.run.location import Location, local_file_system
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.runs import refusal
+from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
 from tests.integration.test_stores import FILES, REAL
 

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import AutoResume, EverySteps, SpotCheckpoint, retry
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
@@ -32,13 +33,12 @@ from lightning_spot.errors import (
     SettingsError,
     TierError,
 )
-from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.goodput.records import read_records
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.host import Lease
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.staging.copier import Copier
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.host import Lease
+from lightning_spot.session.snapshotter import Pacing
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.oracle import claim_of
 from tests.support.said import informed, said, said_about
@@ -514,7 +514,7 @@ def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture, monk
 def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
     path = str(tmp_path / "run-1")
     code = (
-        "import os, sys; from lightning_spot.client import starting; from lightning_spot.memory.runs import RunInfo\n"
+        "import os, sys; from lightning_spot.client import starting; from lightning_spot.server.runs import RunInfo\n"
         f"host = starting.start({path!r}, 'run-1', slots=2, memory_bytes=2**26, server_idle_timeout_s=60)\n"
         f"host.open_run(RunInfo(name='run-1', id='0123456789ab', location='file://{path}', attempt=1, token='t',"
         " pid=os.getpid()))\n"

@@ -16,7 +16,7 @@ import pytest
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.goodput.records import read_records
 from lightning_spot.preemption.signals import SignalSource
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.store.local import LocalStore
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import until
 

@@ -38,7 +38,6 @@ from lightning_spot import (
 from lightning_spot.cli import doctor, main
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerUnreachableError, SettingsError
-from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.goodput.ledger import (
     Account,
     AttemptRecord,
@@ -57,12 +56,13 @@ from lightning_spot.goodput.records import (
     read_records,
     write_record,
 )
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.http.program import DescriptorChannel, note_killed
 from lightning_spot.interval.policy import IntervalPolicy
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.run.identity import starts_between
-from lightning_spot.service.program import DescriptorChannel, note_killed
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.session.snapshotter import Pacing
+from lightning_spot.snapshot.manifest import Manifest
 from tests.conftest import Cli
 from tests.support.said import said
 from tests.support.server import RunningNode
@@ -759,7 +759,7 @@ def test_the_rate_of_two_machines_is_twice_as_high() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_losses_are_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_spot.fit import snapshotter
+    from lightning_spot.session import snapshotter
 
     monkeypatch.setattr(snapshotter, "READ_EVERY_S", 0.0)
     found = []

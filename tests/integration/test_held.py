@@ -14,12 +14,12 @@ from lightning_spot.capture.ending import paces_of
 from lightning_spot.client import starting
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import FailureReason, FencedError, SettingsError, SnapshotFailedError, TierError
-from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.interval.costs import Failure
-from lightning_spot.memory import reconcile
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.protocol.record import find_record
+from lightning_spot.server import reconcile
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.manifest import snapshot_name
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, NodeBehind, RunningNode, manifest_of
 from tests.support.store import GatedStore
 from tests.support.waiting import until

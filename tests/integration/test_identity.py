@@ -17,16 +17,16 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MOST_SERVERS
 from lightning_spot.errors import FencedError, SettingsError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.runs import RunInfo, refusal
-from lightning_spot.memory.tier import NodeTier
 from lightning_spot.run.attempts import ClaimWatch, begin_attempt
 from lightning_spot.run.identity import JUMP, Identity, ServerRun, identify, new_id, next_attempt
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers.fences import Claim
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.runs import RunInfo, refusal
+from lightning_spot.server.tier import NodeTier
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.fences import Claim
+from lightning_spot.store.local import LocalStore
 from tests.support.said import said
 from tests.support.server import RunningNode
 from tests.support.snapshots import serverless

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot.capture import schedule
+from lightning_spot.capture.copier import Copier, CopyJob
+from lightning_spot.capture.schedule import PlaceKind, Profile, Schedule, Timetable
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.fit import coordinator
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.staging import schedule
-from lightning_spot.staging.copier import Copier, CopyJob
-from lightning_spot.staging.schedule import PlaceKind, Profile, Schedule, Timetable
+from lightning_spot.server.host import InProcessHost, Lease
+from lightning_spot.session import coordinator
+from lightning_spot.snapshot.manifest import Manifest
 from tests.support.trainer import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
 MODES = ("eager", "asymmetric", "backward", "blocking", "auto")
@@ -329,7 +329,7 @@ def test_a_budget_makes_the_interval_grow(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Training waits 2 s for each snapshot, on a clock that goes on by 1 s a step: every 20th step is taken then."""
-    from lightning_spot.fit import snapshotter
+    from lightning_spot.session import snapshotter
 
     now_s = 0.0
     monkeypatch.setattr(snapshotter.time, "monotonic", lambda: now_s)

@@ -20,8 +20,6 @@ from typing import Any
 import pytest
 
 from lightning_spot.errors import SpotError
-from lightning_spot.fit.collectives import Failed
-from lightning_spot.fit.ranks import Meeting, Ranks
 from lightning_spot.preemption import key_value
 from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
 from lightning_spot.protocol.listening import (
@@ -33,6 +31,8 @@ from lightning_spot.protocol.listening import (
     next_line,
     tcp_listener,
 )
+from lightning_spot.session.collectives import Failed
+from lightning_spot.session.ranks import Meeting, Ranks
 from tests.support.network import Network, network_or_skip
 from tests.support.waiting import until
 
@@ -319,7 +319,7 @@ def test_if_rank_0_cannot_listen_all_ranks_raise_that_error(monkeypatch: pytest.
     def fail(*_: Any) -> None:
         raise OSError("spot-key-value cannot listen: no thread can be had")
 
-    monkeypatch.setattr("lightning_spot.fit.ranks.KeyValueServer", fail)
+    monkeypatch.setattr("lightning_spot.session.ranks.KeyValueServer", fail)
     on_one_host(monkeypatch)
     first = rank(0)
     with pytest.raises(OSError, match="no thread can be had"):

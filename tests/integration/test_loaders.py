@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.exact.compare import differences
+from lightning_spot.state.compare import differences
 from tests.integration.test_exact import final
 from tests.support import exact_models as m
 from tests.support.exact_table import Case, train

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from lightning_spot import EverySteps
-from lightning_spot.exact.compare import differences
+from lightning_spot.state.compare import differences
 from tests.integration.test_exact import rows
 from tests.support import exact_cases
 from tests.support.exact_cases import Augmented, Model, loader

@@ -14,7 +14,7 @@ import torch
 
 import lightning_spot
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
-from lightning_spot.exact import namespaces
+from lightning_spot.state import namespaces
 
 
 @pytest.fixture

@@ -35,12 +35,12 @@ from lightning_spot.errors import (
     SettingsError,
     TierReason,
 )
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.parts import checksum
-from lightning_spot.memory.runs import RunInfo, parse_run
+from lightning_spot.http.program import main
 from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
-from lightning_spot.service.program import main
-from lightning_spot.tiers.fsspec_client import open_filesystem
+from lightning_spot.server.runs import RunInfo, parse_run
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.store.fsspec_client import open_filesystem
 from tests.support.server import RunningNode, manifest_of, named_run
 from tests.support.waiting import until
 
@@ -435,7 +435,7 @@ def test_a_node_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(starting, "subprocess", subprocess)
     host = starting.start(str(tmp_path), "run", **SETTINGS)
     command = Path(f"/proc/{node_pid(host)}/cmdline").read_text().split("\0")
-    assert command[:3] == [sys.executable, "-m", "lightning_spot.service.program"]
+    assert command[:3] == [sys.executable, "-m", "lightning_spot.http.program"]
     host.disconnect()
 
 

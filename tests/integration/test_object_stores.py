@@ -21,17 +21,17 @@ from botocore.retries import standard
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SettingsError, SpotError, TierError
-from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import fsspec_client, objects
-from lightning_spot.tiers import s3 as s3_requests
-from lightning_spot.tiers.fences import digest_of
-from lightning_spot.tiers.fsspec_client import tier_errors
-from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.s3 import list_folder, remove_objects
-from lightning_spot.tiers.store import retain
+from lightning_spot.snapshot.manifest import snapshot_name
+from lightning_spot.store import fsspec_client, objects
+from lightning_spot.store import s3 as s3_requests
+from lightning_spot.store.fences import digest_of
+from lightning_spot.store.fsspec_client import tier_errors
+from lightning_spot.store.objects import ObjectStore
+from lightning_spot.store.s3 import list_folder, remove_objects
+from lightning_spot.store.store import retain
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.store import Kept, fetched, put, snapshot
@@ -44,7 +44,7 @@ BLOCK_BYTES = 8 * KIB
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads in blocks, with little data."""
-    monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("lightning_spot.store.s3.BLOCK_BYTES", BLOCK_BYTES)
 
 
 def parts_of(image: bytes, nbytes: int, fail_at: int | None = None) -> Iterator[memoryview]:
@@ -128,7 +128,7 @@ def test_a_missing_bucket_is_an_error_and_is_not_created(bucket: str, raw: s3fs.
 def test_only_unfinished_uploads_of_dead_attempts_are_aborted(
     bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 1e12)  # moto says of every upload: begun in 2010
+    monkeypatch.setattr("lightning_spot.store.store.SETTLED_S", 1e12)  # moto says of every upload: begun in 2010
     name = bucket.removeprefix("s3://")
     mine = [f"run-1/{snapshot_name(7, attempt)}/model.ckpt" for attempt in (1, 2, 3)]
     others = ["run-1/data.tar", f"run-2/{snapshot_name(7, 1)}/model.ckpt", f"run-1/{snapshot_name(7, 1)}/notes.txt"]
@@ -209,7 +209,7 @@ def test_no_part_is_left_on_its_way_after_an_error() -> None:
 def test_a_block_whose_connection_breaks_is_sent_from_its_start(
     s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.s3.BLOCK_BYTES", 256 * KIB)
+    monkeypatch.setattr("lightning_spot.store.s3.BLOCK_BYTES", 256 * KIB)
     proxy = Proxy(s3_server.replace("http://", "spot://"), seed)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url.replace("spot://", "http://"))
     s3fs.S3FileSystem.clear_instance_cache()

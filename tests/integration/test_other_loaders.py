@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_spot.exact.compare import differences
+from lightning_spot.state.compare import differences
 from tests.integration.test_exact import final
 from tests.integration.test_loaders import STOPS, WORKERS, Epochs
 from tests.support import exact_models as m

@@ -27,14 +27,14 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import keep_reached, read_reached
-from lightning_spot.memory.area import SlotArea
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Slot
 from lightning_spot.protocol.ownership import make_directory, own_socket
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record, hold
+from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.protocol.wire import Address
-from lightning_spot.staging.slot import SlotMemory
+from lightning_spot.server.area import SlotArea
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.slots import Slot
 
 pytestmark = pytest.mark.guarantee("G30")
 

@@ -23,20 +23,20 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import HIGHEST_ATTEMPT, PROTOCOL_VERSION, take_environment
 from lightning_spot.errors import FencedError, ServerRefusedError, SettingsError, SpotError, TierError, TierReason
-from lightning_spot.image.manifest import OWN_DIR, Manifest, snapshot_name
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo, parse_run, refusal
+from lightning_spot.http.routes import OPEN_PATH, Service
 from lightning_spot.protocol.wire import ATTEMPT_HEADER, PROTOCOL_HEADER, attempt_text
 from lightning_spot.run import attempts
 from lightning_spot.run.attempts import ClaimWatch
-from lightning_spot.service.http import OPEN_PATH, Service
-from lightning_spot.tiers.fences import ATTEMPTS_DIR, Owner, claim_name, digest_of
-from lightning_spot.tiers.fsspec_client import open_filesystem, tier_errors
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.posix import Beneath
-from lightning_spot.tiers.store import Store
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import RunInfo, parse_run, refusal
+from lightning_spot.snapshot.manifest import OWN_DIR, Manifest, snapshot_name
+from lightning_spot.store.fences import ATTEMPTS_DIR, Owner, claim_name, digest_of
+from lightning_spot.store.fsspec_client import open_filesystem, tier_errors
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.objects import ObjectStore
+from lightning_spot.store.posix import Beneath
+from lightning_spot.store.store import Store
 from tests.integration.test_node import put_file
 from tests.support.oracle import claim_of
 from tests.support.server import RunningNode, served

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_spot import EverySteps
-from lightning_spot.staging import cuda, schedule
+from lightning_spot.capture import cuda, schedule
 from tests.support.fake_device import Emulated
 from tests.support.snapshots import EachDurable, check_all, spot
 from tests.support.trainer import Net, Probe, data, trainer

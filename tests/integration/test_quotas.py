@@ -31,20 +31,20 @@ from lightning_spot.errors import (
     SnapshotFailedError,
     TierReason,
 )
-from lightning_spot.image.delta import MOST_RANGES, Coding, decode
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.parts import checksum
-from lightning_spot.memory import node, registry, ring
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.registry import MOST_AHEAD
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.http import http, upload_requests
+from lightning_spot.http.limits import Quota, client_at
+from lightning_spot.http.routes import not_ready
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
 from lightning_spot.run.attempts import folder_info
-from lightning_spot.service import http, upload_requests
-from lightning_spot.service.http import not_ready
-from lightning_spot.service.limits import Quota, client_at
-from lightning_spot.tiers.fences import Claim, digest_of
+from lightning_spot.server import node, registry, ring
+from lightning_spot.server.node import Node
+from lightning_spot.server.registry import MOST_AHEAD
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.delta import MOST_RANGES, Coding, decode
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.store.fences import Claim, digest_of
 from tests.support.server import served
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until

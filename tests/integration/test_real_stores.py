@@ -15,8 +15,8 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError, SpotError, TierError
-from lightning_spot.tiers.fsspec_client import open_filesystem
-from lightning_spot.tiers.store import Store, retain
+from lightning_spot.store.fsspec_client import open_filesystem
+from lightning_spot.store.store import Store, retain
 from tests.integration.test_stores import fetched, put, sharded
 from tests.support.folders import end_nodes
 from tests.support.oracle import HOME, claim_of, lines

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_spot.fit.ranks import end_restarts_here
+from lightning_spot.session.ranks import end_restarts_here
 from tests.support.said import said_about
 from tests.support.waiting import until
 
@@ -147,7 +147,7 @@ def test_skypilot_task() -> None:
 
 
 def test_a_requeue_is_asked_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_spot.fit.ranks import requeue_slurm_job
+    from lightning_spot.session.ranks import requeue_slurm_job
 
     fake(tmp_path, "scontrol", f"echo $@ >>{tmp_path}/asked")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

@@ -15,18 +15,18 @@ import pytest
 from lightning_spot import SpotCheckpoint
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import CorruptSnapshotError, SettingsError
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.placement import placed
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Commit, Mark, Slot, SlotState, View, reusable
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import attempts
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
+from lightning_spot.server.node import Node
+from lightning_spot.server.placement import placed
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.slots import Commit, Mark, Slot, SlotState, View, reusable
+from lightning_spot.snapshot.coming import Coming
+from lightning_spot.snapshot.manifest import Manifest
 from tests.support.chain import FIRST, RUN, SECOND, THIRD, Chained, chained
 from tests.support.said import said, said_about
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served

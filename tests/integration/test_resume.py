@@ -31,16 +31,16 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import ask_all, survey
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Holdings
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import Holdings
 from tests.support import faulty
 from tests.support.faulty import Plan
 from tests.support.said import informed, said, said_about

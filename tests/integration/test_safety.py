@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
+from lightning_spot.capture import schedule
 from lightning_spot.capture.ending import PastMemory, Safety
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.layouts import ShardedCheckpoint, ShardedCheckpointLayouter
@@ -24,15 +25,14 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
-from lightning_spot.exact.loops import StepBoundary
-from lightning_spot.fit.session import FitSession, secure
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan
-from lightning_spot.memory.host import Host, InProcessHost
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.staging import schedule
-from lightning_spot.staging.slot import SlotMemory
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.protocol.slot import SlotMemory
+from lightning_spot.server.host import Host, InProcessHost
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.session.session import FitSession, secure
+from lightning_spot.state.loops import StepBoundary
+from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
 from tests.support.trainer import Net, Stop, data, trainer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scale
-from lightning_spot.service.upload_requests import MOST_STREAMS
+from lightning_spot.http.upload_requests import MOST_STREAMS
 
 
 @pytest.mark.soak

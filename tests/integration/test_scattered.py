@@ -13,16 +13,16 @@ import pytest
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
-from lightning_spot.fit.collectives import Agreement
-from lightning_spot.fit.restore import Restore, SharedOpening
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.files import MODEL_FILE
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.identity import Identity
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import ScatteredSource, StoreSource
 from lightning_spot.run.survey import Survey, scattered
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.session.collectives import Agreement
+from lightning_spot.session.restore import Restore, SharedOpening
+from lightning_spot.snapshot.coming import Coming
+from lightning_spot.snapshot.files import MODEL_FILE
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.support.server import MIB, RUN_ID, Bench, served
 from tests.support.shards import PART, checkpoint_of, failed_shard, sealed_shard, shard_image, whole_of
 

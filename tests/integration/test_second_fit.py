@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 
 from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapshot, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.errors import ModelChangedError
-from lightning_spot.fit import run_lookup
-from lightning_spot.fit.resume import other_hyperparameters
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.session import run_lookup
+from lightning_spot.session.resume import other_hyperparameters
+from lightning_spot.store.local import LocalStore
 from tests.support.said import keys, said, said_about
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Stop, data, trainer

@@ -35,13 +35,13 @@ from lightning_spot.errors import (
     SpotError,
     TierReason,
 )
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.parts import checksum
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.upload import Received
+from lightning_spot.http import fields, http, upload_requests
+from lightning_spot.http.limits import Connections
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
-from lightning_spot.service import fields, http, upload_requests
-from lightning_spot.service.limits import Connections
+from lightning_spot.server.node import Node
+from lightning_spot.server.upload import Received
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_node import client_of, put_file
 from tests.integration.test_quotas import commit, open_run
 from tests.support.server import RunningNode, image_of, manifest_of, served

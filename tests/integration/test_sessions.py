@@ -30,15 +30,15 @@ from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import RunBusyError, ServerUnreachableError, SpotError, TierError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum
-from lightning_spot.memory.node import Node
+from lightning_spot.http import program
+from lightning_spot.http.program import main
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.service import program
-from lightning_spot.service.program import main
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.node import Node
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.store.local import LocalStore
 from tests.support.said import said_about
 from tests.support.server import RunningNode, named_run
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take

@@ -17,7 +17,7 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.store.local import LocalStore
 from tests.integration.test_node import put_file
 from tests.integration.test_stores import sharded
 from tests.support.server import RunningNode

@@ -29,13 +29,13 @@ from lightning_spot.errors import (
     SpotError,
     TierError,
 )
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
-from lightning_spot.tiers import objects, posix
-from lightning_spot.tiers import posix as local_files
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.objects import ObjectStore
-from lightning_spot.tiers.store import Holdings, Store, retain, worth_keeping
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_name
+from lightning_spot.store import objects, posix
+from lightning_spot.store import posix as local_files
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.objects import ObjectStore
+from lightning_spot.store.store import Holdings, Store, retain, worth_keeping
 from tests.support.oracle import claim_of
 from tests.support.real_stores import SERVERS, Server, use, why_missing
 from tests.support.store import fetched, put, snapshot
@@ -469,7 +469,7 @@ def _write(store: Store, below: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
 def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 0.0)
+    monkeypatch.setattr("lightning_spot.store.store.SETTLED_S", 0.0)
     _write(store, f"{snapshot_name(1, 1)}/model.ckpt", b"half")
     for name in (".metadata", "meta.pt", "__0_0.distcp"):
         _write(store, f"{snapshot_name(3, 1)}/{name}", b"half")
@@ -527,7 +527,7 @@ def test_a_delete_leaves_what_others_put_beside(store: Store) -> None:
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
 def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spot.tiers.fences.KEPT_ATTEMPTS", 3)
+    monkeypatch.setattr("lightning_spot.store.fences.KEPT_ATTEMPTS", 3)
     for attempt in range(1, 7):
         store.claim(claim_of(attempt))
         _write(store, f"attempts/attempt-{attempt:04d}.progress.json", b"{}")
@@ -584,7 +584,7 @@ def test_only_leftovers_of_killed_file_writers_are_swept(
         _write(store, below, b"half")
     store.sweep_files()
     assert _there(store) == sorted([*lives, elsewhere, *others])
-    monkeypatch.setattr("lightning_spot.tiers.store.SETTLED_S", 0.0)
+    monkeypatch.setattr("lightning_spot.store.store.SETTLED_S", 0.0)
     store.sweep_files()
     assert _there(store) == sorted(others)
     store.delete(replace(snapshot(1)[0], name="mine.ckpt", file=""))
@@ -656,7 +656,7 @@ def test_a_full_disk_is_left_with_no_empty_folder(tmp_path: Path, monkeypatch: p
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_spot.tiers.posix.write_parts", fail)
+    monkeypatch.setattr("lightning_spot.store.posix.write_parts", fail)
     for step in (2, 3):
         manifest, data = snapshot(step)
         with pytest.raises(TierError, match="No space left"):
@@ -675,7 +675,7 @@ def test_a_host_whose_upload_fails_leaves_no_empty_folder(tmp_path: Path, monkey
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_spot.tiers.posix.write_parts", fail)
+    monkeypatch.setattr("lightning_spot.store.posix.write_parts", fail)
     with pytest.raises(TierError, match="No space left"):
         folder.write("__0_0.distcp", memoryview(b"data"))
     assert not (tmp_path / "run" / snapshot_name(1, 1)).exists()

@@ -19,11 +19,11 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.writer import Background
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError
-from lightning_spot.memory.host import Host
-from lightning_spot.memory.node import Node
-from lightning_spot.service.program import DescriptorChannel
+from lightning_spot.http.program import DescriptorChannel
+from lightning_spot.server.host import Host
+from lightning_spot.server.node import Node
+from lightning_spot.store.local import LocalStore
 from lightning_spot.threads import processors, work_together
-from lightning_spot.tiers.local import LocalStore
 from tests.support.oracle import image_of, run_info
 from tests.support.oracle import manifest_of as sealed_as
 from tests.support.ranks import Desk as WriterDesk

@@ -20,11 +20,11 @@ from torch import nn
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import contents
 from lightning_spot.capture.contents import CHECK_EVERY, ShareTurns, Unchecked, share_of
+from lightning_spot.capture.partitions import Partition, Span
+from lightning_spot.capture.schedule import Schedule, Timetable
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.image.manifest import snapshot_name
-from lightning_spot.staging.partitions import Partition, Span
-from lightning_spot.staging.schedule import Schedule, Timetable
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import snapshot_name
+from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.ranks import Desk, same
 from tests.support.said import said

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.service import program
+from lightning_spot.http import program
 
 
 class Asked:

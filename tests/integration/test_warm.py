@@ -77,7 +77,7 @@ def test_nothing_that_was_forked_outlives_who_asked_for_it(tmp_path: Path) -> No
         "from tests.support import warm\n"
         "folder = Path(sys.argv[1])\n"
         "held = warm.hold(warm.start(folder))\n"
-        "request = ['-m', 'lightning_spot.service.program', '--listen', '127.0.0.1:0', '--memory', '1MiB']\n"
+        "request = ['-m', 'lightning_spot.http.program', '--listen', '127.0.0.1:0', '--memory', '1MiB']\n"
         "with open(folder / 'node.log', 'wb') as log:\n"
         "    fork = warm.Fork(str(folder / 'python'), request, stdout=log, environment=os.environ)\n"
         "os.kill(fork.pid, signal.SIGSTOP)\n"

@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_spot import EverySteps, SettingsError, SpotCheckpoint, SpotCLI, entry_point
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.store.local import LocalStore
 from tests.support.said import informed
 from tests.support.trainer import Net, data, trainer
 

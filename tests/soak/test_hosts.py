@@ -20,7 +20,7 @@ from lightning_spot.client import starting
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.wire import Address
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.store.local import LocalStore
 from tests.support.network import TOKEN, Network, listening, network_or_skip
 from tests.support.oracle import Server, lines
 from tests.support.waiting import until

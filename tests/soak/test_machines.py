@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.exact.compare import differences
+from lightning_spot.state.compare import differences
 from tests.support.link import FAR, Link
 from tests.support.machines import PHASES, STEPS, Bucket, Machines, Sharded, at_once, flushing, started, variant
 from tests.support.program import Outcome

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.memory import reconcile
-from lightning_spot.memory.node import Node
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server import reconcile
+from lightning_spot.server.node import Node
+from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN_ID, Bench, NodeBehind
 from tests.support.store import GatedStore
 

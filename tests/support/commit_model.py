@@ -3,7 +3,7 @@
 Each writer is a rank on a host of its own, with the ring of that host. Its shards go from there to one snapshot server,
 and from that to storage. A request may be lost, late, or come twice: what was ever in a ring may arrive at any time,
 once more, or never. Listings may be as old as one likes. The trainers, and one place, may be lost at any moment. The
-rules under test are those of the package (:mod:`lightning_spot.image.shards`); defects are planted by other rules.
+rules under test are those of the package (:mod:`lightning_spot.snapshot.shards`); defects are planted by other rules.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_spot.image.manifest import Order, ShardOf
-from lightning_spot.image.shards import Status, is_evictable, status
+from lightning_spot.snapshot.manifest import Order, ShardOf
+from lightning_spot.snapshot.shards import Status, is_evictable, status
 
 STORAGE = "storage"
 Id = tuple[int, int]  # attempt, step

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_spot.image.pieces import Piece
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.partitions import Partition, Span
-from lightning_spot.staging.schedule import HeldTensors, Schedule, Timetable
+from lightning_spot.capture.batch import SlotView
+from lightning_spot.capture.partitions import Partition, Span
+from lightning_spot.capture.schedule import HeldTensors, Schedule, Timetable
+from lightning_spot.snapshot.pieces import Piece
 
 SIZES = (3000, 1, 50_000, 700)
 

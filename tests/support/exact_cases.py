@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_spot import EverySteps, PreemptionGuard, SpotCheckpoint
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.store.local import LocalStore
 from tests.support.waiting import new_process, until
 
 SAMPLES = 96

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_spot.image.layout import Layout
+from lightning_spot.snapshot.layout import Layout
 
 
 def fill(layout: Layout) -> bytearray:

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_spot.config import DRILL_VARIABLE
-from lightning_spot.image.manifest import snapshot_name
 from lightning_spot.preemption.watcher import FileSource, open_sources
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import snapshot_name
+from lightning_spot.store.local import LocalStore
 from tests.support.oracle import claim_of
 from tests.support.small_trainer import image_of, manifest_of
 

@@ -13,241 +13,241 @@ from pathlib import Path
 
 ROWS = r'''
 # a resumed run is another one: augmentations
-random of python | exact.randomness | exact::killed_twice_and_equal[plain]
+random of python | state.randomness | exact::killed_twice_and_equal[plain]
 -random.setstate(_python(state["python"]))
 +pass
-random of numpy | exact.randomness | exact::killed_twice_and_equal[plain]
+random of numpy | state.randomness | exact::killed_twice_and_equal[plain]
 -np.random.set_state(_arrays(state["numpy"]))
 +pass
 # a resumed run is another one: dropout, the order of samples
-random of torch | exact.randomness | exact_table::equal_or_warned_of[max-steps]
+random of torch | state.randomness | exact_table::equal_or_warned_of[max-steps]
 -torch.set_rng_state(state["torch"])
 +pass
 # a resumed run is another one: dropout on a GPU
-random of the device | exact.fit_state | exact::the_generator_of_the_device_is_set_too
+random of the device | state.fit_state | exact::the_generator_of_the_device_is_set_too
 -            restore_random(random, self._trainer.strategy.root_device)
 -        return
 +            restore_random(random)
 +        return
 # a program draws other numbers after a run that was complete
-random after a complete run | exact.state_parts | fit::a_finished_run_is_as_after_training
+random after a complete run | state.state_parts | fit::a_finished_run_is_as_after_training
 -_to(_restore_random, Stage.END)
 +{}
 # a resumed run is another one: what a generator of the module draws
-random of generators of the module | exact.module_state | exact_table::equal_or_warned_of[generator-of-the-module-and-its-sampler]
+random of generators of the module | state.module_state | exact_table::equal_or_warned_of[generator-of-the-module-and-its-sampler]
 -        self._put(trainer.lightning_module, generators)
 +        pass
 # a resumed run is another one: its epoch begins anew
-loader position | exact.state_parts | exact_table::equal_or_warned_of[max-steps]
+loader position | state.state_parts | exact_table::equal_or_warned_of[max-steps]
 -self.loaders.positions(at_end=self.at_end) if self.loaders is not None else []
 +[None for _ in self.loaders.positions(at_end=self.at_end)] if self.loaders is not None else []
 # a resumed run is another one: other loaders, at another epoch
-loaders around | exact.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
+loaders around | state.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
 -StateParts.around_loaders, _AROUND_LOADERS
 +lambda _: None, _AROUND_LOADERS
 # a resumed run is another one: its loaders are made with other numbers
-loaders asked for as they were | exact.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
+loaders asked for as they were | state.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
 -    Stage.LOAD: _to_loaders(Loaders.resume),
 -
 +
 # a resumed run is another one: what loaders draw from of their own
-loaders own state | exact.state_parts | exact_table::equal_or_warned_of[validation-with-own-generators]
+loaders own state | state.state_parts | exact_table::equal_or_warned_of[validation-with-own-generators]
 -    Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),
 -
 +
 # a resumed run is another one: reloads in other epochs
-loaders that have ended | exact.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
+loaders that have ended | state.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
 -    Stage.TRAIN_START: _to_loaders(Loaders.restore),
 -
 +
 # a resumed run is another one: an epoch's metrics are those of its rest
-metrics | exact.state_parts | exact_table::equal_or_warned_of[logging]
+metrics | state.state_parts | exact_table::equal_or_warned_of[logging]
 -compat.METRICS, StateParts.metrics,
 +compat.METRICS, lambda _: {},
 # a resumed run is another one: an epoch's means are those of its rest
-logged means | exact.logged_values | exact_table::equal_or_warned_of[logging]
+logged means | state.logged_values | exact_table::equal_or_warned_of[logging]
 -        _restore_result(trainer, results, each)
 +        pass
 # a resumed run is another one: a scheduler or a callback asks for the last values
-logged last | exact.logged_values | fit::a_finished_run_is_as_after_training
+logged last | state.logged_values | fit::a_finished_run_is_as_after_training
 -        values.of(connector).update(saved[name])
 +        pass
 # means of an epoch are reset in its midst
-logged in the epoch | exact.state_parts | exact_table::equal_or_warned_of[logging]
+logged in the epoch | state.state_parts | exact_table::equal_or_warned_of[logging]
 -, _to(restore_in_epoch, Stage.FIRST_BATCH)
 +
 # a resumed run is another one: a step of half its micro-batches
-gradients | exact.state_parts | exact_table::equal_or_warned_of[gradients-over-batches]
+gradients | state.state_parts | exact_table::equal_or_warned_of[gradients-over-batches]
 -None, StateParts.gradients,
 +None, lambda _: {},
 # a resumed run is another one: buffers outside the state dict
-buffers | exact.state_parts | exact_table::equal_or_warned_of[buffers-outside-the-state-dict]
+buffers | state.state_parts | exact_table::equal_or_warned_of[buffers-outside-the-state-dict]
 -None, StateParts.changed_buffers,
 +None, lambda _: {},
 # a finished run forecasts from other buffers
-buffers of a complete run | exact.state_parts | fit::a_finished_run_is_as_after_training
+buffers of a complete run | state.state_parts | fit::a_finished_run_is_as_after_training
 -(Stage.FIRST_BATCH, Stage.END), _restore_buffers
 +(Stage.FIRST_BATCH,), _restore_buffers
 # a resumed run is another one: what torch rounds as it loads
-precise buffers | exact.fit_state | exact_table::equal_or_warned_of[double]
+precise buffers | state.fit_state | exact_table::equal_or_warned_of[double]
 -        buffers.put(trainer.lightning_module, self._precise)
 +        pass
 # a resumed run is another one: moments in another precision
-precise optimizers | exact.fit_state | exact_table::equal_or_warned_of[precise-state]
+precise optimizers | state.fit_state | exact_table::equal_or_warned_of[precise-state]
 -            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
 +            pass
 # a hook that initialises weights begins the training anew
-weights that hooks overwrite | exact.fit_state | overwritten::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
+weights that hooks overwrite | state.fit_state | overwritten::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
 -        buffers.put(module, {name: value for name, (value, _) in lost.items()})
 +        pass
 # a curriculum begins anew in a resumed run
-values of objects in the data | exact.own_state | loaders::data_that_training_or_reading_changes_is_kept_or_named[mid-epoch-Transformed-stronger-batch-]
+values of objects in the data | state.own_state | loaders::data_that_training_or_reading_changes_is_kept_or_named[mid-epoch-Transformed-stronger-batch-]
 -state["values"] = {path: kept for path, _, kept in self._changed() if kept}
 +pass
 # a callback writes to a copy of what the module reads
-tensors that callbacks share with the module | exact.aliases | aliases::objects_callbacks_and_optimizers_share_stay_shared[case6-]
+tensors that callbacks share with the module | state.aliases | aliases::objects_callbacks_and_optimizers_share_stay_shared[case6-]
 -            if same and _replace(outside, place, other):
 +            if same and False:
 # a resumed run is another one: frozen layers train
-requires_grad | exact.module_state | exact_table::equal_or_warned_of[backbone-finetuning]
+requires_grad | state.module_state | exact_table::equal_or_warned_of[backbone-finetuning]
 -                parameters[name].requires_grad_(trains)
 +                pass
 # a resumed run is another one: counters of the module
-attributes of modules | exact.module_state | exact_table::equal_or_warned_of[plain-values-and-generators]
+attributes of modules | state.module_state | exact_table::equal_or_warned_of[plain-values-and-generators]
 -        self._put(module, attributes)
 +        pass
 # a resumed run is another one: accumulates as it began
-settings of the trainer | exact.module_state | exact_table::equal_or_warned_of[accumulation-scheduler]
+settings of the trainer | state.module_state | exact_table::equal_or_warned_of[accumulation-scheduler]
 -                setattr(trainer, name, value)
 +                pass
 # a run that a hook made longer ends early
-limits of the trainer | exact.module_state | attributes::a_limit_raised_by_a_hook_returns_unless_one_is_given
+limits of the trainer | state.module_state | attributes::a_limit_raised_by_a_hook_returns_unless_one_is_given
 -        limits = {name: saved["settings"][name] for name in names}
 +        limits = dict[str, int]()
 # a resumed run is another one: a toggled optimizer trains both
-optimizers' toggles | exact.state_parts | exact_table::equal_or_warned_of[toggled-over-batches]
+optimizers' toggles | state.state_parts | exact_table::equal_or_warned_of[toggled-over-batches]
 -_of(toggled)
 +lambda _: {}
 # a run that was to stop goes on
-should_stop | exact.state_parts | exact::a_run_that_has_taken_its_last_step_comes_to_its_end[should_stop-validation]
+should_stop | state.state_parts | exact::a_run_that_has_taken_its_last_step_comes_to_its_end[should_stop-validation]
 -lambda parts: parts.trainer.should_stop
 +lambda _: False
 # a run that was stopped in front of a validation leaves it out
-progress before validation | exact.fit_state | exact_table::equal_or_warned_of[sanity-check-whole]
+progress before validation | state.fit_state | exact_table::equal_or_warned_of[sanity-check-whole]
 -run(compat.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
 +None
 # a resumed run is another one: schedulers by a metric skip the resumed epoch
-restarting | exact.fit_state | exact_table::equal_or_warned_of[plateau-of-the-epoch]
+restarting | state.fit_state | exact_table::equal_or_warned_of[plateau-of-the-epoch]
 -        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))
 +        pass
 # a resumed run is another one: averages and metrics of callbacks
-modules of callbacks | exact.state_parts | exact_table::equal_or_warned_of[weight-averaging-ema]
+modules of callbacks | state.state_parts | exact_table::equal_or_warned_of[weight-averaging-ema]
 -, _to(restore_modules, Stage.TRAIN_START)
 +
 # a resumed run is another one: another average
-StochasticWeightAveraging | exact.state_parts | exact_table::equal_or_warned_of[weight-averaging-stochastic]
+StochasticWeightAveraging | state.state_parts | exact_table::equal_or_warned_of[weight-averaging-stochastic]
 -, _to(restore_averaging, Stage.TRAIN_START)
 +
 # a resumed run is another one: tuners look again
-what tuners found | exact.state_parts | exact_table::equal_or_warned_of[batch-size-finder]
+what tuners found | state.state_parts | exact_table::equal_or_warned_of[batch-size-finder]
 -_of(capture_found)
 +lambda _: {}
 # a resumed run is another one: callbacks that must know it first
-states of callbacks before loading | exact.fit_state | best_model::the_best_so_far_comes_back_with_its_path
+states of callbacks before loading | state.fit_state | best_model::the_best_so_far_comes_back_with_its_path
 -        self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))
 +        pass
 # rows of the log come twice, or are lost
-loggers | exact.fit_state | loggers::csv[numbered-epoch-0-1]
+loggers | state.fit_state | loggers::csv[numbered-epoch-0-1]
 -        self._run(compat.LOGGERS, lambda: continued(trainer, shared["loggers"]))
 +        pass
 # what is not exact is not named
-names of what does not come back | exact.fit_state | exact_guards::changes_no_checkpoint_holds_are_named_before_resuming
+names of what does not come back | state.fit_state | exact_guards::changes_no_checkpoint_holds_are_named_before_resuming
 -run(compat.HOOKED, lambda: self._untracked.names(trainer)) or []
 +[]
-names of what is lost of modules | exact.fit_state | exact_table::equal_or_warned_of[objects-of-the-module]
+names of what is lost of modules | state.fit_state | exact_table::equal_or_warned_of[objects-of-the-module]
 -lost=sorted(parts.hooked.lost),
 +lost=[],
 # a snapshot that was said to be durable is lost with the machine's page cache
-fsync of files | tiers.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of files | store.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -            write_parts(file, parts)
 -            os.fsync(file.fileno())
 +            write_parts(file, parts)
-fsync of directories | tiers.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of directories | store.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 -    try:
 -        os.fsync(fd)
 +    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 +    try:
 +        pass
-fsync of what is there | tiers.posix | on_disk::the_very_same_once_more_is_on_the_disk
+fsync of what is there | store.posix | on_disk::the_very_same_once_more_is_on_the_disk
 -    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 -    try:
 -        os.fsync(fd)
 +    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 +    try:
 +        pass
-fsync of a new folder's name | tiers.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of a new folder's name | store.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -        sync_directory(folder.parent)
 +        pass
 # a claim that fences is lost
-fsync of a claim's name | tiers.posix | on_disk::a_claim_is_on_the_disk_whoever_wrote_it
+fsync of a claim's name | store.posix | on_disk::a_claim_is_on_the_disk_whoever_wrote_it
 -        remove(temporary)
 -    sync_directory(path.parent)
 +        remove(temporary)
-fsync of a claim without links | tiers.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
+fsync of a claim without links | store.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
 -            data = data[os.write(fd, data) :]
 -        os.fsync(fd)
 +            data = data[os.write(fd, data) :]
-fsync of its name | tiers.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
+fsync of its name | store.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
 -        os.close(fd)
 -    sync_directory(path.parent)
 +        os.close(fd)
-fsync of another writer's claim | tiers.local | on_disk::a_claim_is_on_the_disk_whoever_wrote_it
+fsync of another writer's claim | store.local | on_disk::a_claim_is_on_the_disk_whoever_wrote_it
 -                posix.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
 +                pass
 # a snapshot that was said to be durable is lost with the machine's page cache
-fsync of names that are there | tiers.local | on_disk::the_very_same_once_more_is_on_the_disk
+fsync of names that are there | store.local | on_disk::the_very_same_once_more_is_on_the_disk
 -                    posix.sync_directory((self.root / path).parent)
 +                    pass
-fsync of the run that is there | tiers.local | on_disk::the_very_same_once_more_is_on_the_disk
+fsync of the run that is there | store.local | on_disk::the_very_same_once_more_is_on_the_disk
 -                posix.sync_directory(self.root)
 -                return
 +                return
-fsync of bytes that are there | tiers.local | on_disk::the_very_same_once_more_is_on_the_disk
+fsync of bytes that are there | store.local | on_disk::the_very_same_once_more_is_on_the_disk
 -            posix.sync_file(self.root / manifest.path_of(span))
 +            pass
 # a manifest stands without its bytes
-fsync between manifest and bytes of a deletion | tiers.local | on_disk::of_a_deletion_the_manifest_goes_first
+fsync between manifest and bytes of a deletion | store.local | on_disk::of_a_deletion_the_manifest_goes_first
 -                    posix.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
 +                    pass
 # an old manifest stands beside new bytes
-fsync of a manifest out of the way | tiers.local | on_disk::no_old_manifest_stands_beside_new_bytes
+fsync of a manifest out of the way | store.local | on_disk::no_old_manifest_stands_beside_new_bytes
 -                    posix.sync_directory(commit.parent)
 -            try
 +                    pass
 +            try
 # a manifest stands without its bytes
-fsync between bytes and manifest | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync between bytes and manifest | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -                posix.sync_directory(data.parent)
 -                os.replace(noted, commit)
 +                os.replace(noted, commit)
 # a snapshot that was said to be durable is lost with the machine's page cache
-fsync of the manifest's name | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of the manifest's name | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -        posix.sync_directory(commit.parent)
 -        if not
 +        if not
-fsync of the snapshot's name | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of the snapshot's name | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -            posix.sync_directory(self.root)
 -        for place
 +            pass
 +        for place
-fsync of a host's file | tiers.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
+fsync of a host's file | store.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
 -                posix.sync_directory(folder)
 -
 -    def write_all
 +
 +    def write_all
-fsync of a folder beneath | tiers.posix | on_disk::folders_made_for_others_are_on_the_disk
+fsync of a folder beneath | store.posix | on_disk::folders_made_for_others_are_on_the_disk
 -            os.fsync(folder)
 +            pass
 # what cp wrote is lost with the page cache
@@ -258,186 +258,186 @@ fsync of a plain file | sharded.reader | sharded::the_consolidated_file_equals_t
 -            os.fsync(file.fileno())
 +            pass
 # half a file is taken for a whole one
-rename of bytes | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+rename of bytes | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -                    os.replace(temporary, place)
 -                posix
 +                    place.write_bytes(temporary.read_bytes())
 +                files
-rename of the manifest | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+rename of the manifest | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -                os.replace(noted, commit)
 +                commit.write_bytes(noted.read_bytes())
-rename of a host's file | tiers.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
+rename of a host's file | store.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
 -                    os.replace(temporary, folder / name)
 +                    (folder / name).write_bytes(temporary.read_bytes())
-half an object is discarded | tiers.object_files | object_stores::an_error_in_the_middle_leaves_what_was_there[kept-3]
+half an object is discarded | store.object_files | object_stores::an_error_in_the_middle_leaves_what_was_there[kept-3]
 -            file.discard()
 +            file.close()
 # two trainers of one number both write
-exclusive claim | tiers.posix | stores::of_two_claims_of_a_number_the_first_holds[local]
+exclusive claim | store.posix | stores::of_two_claims_of_a_number_the_first_holds[local]
 -            os.link(temporary, path)
 +            os.replace(temporary, path)
-exclusive claim without links | tiers.posix | directories::without_hard_links_claims_are_exclusive_all_the_same
+exclusive claim without links | store.posix | directories::without_hard_links_claims_are_exclusive_all_the_same
 -os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
 +os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666
 # half a file is taken for a whole one
-rename of a slot's record | memory.area | ring::a_new_node_takes_over_what_a_killed_one_left[True]
+rename of a slot's record | server.area | ring::a_new_node_takes_over_what_a_killed_one_left[True]
 -            os.replace(temporary, self._here / name)
 +            (self._here / name).write_bytes(temporary.read_bytes())
 # a killed trainer loses rows of its log
-rename of a log | exact.loggers | loggers::no_row_is_lost_in_a_kill_while_a_column_is_added
+rename of a log | state.loggers | loggers::no_row_is_lost_in_a_kill_while_a_column_is_added
 -    temporary = file.with_name(f".{file.name}.tmp")
 +    temporary = file
 # a manifest stands without its bytes
-manifest last in a directory | tiers.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1]
+manifest last in a directory | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1]
 -            try:
 -                for temporary, place in zip
 +            try:
 +                os.replace(posix.write_aside(folder, [text], attempt=attempt, run_id=manifest.run_id), commit)
 +                for temporary, place in zip
-manifest last in a bucket | tiers.objects | stores::bytes_that_no_file_would_keep_are_refused[put-kept]
+manifest last in a bucket | store.objects | stores::bytes_that_no_file_would_keep_are_refused[put-kept]
 -                write_files(self._fs, self._root, manifest, parts, ready)
 -
 +                self._fs.pipe_file(commit, manifest.to_json().encode())
 +                write_files(self._fs, self._root, manifest, parts, ready)
 +
 # an old manifest stands beside new bytes
-old manifest out of the way | tiers.local | on_disk::no_old_manifest_stands_beside_new_bytes
+old manifest out of the way | store.local | on_disk::no_old_manifest_stands_beside_new_bytes
 -            if self._manifest_at(manifest) != manifest:
 -
 +            if False:
 +
-old manifest out of the way in a bucket | tiers.objects | stores::an_old_manifest_returns_only_if_no_file_was_replaced[replaced1-missing1]
+old manifest out of the way in a bucket | store.objects | stores::an_old_manifest_returns_only_if_no_file_was_replaced[replaced1-missing1]
 -                    self._fs.rm_file(commit)
 +                    pass
 # a manifest stands without its bytes
-manifest first in a deletion | tiers.local | on_disk::of_a_deletion_the_manifest_goes_first
+manifest first in a deletion | store.local | on_disk::of_a_deletion_the_manifest_goes_first
 -                    posix.remove(folder / MANIFEST_FILE)
 -
 +
-manifest first in a deletion in a bucket | tiers.objects | on_disk::of_a_deletion_in_a_bucket_the_manifest_goes_first
+manifest first in a deletion in a bucket | store.objects | on_disk::of_a_deletion_in_a_bucket_the_manifest_goes_first
 -            self._files.remove(manifest.manifest_path)  # and never at once with the others: not without its bytes
 -            self._files.remove_all([*map(manifest.path_of, manifest.spans)])
 +            self._files.remove_all([*map(manifest.path_of, manifest.spans)])
 +            self._files.remove(manifest.manifest_path)
 # older ones are deleted before the new one is seen whole
-seen as it was written before older ones go | tiers.store | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
+seen as it was written before older ones go | store.store | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
 -    if not store.has(current):
 +    if False:
 # older ones are deleted before the new one is listed
-listed before older ones go | tiers.store | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
+listed before older ones go | store.store | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
 -    if current.name not in [manifest.name for manifest in listed]:
 +    if False:
 # an attempt that was overtaken writes over the one that goes on
-fence | tiers.fences | fences::nothing_is_changed_for_who_was_overtaken[local-later-put]
+fence | store.fences | fences::nothing_is_changed_for_who_was_overtaken[local-later-put]
 -    if current > attempt:
 +    if False:
-owner | tiers.fences | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put]
+owner | store.fences | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put]
 -    if not owner.digest or existing.digest != owner.digest:
 +    if False:
 # two trainers of one number both write
-claim of another | tiers.fences | stores::of_two_claims_of_a_number_the_first_holds[local]
+claim of another | store.fences | stores::of_two_claims_of_a_number_the_first_holds[local]
 -    if existing is None or existing.digest != claim.digest:
 +    if False:
 # a node writes into a directory that its trainer never claimed
-unclaimed | tiers.fences | ownership::a_node_does_nothing_where_the_attempt_has_not_claimed
+unclaimed | store.fences | ownership::a_node_does_nothing_where_the_attempt_has_not_claimed
 -    if existing is None:
 -        raise TierError
 +    if existing is None:
 +        return
 +        raise TierError
 # an attempt that was overtaken writes over the one that goes on
-fence before claim | tiers.local | fences::nothing_is_changed_for_who_was_overtaken[local-later-claim]
+fence before claim | store.local | fences::nothing_is_changed_for_who_was_overtaken[local-later-claim]
 -        fences.check_fence(claim.location, claim.attempt, self.claimed())
 -
 +
-fence before claim in a bucket | tiers.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-later-claim]
+fence before claim in a bucket | store.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-later-claim]
 -            fences.check_fence(claim.location, claim.attempt, claimed)
 -
 +
 # two trainers of one number both write
-claim read back in a bucket | tiers.objects | ownership::a_claim_is_created_exclusively_where_the_library_can
+claim read back in a bucket | store.objects | ownership::a_claim_is_created_exclusively_where_the_library_can
 -                existing = self._claim_of(claim.attempt)  # of two writers, the last one may have won
 +                existing = claim
 # an attempt that was overtaken writes over the one that goes on
-fence before put | tiers.local | fences::without_an_owner_the_number_counts[local-put]
+fence before put | store.local | fences::without_an_owner_the_number_counts[local-put]
 -        """See :meth:`Store.put`."""
 -        self._check_fences(manifest, attempt)
 -
 +        """See :meth:`Store.put`."""
 +
-fence before put of parts | tiers.local | fences::without_an_owner_the_number_counts[local-put-in-parts]
+fence before put of parts | store.local | fences::without_an_owner_the_number_counts[local-put-in-parts]
 -        """See :meth:`Store.put_parts`."""
 -        self._check_fences(manifest, attempt)
 -
 +        """See :meth:`Store.put_parts`."""
 +
-fence before put in a bucket | tiers.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-later-put-what-is-there]
+fence before put in a bucket | store.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-later-put-what-is-there]
 -both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")
 +None, self._seen(manifest)
-fence before put of parts in a bucket | tiers.objects | fences::without_an_owner_the_number_counts[kept-put-in-parts]
+fence before put of parts in a bucket | store.objects | fences::without_an_owner_the_number_counts[kept-put-in-parts]
 -        """See :meth:`Store.put_parts`."""
 -        self._check_fences(manifest, attempt)
 -
 +        """See :meth:`Store.put_parts`."""
 +
-owner before put | tiers.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put-what-is-there]
+owner before put | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put-what-is-there]
 -            self._all([later, self.check_owner])
 +            later()
-owner before manifest | tiers.local | fences::who_is_overtaken_while_its_bytes_come_leaves_none[local]
+owner before manifest | store.local | fences::who_is_overtaken_while_its_bytes_come_leaves_none[local]
 -            self.check_owner()  # again: it has taken its time
 +            pass
-owner before bytes in a bucket | tiers.objects | fences::who_is_overtaken_while_its_bytes_come_leaves_none[kept]
+owner before bytes in a bucket | store.objects | fences::who_is_overtaken_while_its_bytes_come_leaves_none[kept]
 -            self.check_owner()  # again: it has taken its time
 +            pass
-owner before manifest in a bucket | tiers.objects | fences::a_writer_fenced_after_its_upload_commits_nothing
+owner before manifest in a bucket | store.objects | fences::a_writer_fenced_after_its_upload_commits_nothing
 -            self.check_owner()
 -            self._fs.pipe_file(commit, sealed
 +            self._fs.pipe_file(commit, sealed
 # an attempt that was overtaken deletes from the one that goes on
-owner before delete | tiers.local | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-delete]
+owner before delete | store.local | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-delete]
 -        self._check_owner(manifest.run)
 -
 +
 # an attempt that was overtaken sweeps what the next one writes
-owner before sweep | tiers.local | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-sweep]
+owner before sweep | store.local | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-sweep]
 -        self._check_owner(current.run)
 -
 +
 # an attempt that was overtaken deletes from the one that goes on
-fence before delete | tiers.store | fences::nothing_is_changed_for_who_was_overtaken[local-later-delete]
+fence before delete | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-later-delete]
 -            self._all([later, self.check_owner])
 +            self.check_owner()
-owner before delete in a bucket | tiers.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-delete]
+owner before delete in a bucket | store.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-delete]
 -both(lambda: self._check_owner(manifest.run), lambda: self._seen(manifest), "spot-ask")
 +None, self._seen(manifest)
 # an attempt that was overtaken sweeps what the next one writes
-owner before sweep in a bucket | tiers.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-sweep]
+owner before sweep in a bucket | store.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-sweep]
 -        self._check_owner(current.run)
 -
 +
 # an older file replaces a newer one
-fence of a file | tiers.store | fences::a_file_of_a_later_attempt_stays[local]
+fence of a file | store.store | fences::a_file_of_a_later_attempt_stays[local]
 -                check_file_fence(manifest, self._manifest_at(manifest))
 +                pass
 # an attempt that was overtaken writes over the one that goes on
-fence in memory | memory.uploads | ring::earlier_attempts_are_refused
+fence in memory | server.uploads | ring::earlier_attempts_are_refused
 -            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
 +            pass
-fence of shards | tiers.commit | commit::a_later_attempt_fences[directory]
+fence of shards | store.commit | commit::a_later_attempt_fences[directory]
 -        check_fence(first.run_id, attempt, found.claimed)
 +        pass
 # damaged weights are taken for good ones
-checksum on arrival | service.upload_requests | node::a_part_that_came_damaged_is_never_committed
+checksum on arrival | http.upload_requests | node::a_part_that_came_damaged_is_never_committed
 -        if digest == frame.digest != NO_DIGEST:
 +        if digest != NO_DIGEST:
 checksum that a sender is told | client.part_streams | node::a_part_damaged_on_its_way_is_sent_again
 -                if digest == part.digest:
 +                if True:
-checksum at the commit of a transfer | memory.uploads | ring::parts_must_all_have_arrived
+checksum at the commit of a transfer | server.uploads | ring::parts_must_all_have_arrived
 -            if received.get(start) != (stop - start, noted):
 +            if False:
 # a damaged request is carried out
-checksum of a request | service.fields | node::a_request_that_came_damaged_is_refused
+checksum of a request | http.fields | node::a_request_that_came_damaged_is_refused
 -    if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
 +    if False:
 # damaged weights are taken for good ones
@@ -450,24 +450,24 @@ checksum of what a node answers | client.remote | node::what_is_damaged_on_its_w
 +        try:
 +            pass
 +        except
-checksum at flush | memory.worker | ring::a_corrupted_slot_goes_nowhere
+checksum at flush | server.worker | ring::a_corrupted_slot_goes_nowhere
 -                manifest.verify(slot.view(manifest.nbytes), "memory")
 +                pass
-checksum of shards after they were written | tiers.commit | commit::what_is_damaged_while_it_is_written_is_not_committed[directory]
+checksum of shards after they were written | store.commit | commit::what_is_damaged_while_it_is_written_is_not_committed[directory]
 -            _verify(good)  # what was damaged meanwhile may have been written so
 +            pass
-checksum of parts passed on | image.coming | coming::a_part_that_changes_in_memory_is_not_made_durable
+checksum of parts passed on | snapshot.coming | coming::a_part_that_changes_in_memory_is_not_made_durable
 -            if checksum(part) != self._checksums[index]:  # who takes it would note the checksum of what it is now
 +            if False:
-checksum of what nobody wrote to | image.coming | written::memory_that_was_changed_by_others_is_found_in_its_turn
+checksum of what nobody wrote to | snapshot.coming | written::memory_that_was_changed_by_others_is_found_in_its_turn
 -            if (index + before.turn) % CHECK_EVERY == 0 and checksum(self.image[start:stop]) != known:
 +            if False:
 # a snapshot is made of the shards of two
-a register is written once | memory.uploads | registers::a_register_is_written_once
+a register is written once | server.uploads | registers::a_register_is_written_once
 -        if known is not None and known.manifest not in (None, manifest):
 +        if False:
 # a snapshot counts that nobody can put together
-registers fit each other | memory.uploads | registers::a_shard_that_does_not_fit_is_no_register[gap]
+registers fit each other | server.uploads | registers::a_shard_that_does_not_fit_is_no_register[gap]
 -        self._ring.check_fits(upload.run, manifest)
 -
 +
@@ -480,23 +480,23 @@ checksum of slots that are copied for several ranks | run.sources | slot_readers
 -
 -        fetch_ranges
 +        fetch_ranges
-checksum of what a directory gives | tiers.local | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
+checksum of what a directory gives | store.local | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
 -            manifest.verify_range(bounds[0], into[bounds[0] : bounds[1]], self.url)
 +            pass
-checksum of what a bucket gives | tiers.objects | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0]
+checksum of what a bucket gives | store.objects | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0]
 -            self._manifest.verify_range(part.start, view, self._url)
 -        except
 +            pass
 +        except
 # damaged bytes at the tier are taken for durable
-checksum of what is there already | tiers.local | on_disk::what_is_there_but_damaged_is_written_anew
+checksum of what is there already | store.local | on_disk::what_is_there_but_damaged_is_written_anew
 -                    manifest.verify_range(start, buffer[: stop - start], self.url)
 +                    pass
 # damaged weights are taken for good ones
 checksum of what is read later | run.reading | on_disk::what_is_damaged_after_it_was_opened_is_not_read
 -        if checksum(into) != self._manifest.checksums[index]:
 +        if False:
-checksum at the adoption of slots | memory.area | ring::a_damaged_leftover_is_dropped
+checksum at the adoption of slots | server.area | ring::a_damaged_leftover_is_dropped
 -                manifest.verify(view, where)
 +                pass
 # a damaged manifest is believed
@@ -504,33 +504,33 @@ checksum of manifests and records | untrusted | damage::a_flipped_bit_of_a_manif
 -    if noted is not None and noted != _checksum(fields):
 +    if False:
 # damaged weights are taken for good ones
-checksums at all | image.parts | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
+checksums at all | snapshot.parts | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
 -        if checksum(image[start:stop]) != expected:
 +        if False:
 # the only copy of the newest snapshot is given away
-newest safe nowhere stays | image.shards | ring::one_slot_never_gives_its_only_snapshot_away
+newest safe nowhere stays | snapshot.shards | ring::one_slot_never_gives_its_only_snapshot_away
 -    return is_durable and state is Status.COMMITTED
 +    return True
-what is owed stays | memory.slots | ring::the_end_of_a_run_stays_until_the_tier_has_it
+what is owed stays | server.slots | ring::the_end_of_a_run_stays_until_the_tier_has_it
 - and not slot.readers and slot not in self.owed]
 + and not slot.readers]
 # a reader gets another snapshot's bytes
-what is read stays | memory.slots | ring::readers_are_safe_from_reuse
+what is read stays | server.slots | ring::readers_are_safe_from_reuse
 -if slot in may_go and not slot.readers and
 +if slot in may_go and
 # the only copy of the newest snapshot is given away
-what is only here survives the node | memory.ring | ring::an_orderly_end_keeps_what_is_safe_nowhere_else
+what is only here survives the node | server.ring | ring::an_orderly_end_keeps_what_is_safe_nowhere_else
 -{slot for view in self.views() for slot in view.only_here} if keep_unsafe else set()
 +set()
-what a tier has lost is owed again | memory.ring | replicas::a_node_that_comes_back_empty_is_sent_the_newest
+what a tier has lost is owed again | server.ring | replicas::a_node_that_comes_back_empty_is_sent_the_newest
 -                del slot.seen[url]
 -
 +
-newest is by its order | memory.slots | groups::only_what_is_complete_supersedes
+newest is by its order | server.slots | groups::only_what_is_complete_supersedes
 -    newest_exact = max((
 +    newest_exact = min((
 # a torn snapshot is committed
-version counters | staging.copier | fit::a_tensor_that_moves_is_never_committed
+version counters | capture.copier | fit::a_tensor_that_moves_is_never_committed
 -if tensor._version != version]
 +if False]
 dropped if torn | capture.contents | fit::a_tensor_that_moves_is_never_committed

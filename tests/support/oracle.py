@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.fences import Claim, digest_of
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import retain
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.fences import Claim, digest_of
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import retain
 from tests.support import shard_scenarios
 
 HOME = Path(__file__).resolve().parents[2]

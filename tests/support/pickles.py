@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
-from lightning_spot.image.safe_load import Placeholder, parts_of, safe_load
+from lightning_spot.snapshot.safe_load import Placeholder, parts_of, safe_load
 
 MIB = 2**20
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"

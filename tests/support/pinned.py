@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_spot.staging.batch import SlotView
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.slot import SlotMemory, slot_capacity
+from lightning_spot.capture.batch import SlotView
+from lightning_spot.capture.copier import Copier
+from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 
 
 class Desk:

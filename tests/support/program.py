@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
 from tests.support.waiting import kept_port, until
 
 LONGEST_S = 600.0
@@ -121,7 +121,7 @@ class Outcome:
 
     def check_end(self, twin: Outcome) -> None:
         """It has ended as its twin did, which nothing has disturbed."""
-        from lightning_spot.exact.compare import differences
+        from lightning_spot.state.compare import differences
 
         assert list(differences(twin.final(), self.final())) == []
 

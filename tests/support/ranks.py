@@ -21,12 +21,12 @@ from lightning_spot.capture.layouts import Laid, ShardedCheckpoint, ShardedCheck
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.image.coming import Sealing
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.image.shards import JoinedImage, assemble
-from lightning_spot.memory.host import InProcessHost
+from lightning_spot.server.host import InProcessHost
 from lightning_spot.sharded.dtensors import box_of
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.coming import Sealing
+from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.snapshot.shards import JoinedImage, assemble
+from lightning_spot.store.local import LocalStore
 from tests.support.filled import fill
 from tests.support.server import named_run
 

@@ -25,8 +25,8 @@ import psutil
 import pytest
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.tiers.fsspec_client import open_filesystem
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.fsspec_client import open_filesystem
 from tests.support.oracle import HOME, claim_of
 from tests.support.waiting import kept_port, until
 

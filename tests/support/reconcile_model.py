@@ -1,6 +1,6 @@
 """Hosts, snapshot servers and storage with a clock of their own, stepped by chance over what is to be done.
 
-Each place has real slots, and does what :func:`lightning_spot.memory.reconcile.actions` says. Requests are lost, not
+Each place has real slots, and does what :func:`lightning_spot.server.reconcile.actions` says. Requests are lost, not
 answered, late or come twice; places are killed, come back empty or with their slots; servers are cut off, storage
 fails; trainers fail to write a shard, are killed, and go on from the newest snapshot that is left.
 """
@@ -12,12 +12,12 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from lightning_spot.image.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
-from lightning_spot.image.shards import Status, registers_of, status, why_aborted
-from lightning_spot.memory import reconcile
-from lightning_spot.memory.reconcile import Action, Brought, Desired, Destination, Kind, Observed, Servers
-from lightning_spot.memory.runs import Opened, RunInfo
-from lightning_spot.memory.slots import Buffer, Commit, Known, Mark, Slot, SlotState, Tiers, View
+from lightning_spot.server import reconcile
+from lightning_spot.server.reconcile import Action, Brought, Desired, Destination, Kind, Observed, Servers
+from lightning_spot.server.runs import Opened, RunInfo
+from lightning_spot.server.slots import Buffer, Commit, Known, Mark, Slot, SlotState, Tiers, View
+from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
+from lightning_spot.snapshot.shards import Status, registers_of, status, why_aborted
 from tests.support.server import RUN_ID
 from tests.support.shards import failed_shard, shard_manifest
 
@@ -52,7 +52,7 @@ class Storage:
         return registers_of(self.notes.get(name, {}).values())
 
     def take(self, name: str, shards: tuple[Manifest, ...]) -> None:
-        """As :func:`lightning_spot.tiers.commit.put_shards` does."""
+        """As :func:`lightning_spot.store.commit.put_shards` does."""
         if name in self.committed:
             return
         is_aborted = bool(why_aborted(self.registers(name)))

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.image.coming import Sealing
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.ranges import Floats, Ranges
-from lightning_spot.image.shards import JoinedImage, Status, assemble, failed, status, why_aborted
-from lightning_spot.memory.host import Lease
-from lightning_spot.memory.slots import Making
-from lightning_spot.memory.tier import TierHealth
+from lightning_spot.server.host import Lease
+from lightning_spot.server.slots import Making
+from lightning_spot.server.tier import TierHealth
+from lightning_spot.snapshot.coming import Sealing
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.ranges import Floats, Ranges
+from lightning_spot.snapshot.shards import JoinedImage, Status, assemble, failed, status, why_aborted
 
 SLOTS = 3  # of each writer
 
@@ -60,7 +60,7 @@ class Registers:
 
 
 class RankRing:
-    """The ring as one rank sees it. Implements :class:`~lightning_spot.memory.host.Host`.
+    """The ring as one rank sees it. Implements :class:`~lightning_spot.server.host.Host`.
 
     Args:
         registers: of all ranks.

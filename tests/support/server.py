@@ -15,15 +15,15 @@ from typing import Any
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SnapshotNotFoundError
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.ranges import Floats
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.ring import FindEarlier, nothing_earlier
-from lightning_spot.memory.runs import Opened, RunInfo
-from lightning_spot.memory.tier import Listed, Sent
-from lightning_spot.service.http import Service
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.http.routes import Service
+from lightning_spot.server.node import Node
+from lightning_spot.server.ring import FindEarlier, nothing_earlier
+from lightning_spot.server.runs import Opened, RunInfo
+from lightning_spot.server.tier import Listed, Sent
+from lightning_spot.snapshot.coming import Coming
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.store.local import LocalStore
 from tests.support import warm
 from tests.support.store import GatedStore
 from tests.support.waiting import DEADLINE_S, until
@@ -260,7 +260,7 @@ class RunningNode:
         with open(log, "wb") as output:
             self.process = warm.Fork(
                 self.python,
-                ["-m", "lightning_spot.service.program", *arguments],
+                ["-m", "lightning_spot.http.program", *arguments],
                 stdout=output,
                 environment={**os.environ, **(environment or {})},
             )

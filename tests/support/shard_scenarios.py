@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.shards import Status
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.tiers.commit import Look, put_shards
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.shards import Status
+from lightning_spot.store.commit import Look, put_shards
+from lightning_spot.store.local import LocalStore
 from tests.support.server import RUN_ID
 from tests.support.shards import failed_shard, sealed_apart, sealed_shard, shard_image
 

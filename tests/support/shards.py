@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.image.files import MODEL_FILE, FileSpan
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.image.shards import LEAST_PART_BYTES, assemble
+from lightning_spot.snapshot.files import MODEL_FILE, FileSpan
+from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.snapshot.shards import LEAST_PART_BYTES, assemble
 from tests.support.server import RUN_ID
 
 PART = LEAST_PART_BYTES

@@ -17,9 +17,9 @@ from typing import Any
 
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory.host import Lease
-from lightning_spot.memory.runs import RunInfo
+from lightning_spot.server.host import Lease
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 
 RUN_ID = "0123456789ab"
 PHASES = ("leasing", "filling", "sealing", "committed", "flushing", "leaving")

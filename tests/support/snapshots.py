@@ -10,11 +10,11 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.stores import open_store
-from lightning_spot.image.files import MODEL_FILE
-from lightning_spot.image.manifest import Manifest
 from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.sharded.reader import ImageReader, consolidated, load_all, read_folder
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.files import MODEL_FILE
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
 from tests.support.trainer import Probe, equal, state_of
 from tests.support.waiting import until
 

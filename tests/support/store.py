@@ -10,9 +10,9 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Store
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import Store
 
 
 def snapshot(

@@ -23,7 +23,7 @@ def new_process() -> None:
     say.forget()
     say.logger.setLevel(logging.NOTSET)
     say.logger.handlers.clear()
-    if (run_lookup := sys.modules.get("lightning_spot.fit.run_lookup")) is not None:
+    if (run_lookup := sys.modules.get("lightning_spot.session.run_lookup")) is not None:
         run_lookup.forget()
 
 

@@ -44,7 +44,7 @@ from typing import IO, Any, ClassVar
 HOME = Path(__file__).resolve().parents[2]
 NODES, TRAINERS = "nodes", "trainers"
 PRELOADED = {
-    NODES: ("lightning_spot.cli", "lightning_spot.service.http", "lightning_spot.service.flags", "s3fs"),
+    NODES: ("lightning_spot.cli", "lightning_spot.http.routes", "lightning_spot.http.flags", "s3fs"),
     TRAINERS: (
         *("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.support.exact_cases"),
         "s3fs",  # which Lightning's loggers and checkpoints look for

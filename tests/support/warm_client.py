@@ -7,7 +7,7 @@ import socket
 import sys
 
 LIGHT = ("lightning_spot", "tests.support.small_trainer", "tests.support.oracle")  # what never needs torch, but for:
-HEAVY = ("lightning_spot.exact", "lightning_spot.sharded")
+HEAVY = ("lightning_spot.state", "lightning_spot.sharded")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

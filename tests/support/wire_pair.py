@@ -16,9 +16,9 @@ import pytest
 from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.image import packing
 from lightning_spot.protocol.wire import PartKind
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot import packing
+from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN_ID, Bench, manifest_of, served
 from tests.support.waiting import until
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.errors import TierError
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum
-from lightning_spot.memory import ring
-from lightning_spot.memory.ring import Ring, SlotsAhead
-from lightning_spot.staging.slot import SlotMemory
+from lightning_spot.protocol.slot import SlotMemory
+from lightning_spot.server import ring
+from lightning_spot.server.ring import Ring, SlotsAhead
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import checksum
 from tests.support.server import MIB, RUN_ID, Bench, image_of, manifest_of
 from tests.support.waiting import until
 

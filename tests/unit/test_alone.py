@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_spot.capture.copier import LoneThread
 from lightning_spot.capture.writer import Background
-from lightning_spot.staging.copier import LoneThread
 
 LARGE = 4_000_000  # elements; torch shares from 32,768 on
 

@@ -27,9 +27,9 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SnapshotNotFoundError, SpotError
-from lightning_spot.image.parts import checksum
-from lightning_spot.memory.tier import TierHealth
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
+from lightning_spot.server.tier import TierHealth
+from lightning_spot.snapshot.parts import checksum
 from tests.support.server import RunningNode, image_of, manifest_of
 from tests.support.waiting import until
 

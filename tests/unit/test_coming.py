@@ -13,14 +13,14 @@ import pytest
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import FencedError, SettingsError, SnapshotNotFoundError
-from lightning_spot.image import coming
-from lightning_spot.image.coming import Coming
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.image.parts import checksum, part_ranges
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.upload import Upload
-from lightning_spot.tiers.fences import ATTEMPTS_DIR
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.upload import Upload
+from lightning_spot.snapshot import coming
+from lightning_spot.snapshot.coming import Coming
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import checksum, part_ranges
+from lightning_spot.store.fences import ATTEMPTS_DIR
+from lightning_spot.store.local import LocalStore
 from tests.support.folders import files_below, size_of
 from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
 from tests.support.store import GatedStore

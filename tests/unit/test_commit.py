@@ -11,15 +11,15 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotFailedError, TierError
-from lightning_spot.image.files import MODEL_FILE, note_name
-from lightning_spot.image.manifest import MANIFEST_FILE, Manifest, snapshot_name
-from lightning_spot.image.shards import assemble
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.tiers import commit
-from lightning_spot.tiers.commit import Look, Shard, commit_left, look, put_shards, withdraw
-from lightning_spot.tiers.fences import Claim
-from lightning_spot.tiers.store import Store
+from lightning_spot.snapshot.files import MODEL_FILE, note_name
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_name
+from lightning_spot.snapshot.shards import assemble
+from lightning_spot.store import commit
+from lightning_spot.store.commit import Look, Shard, commit_left, look, put_shards, withdraw
+from lightning_spot.store.fences import Claim
+from lightning_spot.store.store import Store
 from tests.support.server import RUN_ID
 from tests.support.shards import checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
 from tests.support.store import fetched

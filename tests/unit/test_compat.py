@@ -16,9 +16,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.exact import compat
-from lightning_spot.image.safe_load import safe_load
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.snapshot.safe_load import safe_load
+from lightning_spot.state import compat
+from lightning_spot.store.local import LocalStore
 from tests.support.said import listening, points
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import new_process

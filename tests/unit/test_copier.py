@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
+from lightning_spot.capture import batch as batch_module
+from lightning_spot.capture import copier as copier_module
+from lightning_spot.capture import cuda
+from lightning_spot.capture.batch import Batch, SlotView
+from lightning_spot.capture.copier import Copier, Watches
+from lightning_spot.capture.cuda import CudaCopier
+from lightning_spot.capture.device import DeviceClock
+from lightning_spot.capture.partitions import Span
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.errors import SpotError
-from lightning_spot.image.pieces import Piece, address_in, cut_end
-from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging import copier as copier_module
-from lightning_spot.staging import cuda
-from lightning_spot.staging.batch import Batch, SlotView
-from lightning_spot.staging.copier import Copier, Watches
-from lightning_spot.staging.cuda import CudaCopier
-from lightning_spot.staging.device import DeviceClock
-from lightning_spot.staging.partitions import Span
-from lightning_spot.staging.schedule import Schedule
+from lightning_spot.snapshot.pieces import Piece, address_in, cut_end
 from tests.support.copies import SIZES, Desk, Fixed
 from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.said import said

@@ -11,8 +11,8 @@ import torch
 
 from lightning_spot.capture import tensors
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.exact import state_parts
-from lightning_spot.exact.state_parts import StateParts
+from lightning_spot.state import state_parts
+from lightning_spot.state.state_parts import StateParts
 from tests.support.said import said_about
 
 GPU = torch.device("cuda:0")

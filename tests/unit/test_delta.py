@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from lightning_spot.errors import CorruptSnapshotError
-from lightning_spot.image import delta
-from lightning_spot.image.delta import LINE_BYTES, Coding, changed_ranges, decode, encode, encode_picked, pick
-from lightning_spot.image.ranges import WIDTHS, Floats
+from lightning_spot.snapshot import delta
+from lightning_spot.snapshot.delta import LINE_BYTES, Coding, changed_ranges, decode, encode, encode_picked, pick
+from lightning_spot.snapshot.ranges import WIDTHS, Floats
 
 pytestmark = pytest.mark.guarantee("G20")
 

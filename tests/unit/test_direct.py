@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spot.tiers import posix
-from lightning_spot.tiers.posix import write_aside, write_parts
+from lightning_spot.store import posix
+from lightning_spot.store.posix import write_aside, write_parts
 
 pytestmark = pytest.mark.guarantee("G22")
 

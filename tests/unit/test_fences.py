@@ -13,8 +13,8 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError
-from lightning_spot.tiers.fences import Owner, digest_of
-from lightning_spot.tiers.store import Store
+from lightning_spot.store.fences import Owner, digest_of
+from lightning_spot.store.store import Store
 from tests.support.oracle import claim_of
 from tests.support.store import Kept, fetched, put, snapshot
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_spot.errors import CorruptSnapshotError
-from lightning_spot.image.files import FileSpan, cut, pieces
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.snapshot.files import FileSpan, cut, pieces
+from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.untrusted import sealed_json
 
 FILES = (FileSpan(".metadata", 0, 100), FileSpan("__0_0.distcp", 4096, 5000), FileSpan("__1_0.distcp", 16384, 7))

@@ -12,13 +12,13 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_spot import EverySeconds, EverySteps, RemoteSnapshot
-from lightning_spot.fit import snapshotter
-from lightning_spot.fit.snapshotter import _SEAMS, Pacing
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory import reconcile
-from lightning_spot.memory.host import InProcessHost, Lease
-from lightning_spot.memory.slots import Slot
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server import reconcile
+from lightning_spot.server.host import InProcessHost, Lease
+from lightning_spot.server.slots import Slot
+from lightning_spot.session import snapshotter
+from lightning_spot.session.snapshotter import _SEAMS, Pacing
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
 from tests.support.server import RUN_ID, Bench
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import until

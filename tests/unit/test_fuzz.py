@@ -27,13 +27,13 @@ from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SnapshotNotFoundError, SpotError
-from lightning_spot.image.delta import Coding, changed_ranges, encode
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.image.packing import can_pack
-from lightning_spot.image.parts import checksum
 from lightning_spot.protocol.record import ServerRecord
 from lightning_spot.protocol.wire import ATTEMPT_HEADER, Address, Frame, PartKind, parse_spot_url
+from lightning_spot.snapshot.delta import Coding, changed_ranges, encode
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
+from lightning_spot.snapshot.packing import can_pack
+from lightning_spot.snapshot.parts import checksum
 from tests.support.server import RunningNode
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError
-from lightning_spot.image.files import FileSpan
-from lightning_spot.image.manifest import Manifest, Order, shard_name, snapshot_name
-from lightning_spot.image.shards import Status
-from lightning_spot.memory import reconcile
-from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.slots import (
+from lightning_spot.server import reconcile
+from lightning_spot.server.ring import Ring
+from lightning_spot.server.slots import (
     ORPHANED_S,
     Buffer,
     Commit,
@@ -30,9 +27,12 @@ from lightning_spot.memory.slots import (
     find_room,
     reusable,
 )
-from lightning_spot.memory.slots import Slots as AllSlots
-from lightning_spot.tiers import commit
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.server.slots import Slots as AllSlots
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import Manifest, Order, shard_name, snapshot_name
+from lightning_spot.snapshot.shards import Status
+from lightning_spot.store import commit
+from lightning_spot.store.local import LocalStore
 from tests.support.server import RUN_ID, Bench, manifest_of
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, sealed_shard, shard_image, shard_manifest
 from tests.support.waiting import until

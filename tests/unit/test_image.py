@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError
-from lightning_spot.image.coming import Sealing
-from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.image.parts import checksum, checksum_parts, part_ranges, verify_parts
+from lightning_spot.snapshot.coming import Sealing
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
+from lightning_spot.snapshot.parts import checksum, checksum_parts, part_ranges, verify_parts
 
 pytestmark = pytest.mark.guarantee("G12")
 

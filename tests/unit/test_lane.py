@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.image.pieces import Piece
-from lightning_spot.staging.cuda import Lane
+from lightning_spot.capture.cuda import Lane
+from lightning_spot.snapshot.pieces import Piece
 from tests.support.fake_device import FakeDevice
 
 

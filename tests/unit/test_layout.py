@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.image import pickling
-from lightning_spot.image.layout import Layout, Layouter, Outliner, filled, lay_out
+from lightning_spot.snapshot import pickling
+from lightning_spot.snapshot.layout import Layout, Layouter, Outliner, filled, lay_out
 from tests.support.filled import check_archive, fill
 from tests.support.said import said
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SnapshotNotFoundError, TierError
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.memory import worker
-from lightning_spot.memory.reconcile import LAST_RETRY_S, BackOff
+from lightning_spot.server import worker
+from lightning_spot.server.reconcile import LAST_RETRY_S, BackOff
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.integration.test_chain import FIRST, RUN
 from tests.support.chain import Chained
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench

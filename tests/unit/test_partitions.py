@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_spot.staging.partitions import (
+from lightning_spot.capture.partitions import (
     LEAST_BYTES,
     Partition,
     Window,

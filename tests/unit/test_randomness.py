@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_spot.exact.compare import differences
-from lightning_spot.exact.randomness import Generators, capture_random, restore_random
+from lightning_spot.state.compare import differences
+from lightning_spot.state.randomness import Generators, capture_random, restore_random
 
 DRAWS: dict[str, Callable[[], object]] = {
     "python": random.random,

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_spot.exact.rank_states import packed, states_in_files, unpacked
 from lightning_spot.sharded.file_plan import state_file
+from lightning_spot.state.rank_states import packed, states_in_files, unpacked
 
 pytestmark = pytest.mark.guarantee("G10")
 

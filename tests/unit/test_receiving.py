@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightning_spot.errors import CorruptSnapshotError, TierError
-from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import reading
 from lightning_spot.run.sources import StoreSource
-from lightning_spot.tiers.objects import ObjectStore
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.objects import ObjectStore
 from tests.support.oracle import claim_of
 from tests.support.said import said
 

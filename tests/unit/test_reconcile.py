@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.image.manifest import Manifest
-from lightning_spot.memory.reconcile import (
+from lightning_spot.server.reconcile import (
     Action,
     Brought,
     Deletion,
@@ -25,8 +24,9 @@ from lightning_spot.memory.reconcile import (
     awaited,
     left_s,
 )
-from lightning_spot.memory.runs import Opened, RunInfo
-from lightning_spot.memory.slots import Commit, Known, Mark, Slot, SlotState, Tiers, View
+from lightning_spot.server.runs import Opened, RunInfo
+from lightning_spot.server.slots import Commit, Known, Mark, Slot, SlotState, Tiers, View
+from lightning_spot.snapshot.manifest import Manifest
 from tests.support.server import RUN_ID, manifest_of
 from tests.support.shards import failed_shard, sealed_shard
 

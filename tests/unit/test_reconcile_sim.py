@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.image.shards import Status
-from lightning_spot.memory import reconcile
-from lightning_spot.memory.reconcile import Kind, Servers
-from lightning_spot.memory.slots import Mark, View
+from lightning_spot.server import reconcile
+from lightning_spot.server.reconcile import Kind, Servers
+from lightning_spot.server.slots import Mark, View
+from lightning_spot.snapshot.shards import Status
 from tests.support.reconcile_model import simulate
 
 pytestmark = pytest.mark.guarantee("G3")

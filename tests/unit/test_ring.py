@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.capture import slot as slot_module
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -27,22 +28,21 @@ from lightning_spot.errors import (
     SnapshotNotFoundError,
     TierError,
 )
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.parts import checksum
-from lightning_spot.image.shards import Status
-from lightning_spot.memory import area as area_module
-from lightning_spot.memory import reconcile, worker
-from lightning_spot.memory.area import SlotArea
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.ring import Ring
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Held, Mark, Slot
-from lightning_spot.memory.upload import Upload
-from lightning_spot.memory.uploads import Uploads
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.staging import slot as slot_module
-from lightning_spot.staging.slot import SlotMemory, host_memory_bytes
-from lightning_spot.tiers.local import LocalStore
+from lightning_spot.protocol.slot import SlotMemory, host_memory_bytes
+from lightning_spot.server import area as area_module
+from lightning_spot.server import reconcile, worker
+from lightning_spot.server.area import SlotArea
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.ring import Ring
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.slots import Held, Mark, Slot
+from lightning_spot.server.upload import Upload
+from lightning_spot.server.uploads import Uploads
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.snapshot.shards import Status
+from lightning_spot.store.local import LocalStore
 from tests.support.oracle import claim_of
 from tests.support.said import said, said_about
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, image_of, manifest_of

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SpotError
-from lightning_spot.exact.dump import KEY, read_checkpoint
-from lightning_spot.image.safe_load import Placeholder, parts_of, safe_load
 from lightning_spot.sharded.file_plan import load_state
 from lightning_spot.sharded.reader import load_value
+from lightning_spot.snapshot.safe_load import Placeholder, parts_of, safe_load
+from lightning_spot.state.dump import KEY, read_checkpoint
 from tests.support.pickles import (
     FALSE,
     NONE,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from lightning_spot.capture.partitions import LEAST_BYTES, Drift, Mode, ModeTrial, check_copy_mode
+from lightning_spot.capture.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
 from lightning_spot.errors import SettingsError
-from lightning_spot.staging.partitions import LEAST_BYTES, Drift, Mode, ModeTrial, check_copy_mode
-from lightning_spot.staging.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
 
 MIB = LEAST_BYTES
 GRADIENTS = [30 * MIB, 10 * MIB, 30 * MIB, 2 * MIB]  # of parameters 0 to 3; ready from the last to the first

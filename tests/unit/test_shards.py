@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lightning_spot.errors import CorruptSnapshotError
-from lightning_spot.image.files import FileSpan, is_own_file
-from lightning_spot.image.manifest import Manifest, Order, ShardOf, shard_name, snapshot_name, snapshot_order
-from lightning_spot.image.shards import (
+from lightning_spot.snapshot.files import FileSpan, is_own_file
+from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, shard_name, snapshot_name, snapshot_order
+from lightning_spot.snapshot.shards import (
     LEAST_PART_BYTES,
     JoinedImage,
     Status,

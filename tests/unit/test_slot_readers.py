@@ -15,13 +15,13 @@ import torch
 
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
-from lightning_spot.image.manifest import Manifest
+from lightning_spot.http import program
 from lightning_spot.run import sources
 from lightning_spot.run.sources import MemorySource, Use
 from lightning_spot.run.survey import Survey, survey
-from lightning_spot.service import program
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import Holdings
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import Holdings
 from tests.distributed.test_restore import LARGE, restored
 from tests.support.server import RUN_ID, Bench, image_of, manifest_of
 from tests.support.waiting import until

@@ -18,12 +18,12 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.fit.snapshotter import Pacing
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.slots import Buffer, Commit, Limits, Making, Mark, Slot, Slots, SlotState, View, find_room
-from lightning_spot.staging.slot import SlotMemory, slot_capacity
+from lightning_spot.protocol.slot import SlotMemory, slot_capacity
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.slots import Buffer, Commit, Limits, Making, Mark, Slot, Slots, SlotState, View, find_room
+from lightning_spot.session.snapshotter import Pacing
 from tests.support.ranks import Desk
 from tests.support.server import MIB, image_of, manifest_of, named_run
 from tests.support.store import GatedStore

@@ -8,9 +8,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from lightning_spot.image.pieces import Piece
-from lightning_spot.staging import batch as batch_module
-from lightning_spot.staging.batch import SlotView, batches_of
+from lightning_spot.capture import batch as batch_module
+from lightning_spot.capture.batch import SlotView, batches_of
+from lightning_spot.snapshot.pieces import Piece
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (64,), (64, 64, 0, 64), (63, 1, 64), (1000,), (1, 200, 3, 128, 5)])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.exact import state_parts
-from lightning_spot.exact.state_parts import PARTS, Stage, StatePart, StateParts
+from lightning_spot.state import state_parts
+from lightning_spot.state.state_parts import PARTS, Stage, StatePart, StateParts
 from tests.support.said import said_about
 
 

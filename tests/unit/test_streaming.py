@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
-from lightning_spot.exact.dump import read_checkpoint
-from lightning_spot.fit.selection import _load
-from lightning_spot.image.manifest import Manifest, snapshot_name
 from lightning_spot.run import sources
 from lightning_spot.run.sources import Streamed, StreamReader
+from lightning_spot.session.selection import _load
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.state.dump import read_checkpoint
 
 pytestmark = pytest.mark.guarantee("G1")
 

@@ -23,7 +23,7 @@ from lightning_spot.cli import main
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import Adaptive
 from lightning_spot.interval.costs import Costs, Failure, TierPace
-from lightning_spot.memory.tier import TierHealth
+from lightning_spot.server.tier import TierHealth
 from lightning_spot.simulation.failures import Event, Exponential, Failures, Fleet, Mixed, Weibull
 from lightning_spot.simulation.job import SimulatedJob, Tier, chain, lost_s, overhead
 from lightning_spot.simulation.simulator import simulate

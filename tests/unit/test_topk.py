@@ -20,13 +20,13 @@ from lightning_spot.client.encoding import Approximation, packers
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import MANIFEST_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TierError
-from lightning_spot.image.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.image.ranges import Floats
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.runs import RunInfo
-from lightning_spot.memory.slots import Commit, Slot, SlotState, View, reusable
-from lightning_spot.tiers.local import LocalStore
-from lightning_spot.tiers.store import retain
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.slots import Commit, Slot, SlotState, View, reusable
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
+from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import retain
 from tests.support.chain import FIRST, chained
 from tests.support.filled import check_archive
 from tests.support.said import said

@@ -26,11 +26,11 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from lightning_spot import SpotCheckpointIO
 from lightning_spot.errors import NotSerializableError
-from lightning_spot.exact.compare import differences
-from lightning_spot.exact.dump import read_checkpoint
-from lightning_spot.exact.loadability import Outline
-from lightning_spot.image.layout import lay_out
-from lightning_spot.image.safe_load import Placeholder, kind_of, placeholders_in
+from lightning_spot.snapshot.layout import lay_out
+from lightning_spot.snapshot.safe_load import Placeholder, kind_of, placeholders_in
+from lightning_spot.state.compare import differences
+from lightning_spot.state.dump import read_checkpoint
+from lightning_spot.state.loadability import Outline
 from tests.support.said import said, said_about
 from tests.support.snapshots import manifests, spot
 from tests.support.trainer import Net, Stop, StopAt, data, trainer

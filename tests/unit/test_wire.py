@@ -14,12 +14,12 @@ from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
-from lightning_spot.image import packing
-from lightning_spot.memory.host import InProcessHost
-from lightning_spot.memory.node import Node
-from lightning_spot.memory.runs import RunInfo
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
+from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.snapshot import packing
 from tests.support.server import MIB
 from tests.support.waiting import until
 from tests.support.wire_pair import Pair, floats, kinds, needs_zstd, pair, state, trained

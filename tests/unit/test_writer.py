@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lightning_spot.capture import slot_pool
+from lightning_spot.capture.copier import Copier
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.pickling import TensorPickler
-from lightning_spot.staging.copier import Copier
-from lightning_spot.staging.schedule import Schedule
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.pickling import TensorPickler
 from tests.support.fake_device import FakeDevice
 from tests.support.ranks import Desk, same
 from tests.support.said import said_about

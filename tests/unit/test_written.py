@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, SettingsError
-from lightning_spot.image.coming import Sealing
-from lightning_spot.image.layout import Layout, Layouter
-from lightning_spot.image.manifest import Manifest, snapshot_name
-from lightning_spot.image.ranges import CHECK_EVERY, Before, Ranges, in_order, read_floats, read_ranges
-from lightning_spot.memory.node import Node
+from lightning_spot.server.node import Node
+from lightning_spot.snapshot.coming import Sealing
+from lightning_spot.snapshot.layout import Layout, Layouter
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.ranges import CHECK_EVERY, Before, Ranges, in_order, read_floats, read_ranges
 from tests.support.filled import fill
 from tests.support.server import RUN_ID, Bench
 

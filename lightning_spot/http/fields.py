@@ -1,0 +1,191 @@
+"""Reads what a request brings, and trusts no number in it before it is within its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from aiohttp import web
+
+from lightning_spot.config import HIGHEST_ATTEMPT, MOST_PART_BYTES
+from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
+from lightning_spot.http.limits import Quota, client_of
+from lightning_spot.protocol.wire import DIGEST_HEADER
+from lightning_spot.server.slots import Making
+from lightning_spot.snapshot.manifest import Manifest, snapshot_order
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.untrusted import integer, read_object, text
+
+SMALL_BODY_BYTES = 256 * 1024
+"""Longest JSON body of a request that carries no checksums."""
+
+MANIFEST_BODY_BYTES = 64 * 1024 * 1024
+"""Longest JSON body of a request that carries a checksum for each part."""
+
+BODIES = web.AppKey("bodies", Quota)
+"""Bytes of JSON bodies that are read at the moment."""
+
+STILL_MAY = web.RequestKey("still_may", functools.partial)
+"""Raises if the attempt that a request has shown does not hold its run any more."""
+
+GONE: web.RequestKey[asyncio.Future[None]] = web.RequestKey("gone", asyncio.Future)
+"""Done once whoever sent a request has hung up."""
+
+BODIES_BYTES = 512 * 1024 * 1024
+
+LONGEST_WAIT_S = 3600.0
+_BODY_TIMEOUT_S = 30.0
+_UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
+_MOST_VALUES = 2**21  # in a body: each takes some 100 bytes, and a microsecond in which nobody else is answered
+_MOST_SMALL_PARTS = 4096
+_LEAST_PART_BYTES = 2**20
+_FEW_FILES = 64  # of a shard: its writer has three
+_LEAST_FILE_BYTES = 2**20  # of each beyond these
+
+
+async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) -> dict[str, Any]:
+    """The JSON object that a request carries; empty without a body.
+
+    Raises:
+        SettingsError: if it is none.
+        ServerRefusedError: if it is too long, damaged, or comes too slowly, or its client sends too much at once.
+    """
+    if (request.content_length or 0) > most_bytes:
+        raise ServerRefusedError(f"the request's body is longer than {most_bytes} bytes", status=413)
+    with ExitStack() as held:
+        fields = await _read_json(request, most_bytes, held)
+    if (check := request.get(STILL_MAY)) is not None:
+        check()
+    return fields
+
+
+async def _read_json(request: web.Request, most_bytes: int, held: ExitStack) -> dict[str, Any]:
+    try:
+        body = await asyncio.wait_for(_collect(request, most_bytes, held), _BODY_TIMEOUT_S)
+    except TimeoutError:
+        raise ServerRefusedError(
+            f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408
+        ) from None
+    if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
+        raise ServerRefusedError("the request's body was damaged on its way", status=400)
+    if len(body) > SMALL_BODY_BYTES and sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
+        raise SettingsError(f"the request's body holds more than {_MOST_VALUES} values")
+    try:
+        large = len(body) > SMALL_BODY_BYTES
+        fields = await asyncio.to_thread(read_object, body, most_bytes) if large else read_object(body or b"{}")
+    except MalformedError as error:
+        raise SettingsError(f"the request's body must be a JSON object: {error}") from error
+    return fields
+
+
+def same_host(request: web.Request) -> bool:
+    """Whether a request came from a process on this host."""
+    transport = request.transport
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    return sock is not None and sock.family == socket.AF_UNIX
+
+
+def only_same_host(request: web.Request) -> None:
+    """Refuse a request from elsewhere.
+
+    Raises:
+        ServerRefusedError: if it is one.
+    """
+    if not same_host(request):
+        raise ServerRefusedError("this request is for trainers on the server's own host (Unix socket)", status=403)
+
+
+async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> bytes:
+    """What comes of a body. It counts as held by its client as it comes: what is only announced takes no room."""
+    bodies, client, body, counted = request.app[BODIES], client_of(request), bytearray(), _UNCOUNTED_BYTES
+    async for piece in request.content.iter_any():
+        body += piece
+        if (more := len(body) - counted) > 0:
+            if not held.enter_context(bodies.holding(client, more)):
+                raise ServerRefusedError(
+                    "this client has its share of the requests that this server reads at once", status=503
+                )
+            counted += more
+        if len(body) > most_bytes:
+            raise ServerRefusedError(f"the request's body is longer than {most_bytes} bytes", status=413)
+    return bytes(body)
+
+
+def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -> float:
+    """A duration in seconds; one beyond ``high`` is taken for ``high``.
+
+    Raises:
+        SettingsError: if it is no number from 0.
+    """
+    value = fields.get(name, default)
+    if type(value) not in (int, float) or math.isnan(value) or value < 0:
+        raise SettingsError(f"malformed request: {name} is no number of seconds")
+    return float(min(value, high))
+
+
+def identifier(fields: Mapping[str, Any], name: str) -> str:
+    """32 hexadecimal digits, ``""`` if there are none.
+
+    Raises:
+        SettingsError: if it is something else.
+    """
+    value = text(fields, name)
+    if value and not re.fullmatch(r"[0-9a-f]{32}", value):
+        raise SettingsError(f"malformed request: {name} is not made of 32 hexadecimal digits")
+    return value
+
+
+def manifest(fields: Mapping[str, Any]) -> Manifest:
+    """The manifest of a snapshot that comes over the network.
+
+    Raises:
+        CorruptSnapshotError: if it is none.
+        SettingsError: if its parts are too large to be made up in memory, or so small that nobody could read of them,
+            or if it has more files than any writer: what is held of them would be larger than its slot.
+    """
+    read = Manifest.from_dict(fields.get("manifest"))
+    parts = -(-read.nbytes // read.part_bytes)
+    if read.part_bytes > MOST_PART_BYTES or (parts > _MOST_SMALL_PARTS and read.part_bytes < _LEAST_PART_BYTES):
+        raise SettingsError(
+            f"{read.name} has {parts} parts of {read.part_bytes} bytes: they have from {_LEAST_PART_BYTES} to"
+            f" {MOST_PART_BYTES}, and fewer only if they are no more than {_MOST_SMALL_PARTS}"
+        )
+    if len(read.files) > (most := _FEW_FILES + read.nbytes // _LEAST_FILE_BYTES):
+        raise SettingsError(f"{read.name} of {read.nbytes} bytes has {len(read.files)} files, more than {most}")
+    return read
+
+
+def attempt_of(fields: Mapping[str, Any]) -> int:
+    """The number of an attempt.
+
+    Raises:
+        MalformedError: if it is none.
+    """
+    return integer(fields, "attempt", None, 0, HIGHEST_ATTEMPT)
+
+
+def committed(fields: Mapping[str, Any], attempt: int) -> str:
+    """Name of the newest snapshot that counts, as an attempt says; ``""`` for one that it cannot know of yet.
+
+    Raises:
+        SettingsError: if it is no text.
+    """
+    name = text(fields, "committed")
+    order = snapshot_order(name)
+    return name if order is not None and order[0] <= attempt else ""
+
+
+def making(fields: Mapping[str, Any]) -> Making:
+    """Whether the memory of a slot is made for who asks; what a later version may say counts as ``"now"``.
+
+    Raises:
+        SettingsError: if it is no text.
+    """
+    named = text(fields, "making", Making.NOW.value)
+    return next((known for known in Making if known.value == named), Making.NOW)

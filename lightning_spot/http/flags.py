@@ -1,0 +1,184 @@
+"""How a server is run, and the flags of ``lightning-spot serve`` that say so."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_spot.config import (
+    SERVER_IDLE_TIMEOUT_S,
+    UPLOAD_TIMEOUT_S,
+    check_number,
+    format_bytes,
+    parse_bytes,
+    parse_flag_bytes,
+    read_environment,
+    why_no_place,
+    without_password,
+)
+from lightning_spot.errors import SettingsError
+from lightning_spot.protocol.record import ServerRecord
+from lightning_spot.protocol.slot import host_memory_bytes
+from lightning_spot.protocol.wire import DEFAULT_PORT
+from lightning_spot.server.runs import check_prefix
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """How a server is run.
+
+    Attributes:
+        host: address to listen on, ``""`` for a Unix socket only.
+        port: TCP port; 0 takes a free one.
+        record: sockets of a local server.
+        flush_to: directory, or URL of a bucket, below which runs are stored.
+        allow: prefixes of durable URLs that trainers may have this server write to.
+        memory_bytes: limit of the slots' memory.
+        run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
+        slots: most slots of the ring; ``None`` for as many as fit the memory.
+        server_idle_timeout_s: a local server ends after so long without a trainer.
+        drain_timeout_s: how long SIGTERM waits for trainers and for uploads.
+    """
+
+    host: str = ""
+    port: int = 0
+    record: ServerRecord | None = None
+    flush_to: str | None = None
+    allow: tuple[str, ...] = ()
+    memory_bytes: int = 8 * 2**30
+    run_memory_bytes: int | None = None
+    slots: int | None = None
+    server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S
+    drain_timeout_s: float = UPLOAD_TIMEOUT_S
+
+
+def seconds(text: str) -> float:
+    """A duration with a unit, such as ``90s``, ``10min``, ``2h`` or ``3d``; only 0 does without.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is none.
+    """
+    match = re.fullmatch(r"([0-9.]+)\s*(s|min|h|d)", text.strip())
+    try:
+        value = float(match[1]) * _UNITS[match[2]] if match else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d")
+    if match is None and value:
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit; write it like {text}s, {text}min, {text}h or {text}d")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``lightning-spot serve``."""
+    parser.add_argument(
+        "--listen",
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        metavar="HOST:PORT",
+        help="address to listen on; beyond this host only with a token (default: %(default)s)",
+    )
+    parser.add_argument("--storage", metavar="URL", help="directory or fsspec URL below which each run is stored")
+    parser.add_argument(
+        "--allow-storage",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="directory or fsspec URL below which trainers may have their runs stored; may be given several times",
+    )
+    parser.add_argument(
+        "--memory-limit", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--run-memory-limit", metavar="SIZE", help="most memory for the slots of one run (default: all)"
+    )
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="most slots of each rank of a run (default: as many as fit)"
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=seconds,
+        default=UPLOAD_TIMEOUT_S,
+        metavar="TIME",
+        help="on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=["text", "json"],
+        default="text",
+        help="of the lines on standard error: with time and level, or one JSON object each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--idle-timeout", type=float, default=SERVER_IDLE_TIMEOUT_S, metavar="S", help=argparse.SUPPRESS
+    )
+    parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)
+
+
+def settings_from(arguments: argparse.Namespace) -> ServerSettings:
+    """Check the flags.
+
+    Raises:
+        SettingsError: naming the flag and what is wrong with it.
+    """
+    if arguments.slots is not None and arguments.slots < 1:
+        raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
+    for flag, value in (("--drain-timeout", arguments.drain_timeout), ("--idle-timeout", arguments.idle_timeout)):
+        check_number(flag, value, 0)
+    size = parse_bytes if arguments.embedded else parse_flag_bytes  # a trainer writes bytes, however few they are
+    memory_bytes = size(arguments.memory_limit, "--memory-limit")
+    run_memory = arguments.run_memory_limit
+    shared = {
+        "memory_bytes": memory_bytes,
+        "run_memory_bytes": size(run_memory, "--run-memory-limit") if run_memory is not None else None,
+        "slots": arguments.slots,
+        "server_idle_timeout_s": arguments.idle_timeout,
+        "drain_timeout_s": arguments.drain_timeout,
+    }
+    if arguments.embedded:
+        folder, key = arguments.embedded
+        return ServerSettings(record=ServerRecord(Path(folder), key), **shared)
+    if (whole := host_memory_bytes()) < shared["memory_bytes"]:
+        raise SettingsError(
+            f"--memory-limit {arguments.memory_limit}: this machine (or container) has {format_bytes(whole)} in all."
+            " Give what slots may take of it, and leave some for everything else"
+        )
+    host, _, port = arguments.listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise SettingsError(f"--listen {arguments.listen!r}: write it like 127.0.0.1:{DEFAULT_PORT}")
+    host = host.strip("[]")
+    if not is_loopback(host) and read_environment().token is None:
+        raise SettingsError(
+            f"--listen {arguments.listen}: a server listens beyond this host only with a token. Set"
+            " LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
+        )
+    flush_to = _absolute("--storage", arguments.storage) if arguments.storage is not None else None
+    allow = tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage)
+    return ServerSettings(host=host, port=int(port), flush_to=flush_to, allow=allow, **shared)
+
+
+def _absolute(flag: str, url: str) -> str:
+    if why := why_no_place(url):  # it would be below the directory that the server happens to be started in
+        raise SettingsError(f"{flag} {without_password(url)!r}: {why}")
+    if url.startswith("spot:"):
+        raise SettingsError(
+            f"{flag} {url}: a server stores runs in directories and buckets only. To keep each snapshot at two servers,"
+            " pass servers=['spot://…', 'spot://…'] and replicas=2 to the trainer"
+        )
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this host, whatever a name server says."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,556 @@
+"""The server as a program: ``lightning-spot serve``, and the local server that a trainer starts by itself.
+
+On SIGTERM or SIGINT it takes no new runs, goes on serving the trainers it has, and ends when they have left and nothing
+waits for a tier any more, or when the drain time is over. A second signal ends the waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import directory_of, format_bytes, read_environment, scheme_of, why_weak
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
+from lightning_spot.http.flags import ServerSettings, add_arguments, settings_from
+from lightning_spot.http.limits import DESCRIPTORS
+from lightning_spot.http.routes import Service
+from lightning_spot.protocol.listening import accepted, allow_descriptors
+from lightning_spot.protocol.ownership import is_own_user, own_directories, own_socket, peer_of, remove_file
+from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
+from lightning_spot.protocol.record import ServerRecord, hold, sweep
+from lightning_spot.retry import unless_silent
+from lightning_spot.say import say
+from lightning_spot.server.area import remove_abandoned
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.slots import Slot
+from lightning_spot.store.object_files import try_writing
+from lightning_spot.store.posix import why_not_writable
+from lightning_spot.threads import in_background
+from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain, read_object
+
+logger = logging.getLogger(__name__)
+
+_CHECK_S = 0.25
+_LOOK_S = 5.0  # how often a local server looks whether it is needed where nothing tells it of a change
+_THREADS = 64
+_EMBEDDED_SLOTS = 4
+_HOLD_S = 1.0
+_ABANDONED_S = 24 * 3600.0
+_BACKLOG = 512
+_AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
+_QUIET_S = 3.0  # a snapshot server's trainers have left, or moved on, when none asked for a slot for so long
+_UNCONNECTED_S = 15.0  # a draining server waits so long for who has begun to send a snapshot and is not connected now
+_SHUTDOWN_S = 5.0
+_SILENT_S = 20.0
+
+
+def serve(settings: ServerSettings) -> int:
+    """Serve until SIGTERM or SIGINT (or, embedded, until the run ends or nobody comes), then drain.
+
+    Returns:
+        exit code: 0 when everything is stored, 1 when something could not be uploaded.
+
+    Raises:
+        OSError: if the port is taken; nothing was touched then.
+        SettingsError: if it is to write to what no file system that is installed can.
+    """
+    allow_descriptors(DESCRIPTORS)
+    if why := why_weak(read_environment().token):
+        say(logging.WARNING, "token-weak", "{why}", why=why)
+    record = settings.record
+    if record is None:
+        for url in settings.allow:
+            open_store(url)  # to say so now, not when a trainer comes
+        with _bind(settings.host, settings.port) as listener:
+            return asyncio.run(_serve(settings, listener))
+    with record.opened() as opened:
+        return _run_embedded(replace(settings, record=opened), opened)
+
+
+def _run_embedded(settings: ServerSettings, record: ServerRecord) -> int:
+    """Serve this host's trainers by what is in the open runtime directory."""
+    alive = hold(record.alive, _HOLD_S)
+    if alive is None:
+        say(logging.INFO, "server-there", "another server already serves {about}", about=record.key)
+        return 0
+    try:
+        record.note(
+            alive,
+            slots=settings.slots or _EMBEDDED_SLOTS,
+            memory_bytes=settings.memory_bytes,
+            server_idle_timeout_s=settings.server_idle_timeout_s,
+        )
+        _sweep(read_environment().shm_dir, record.folder)
+        for leftover in (record.http, record.fds):
+            remove_file(leftover)  # a killed server's
+        with own_socket(record.http) as listener:
+            return asyncio.run(_serve(settings, listener))
+    finally:
+        os.close(alive)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything else is touched."""
+    try:
+        if host == "::" and socket.has_dualstack_ipv6():  # all interfaces, as elsewhere
+            return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(error.errno, f"{host}:{port}: {error.strerror or error}") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """The version of IP that a host is known by; of both, 4."""
+    found = {each[0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+
+
+async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
+    environment = read_environment()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+    is_lent = settings.record is None
+    beneath = [*settings.allow, *filter(None, [settings.flush_to])] if is_lent else None
+    node = Node(
+        slots=settings.slots,
+        memory_bytes=settings.memory_bytes,
+        run_memory_bytes=settings.run_memory_bytes,
+        open_store=partial(open_store, beneath=beneath),
+        flush_to=settings.flush_to,
+        area=_area(settings, environment.shm_dir),
+        allow=settings.allow if is_lent else None,
+    )
+    service = Service(node, environment.token)
+    runner = service.runner()
+    await runner.setup()
+    assert runner.server is not None
+    connections = service.connections(runner.server)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(service.counted.on_loop_error)
+    channel = None
+    if settings.record is None:
+        server = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
+        listener.listen(_BACKLOG)
+        await asyncio.to_thread(_check_storage, settings.flush_to)
+        _announce(settings, listener)
+        in_background(partial(_try_prefixes, settings.allow), "spot-try")
+    else:
+        server = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
+        listener.listen(_BACKLOG)
+        channel = DescriptorChannel(node, settings.record.fds, environment.token)
+    signals = _Signals()
+    if settings.record is not None:
+        await _until_unneeded(node, service, settings.server_idle_timeout_s, signals)
+    else:
+        await signals.first.wait()
+    left = await _drain(node, service, settings.drain_timeout_s, signals)
+    server.close()
+    await _end(node, service, runner, channel, settings.record, keep_files=bool(left))
+    return 1 if left else 0
+
+
+def _check_storage(flush_to: str | None) -> None:
+    """Fail at the start where this server cannot write to the directory or URL below which it is to make runs durable.
+
+    Raises:
+        SettingsError: if it cannot.
+    """
+    if flush_to is not None and (why := _why_not_usable(flush_to)):
+        raise SettingsError(f"--storage {flush_to} {why}; nothing would be durable there")
+
+
+def _try_prefixes(prefixes: Sequence[str]) -> None:
+    """Warn of prefixes below which this server cannot write: the hosts of trainers do so as long as it cannot."""
+    for prefix in prefixes:
+        if why := _why_not_usable(prefix):
+            text = "--allow-storage {about} {why}; until it can be used, the trainers' hosts write there"
+            say(logging.WARNING, "storage-unusable", text, about=prefix, why=why)
+
+
+def _why_not_usable(url: str) -> str:
+    """Why this server cannot write below a directory or URL, ``""`` if it can."""
+    if not scheme_of(url):
+        return why_not_writable(directory_of(url))
+    try:
+        unless_silent(partial(try_writing, url), threading.Event(), _SILENT_S, url)
+    except SpotError as error:
+        return f"cannot be used ({error})"
+    return ""
+
+
+def _announce(settings: ServerSettings, listener: socket.socket) -> None:
+    facts = [f"{format_bytes(settings.memory_bytes)} of memory"]
+    if settings.slots is not None:
+        facts.append(f"at most {settings.slots} slots for each rank of a run")
+    if settings.run_memory_bytes is not None:
+        facts.append(f"at most {format_bytes(settings.run_memory_bytes)} for one run")
+    facts.append(f"stores runs below {settings.flush_to}" if settings.flush_to else "stores nothing by itself")
+    if settings.allow:
+        facts.append(f"stores runs of trainers that ask for it below {' and '.join(settings.allow)}")
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    print(f"server listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first has what is owed flushed, the second ends the server at once.
+
+    Attributes:
+        woken: set with each of them, and by :meth:`wake`.
+    """
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.woken = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._came)
+
+    def wake(self) -> None:
+        """Something else has happened. Called on any thread."""
+        if not (self.woken.is_set() or self._loop.is_closed()):
+            self._loop.call_soon_threadsafe(self.woken.set)
+
+    def _came(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+        self.woken.set()
+
+
+async def _until_unneeded(node: Node, service: Service, server_idle_timeout_s: float, signals: _Signals) -> None:
+    """Return when the run has ended, when nobody was there for ``server_idle_timeout_s``, or on a signal.
+
+    It is looked at when something has changed, and seldom else: to look four times a second took more CPU time than all
+    requests of a training.
+    """
+    node.ring.watch(signals.wake)
+    last_busy_s, was_busy = time.monotonic(), True
+    while not signals.first.is_set():
+        signals.woken.clear()
+        now_s, is_busy = time.monotonic(), node.busy
+        if is_busy or was_busy:  # until now
+            last_busy_s = now_s
+        was_busy = is_busy
+        if node.finished:
+            say(logging.INFO, "server-ends", "the run has ended")
+            return
+        left_s = server_idle_timeout_s - (now_s - max(last_busy_s, service.last_request_s))
+        if left_s < 0:
+            say(logging.INFO, "server-ends", "idle for {idle_s:.0f} s", idle_s=server_idle_timeout_s)
+            return
+        await _wait(signals.first, _CHECK_S)
+        await _wait(signals.woken, min(left_s, _LOOK_S))
+
+
+async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: _Signals) -> list[str]:
+    """Serve on until the trainers have left and all is safe below; what is not, one line for each tier."""
+    node.drain()
+    deadline_s = time.monotonic() + drain_timeout_s
+    while not signals.second.is_set() and time.monotonic() < deadline_s:
+        node.uploads.expire(_UNCONNECTED_S)
+        here = node.connected or time.monotonic() - service.last_upload_s < _QUIET_S
+        if node.settled and not here:
+            break
+        # Asks failing tiers again at once; who serves on does so meanwhile.
+        await _flush(node, max(0.0, min(1.0, deadline_s - time.monotonic())))
+        await _wait(signals.second, _CHECK_S)
+    node.closing = True
+    left = await _flush(node, 0.0)
+    for line in left:
+        say(logging.ERROR, "not-stored", "not stored: {about}", about=line)
+    return left
+
+
+async def _flush(node: Node, wait_s: float) -> list[str]:
+    """What could not be flushed in time, one line for each tier. Whatever fails, the server ends as it should."""
+    try:
+        return await asyncio.to_thread(node.flush, None, wait_s)
+    except Exception as error:
+        say(logging.ERROR, "last-upload-failed", "the last uploads failed unexpectedly", exc_info=True)
+        return [f"{type(error).__name__}: {error}"]
+
+
+async def _wait(event: asyncio.Event, within_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), within_s)
+
+
+async def _end(
+    node: Node,
+    service: Service,
+    runner: web.AppRunner,
+    channel: DescriptorChannel | None,
+    record: ServerRecord | None,
+    *,
+    keep_files: bool,
+) -> None:
+    """Let go of everything. What could not be flushed stays in tmpfs; the next server of this run takes it over."""
+    if record is not None:
+        for path in (record.http, record.fds):
+            path.unlink(missing_ok=True)
+    if channel is not None:
+        channel.close()
+    for upload in list(node.uploads):
+        node.abort(upload)
+    service.close()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(runner.cleanup(), _SHUTDOWN_S)
+    await asyncio.to_thread(lambda: node.close(keep_unsafe=True))
+    if record is not None:
+        if not keep_files:
+            record.log.unlink(missing_ok=True)
+        record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new server
+
+
+def _area(settings: ServerSettings, shm_dir: Path | None) -> Path | None:
+    if shm_dir is None:
+        return None
+    if settings.record is not None:
+        return settings.record.area(shm_dir)
+    return shm_dir / f"lightning-spot-{os.getuid()}-port-{settings.port or os.getpid()}"
+
+
+def _sweep(shm_dir: Path | None, records: Path) -> None:
+    """Remove what local servers left when they were killed and whose runs nobody carried on for a day."""
+    for area in own_directories(shm_dir / "lightning-spot") if shm_dir is not None else ():
+        with area, contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
+            embedded = re.match(r"lightning-spot-([0-9a-f]{16})(-|$)", area.path.name)
+            latest_s = max([area.here.stat().st_mtime, *(path.lstat().st_mtime for path in area.here.iterdir())])
+            if (
+                embedded is None
+                or time.time() - latest_s < _ABANDONED_S
+                or ServerRecord(records, embedded[1]).running()
+            ):
+                continue
+            if remove_abandoned(area):
+                say(logging.INFO, "slots-removed", "removed {about}, abandoned for a day", about=area.path)
+    sweep(records)
+
+
+def note_killed(info: RunInfo) -> None:
+    """Write the record of an attempt to storage, if its trainer was killed.
+
+    Where that fails, what is left on this host stays, and the next attempt writes it.
+
+    Args:
+        info: of a run whose trainer has gone without leaving it.
+    """
+    if info.durable_url is None:
+        return
+    record = read_reached(info.durable_url, info.attempt)
+    if record is None or record.end != "killed":
+        return  # it measured nothing, or is about to write its own end
+    try:
+        written = newest_record(info.durable_url, before=info.attempt + 1)
+        if written is None or written.attempt != info.attempt:
+            return  # which alone knows the attempts before
+        write_record(info.durable_url, info.attempt, replace(record, earlier=written.earlier).as_dict())
+    except TierError as error:
+        text = "how far attempt {attempt} of {about} got was not written: {error}"
+        say(logging.WARNING, "goodput-not-written", text, about=info.text, attempt=info.attempt, error=error)
+    else:
+        forget_reached(info.durable_url, info.attempt)
+
+
+LONGEST_LINE = 65536
+_GREETING_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 30.0
+_EXIT_TIMEOUT_S = 30.0
+_MOST_SESSIONS = 256
+
+
+class DescriptorChannel:
+    """Accepts trainers of this host. One thread accepts, one thread per connected trainer answers.
+
+    Args:
+        node: whose slots are handed over.
+        path: of the Unix socket.
+        token: secret the greeting must carry, if any.
+    """
+
+    def __init__(self, node: Node, path: Path, token: str | None) -> None:
+        self._node = node
+        self._token = token
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._socket = own_socket(path)
+        self._socket.listen(64)
+        threading.Thread(target=self._accept, name="spot-channel", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop accepting, and end every session."""
+        with self._lock:
+            self._closed, open_now = True, list(self._open)
+        for connection in (self._socket, *open_now):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                logger.debug("a session has ended by itself")
+        self._socket.close()
+
+    def _accept(self) -> None:
+        for connection in accepted(self._socket, lambda: self._closed):
+            if not is_own_user(connection):
+                connection.close()
+                continue
+            with self._lock:
+                full = len(self._open) >= _MOST_SESSIONS
+                if not full:
+                    self._open.add(connection)
+            if full:
+                connection.close()
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="spot-session", daemon=True).start()
+            except RuntimeError as error:  # no more threads can be had now: others come after this one
+                say(logging.WARNING, "no-threads", "a session was refused: {error}", error=error)
+                with self._lock:
+                    self._open.discard(connection)
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        session = uuid.uuid4().hex
+        begun = False
+        pid, _user = peer_of(connection) or (0, 0)
+        pidfd = open_pidfd(pid)
+        process = ProcessId.of(pid) if pidfd is not None else None
+        with ExitStack() as pins:
+            try:
+                lines = _Lines(connection, pidfd)
+                greeting = read_object(lines.next(_GREETING_TIMEOUT_S) or b"{}")
+                if self._token and not hmac.compare_digest(str(greeting.get("token")).encode(), self._token.encode()):
+                    connection.sendall(b'{"refused": "token"}\n')
+                    return
+                self._node.begin_session(session, process.to_json() if process is not None else "")
+                begun = True
+                _send(connection, {"session": session}, None)
+                while line := lines.next(None):
+                    self._answer(connection, read_object(line), pins)
+            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+                logger.debug("a session ended: %s", error)
+            finally:
+                left = self._node.end_session(session) if begun else []
+                with self._lock:
+                    self._open.discard(connection)
+                connection.close()
+                if pidfd is not None:
+                    if left:  # the kernel closes a killed process' sockets a moment before it counts as dead
+                        wait_readable([pidfd], _EXIT_TIMEOUT_S)
+                    os.close(pidfd)
+        for info in left:
+            note_killed(info)
+
+    def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
+        connection.settimeout(_SEND_TIMEOUT_S)
+        if "slot" in asked:
+            with self._of_slot(int(asked["slot"])) as (told, fd):
+                _send(connection, told, fd)
+            return
+        key = self._node.registry.key(str(asked["run"]))
+        found = self._find(key, str(asked["name"]), pins)
+        if found is None:
+            _send(connection, {"missing": True}, None)
+            return
+        with self._of_slot(found.index) as (told, fd):
+            _send(connection, told, fd)
+
+    @contextmanager
+    def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """What is said of a slot, and a descriptor of its memory that stays what it is until it is sent."""
+        ring = self._node.ring
+        with ring.changed:  # another thread may give the slot other memory
+            slot = ring.slot(index)
+            fd = ring.descriptor(slot) if slot is not None else None
+            told = {"capacity": slot.capacity, "generation": slot.buffer.generation} if slot is not None else {}
+        try:
+            yield (told, fd) if fd is not None else ({"missing": True}, None)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
+        """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
+        ring = self._node.ring
+        for held, _ in ring.readable(run, name):
+            with suppress(SnapshotNotFoundError):  # it has just left
+                if len(held.slots) == 1:  # of several, each shard is asked for
+                    pins.enter_context(ring.reading(held))
+                    return held.slots[0]
+        return None
+
+
+class _Lines:
+    """Lines that a trainer sends, until it ends."""
+
+    def __init__(self, connection: socket.socket, pidfd: int | None) -> None:
+        self._connection = connection
+        self._fds = [connection.fileno(), *([pidfd] if pidfd is not None else [])]
+        self._pidfd = pidfd
+        self._data = b""
+
+    def next(self, within_s: float | None) -> bytes:
+        """The next line; ``b""`` when the connection closes, the trainer's process ends, or it takes too long.
+
+        Raises:
+            ValueError: if a line is too long.
+        """
+        while b"\n" not in self._data:
+            if len(self._data) > LONGEST_LINE:
+                raise ValueError("a message is too long")
+            ready = wait_readable(self._fds, within_s)
+            if not ready or self._pidfd in ready:
+                return b""
+            piece = self._connection.recv(LONGEST_LINE)
+            if not piece:
+                return b""
+            self._data += piece
+        line, _, self._data = self._data.partition(b"\n")
+        return line
+
+
+def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    if fd is None:
+        connection.sendall(data)
+    else:
+        socket.send_fds(connection, [data], [fd])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a server from command-line flags."""
+    parser = argparse.ArgumentParser(prog="lightning-spot serve")
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    log_plainly(logging.INFO, arguments.log_format)
+    try:
+        return serve(settings_from(arguments))
+    except (SpotError, OSError) as error:
+        print(plain(f"lightning-spot serve: {error}", LONGEST_TEXT), file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

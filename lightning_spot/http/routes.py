@@ -1,0 +1,631 @@
+"""The server's HTTP service on aiohttp, over TCP and over a Unix socket. Thin: everything happens in :class:`Node`.
+
+=========  ==================================  =================================================================
+method     path                                what
+=========  ==================================  =================================================================
+GET        /healthz                            200 while the event loop turns; needs no token
+GET        /readyz                             200 if a run would be well here, else 503 and why; needs no token
+GET        /v1/status                          slots, runs, tiers
+GET        /v1/runs                            the runs this server knows
+POST       /v1/runs/RUN/open                   let an attempt write
+POST       /v1/runs/RUN/close                  the trainer leaves
+POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
+GET        /v1/runs/RUN/snapshots              the attempt that writes, the newest snapshot that counts, what is in
+                                                memory (shards as they are), what a tier has refused
+POST       /v1/runs/RUN/awaited                wait until a snapshot counts, or never will (this host only)
+POST       /v1/runs/RUN/uploads                take a slot
+POST       /v1/runs/RUN/fail                   a writer will never have its shard of a snapshot
+POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
+POST       /v1/uploads/ID/commit               make it a snapshot; on this host a slot filled through shared memory
+DELETE     /v1/uploads/ID                      give it up
+POST       /v1/flush                           bring everything to the tiers below
+GET        /v1/files/RUN/PATH                  read what is in memory (ranges too)
+DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
+=========  ==================================  =================================================================
+
+``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
+shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
+Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
+are bounded (``connections``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from urllib.parse import urlsplit
+
+from aiohttp import hdrs, web
+
+from lightning_spot.client.remote import ONLY_NEAR
+from lightning_spot.config import (
+    PROTOCOL_VERSION,
+    SEND_BYTES,
+    take_environment,
+    without_password,
+)
+from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError, TierReason
+from lightning_spot.http.fields import (
+    BODIES,
+    BODIES_BYTES,
+    GONE,
+    LONGEST_WAIT_S,
+    SMALL_BODY_BYTES,
+    STILL_MAY,
+    attempt_of,
+    committed,
+    json_body,
+    same_host,
+    seconds,
+)
+from lightning_spot.http.flags import is_loopback
+from lightning_spot.http.limits import (
+    HEAD_TIMEOUT_S,
+    LONGEST_FIELD_BYTES,
+    MOST_CONNECTIONS,
+    MOST_HEADERS,
+    SERVER_IDLE_TIMEOUT_S,
+    THIS_HOST,
+    Connections,
+    Handler,
+    Quota,
+    Turns,
+    client_of,
+    request_logger,
+)
+from lightning_spot.http.upload_requests import UploadRequests
+from lightning_spot.protocol.listening import CountedLog, open_files
+from lightning_spot.protocol.wire import (
+    ATTEMPT_HEADER,
+    DIGEST_HEADER,
+    LONGEST_DIGESTED_BYTES,
+    PROTOCOL_HEADER,
+    TARGET_HEADER,
+    WANT_DIGEST_HEADER,
+    error_body,
+    error_status,
+    etag_of,
+    read_attempt,
+    target_of,
+)
+from lightning_spot.say import say
+from lightning_spot.server.node import Node
+from lightning_spot.server.ring import Ring
+from lightning_spot.server.runs import RunInfo, parse_run
+from lightning_spot.server.slots import Held, Slot
+from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.snapshot.shards import Image
+from lightning_spot.store.fsspec_client import forget_sessions
+from lightning_spot.untrusted import decoded, text
+
+logger = logging.getLogger(__name__)
+
+
+def not_ready(node: Node) -> list[str]:
+    """Why a run would not be well at a server now, in words that tell a stranger nothing; empty if it would."""
+    reasons = ["shutting down"] if node.draining or node.closing else []
+    if node.ring.full:
+        slots, most = node.ring.files
+        enough = slots < most
+        reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
+    if any(health.error for health in list(node.reconciler.health.values())):
+        reasons.append("the storage, or another server, is failing")
+    return reasons
+
+
+_OPEN_TO_ALL = ("/healthz", "/readyz")
+_READ_BUFFER_BYTES = 256 * 1024
+_FLUSH_TURN_S = 5.0
+_FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
+_LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
+
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>Snapshot server</title></head>
+<body>
+<h1>Snapshot server</h1>
+<p>This is a snapshot server of lightning_spot. It answers trainings and commands, and has no pages for browsers.</p>
+<p>To list the snapshots of a run that this server holds:</p>
+<pre>{token}lightning-spot ls spot://HOST:PORT/RUN</pre>
+</body>
+</html>
+"""
+_TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
+_PAGE_HEADERS = {
+    hdrs.CACHE_CONTROL: "no-store",
+    "Content-Security-Policy": "default-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Service:
+    """HTTP handlers over a server.
+
+    Args:
+        node: what is served.
+        token: secret every request must carry as ``Authorization: Bearer …``; ``None`` asks for none, but for our
+            header of every request that comes by TCP.
+
+    Attributes:
+        last_request_s: when the last request came (monotonic).
+        counted: what strangers do.
+    """
+
+    def __init__(self, node: Node, token: str | None) -> None:
+        self.node = node
+        self.last_request_s = time.monotonic()
+        self.counted = CountedLog(logger)
+        self._token = token
+        self._uploads = UploadRequests(node)
+        self._connections: Connections | None = None
+        self._flushing, self._flush_threads = Quota(_FLUSHES), ThreadPoolExecutor(_FLUSHES, "spot-flush")
+
+    def application(self) -> web.Application:
+        """The aiohttp application."""
+        files = Files(self.node)
+        in_turn = Turns(_LOOKS).handler
+        app = web.Application(middlewares=[self._guard])
+        app[BODIES] = Quota(BODIES_BYTES)
+        app.on_response_prepare.append(_name_protocol)
+        app.add_routes(
+            [
+                web.get("/healthz", self._healthy),
+                web.get("/readyz", self._ready),
+                web.get("/v1/status", self._status),
+                *RunRequests(self.node).routes(),
+                *self._uploads.routes(),
+                web.post("/v1/flush", self._flush),
+                web.get("/v1/files/{run}/{path:.+}", files.read, allow_head=False),
+                web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
+            ]
+        )
+        return app
+
+    def connections(self, make_handler: Callable[[], asyncio.Protocol]) -> Connections:
+        """What makes the protocol of each connection, with its limits."""
+        self._connections = Connections(make_handler, most=min(MOST_CONNECTIONS, open_files() // 4))
+        return self._connections
+
+    def runner(self, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
+        """What runs the application, with bounds on what a connection may cost before its token is looked at."""
+        return web.AppRunner(
+            self.application(),
+            access_log=None,
+            logger=request_logger(self.counted),
+            shutdown_timeout=shutdown_timeout_s,
+            read_bufsize=_READ_BUFFER_BYTES,
+            auto_decompress=False,
+            max_line_size=LONGEST_FIELD_BYTES,
+            max_field_size=LONGEST_FIELD_BYTES,
+            max_headers=MOST_HEADERS,
+            lingering_time=HEAD_TIMEOUT_S,
+            keepalive_timeout=SERVER_IDLE_TIMEOUT_S,
+        )
+
+    def close(self) -> None:
+        """Stop receiving parts. Call it once the uploads were given up."""
+        self._uploads.close()
+        self.counted.write()
+        self._flush_threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def last_upload_s(self) -> float:
+        """When a trainer asked for a slot, or committed a snapshot, last (monotonic), 0 for never."""
+        return self._uploads.asked_s
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        accepted = self._connections.of(request.transport) if self._connections is not None else None
+        if accepted is not None:
+            accepted.begin_request()
+        request[GONE] = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
+        try:
+            response = self._page(request) if _is_of_a_person(request) else await self._answer(request, handler)
+        except SpotError as error:
+            if isinstance(error, ServerRefusedError) and error.is_for_the_token:
+                self.counted.add("requests without this server's token", request.remote or THIS_HOST)
+            status = error.status if isinstance(error, ServerRefusedError) and error.status else error_status(error)
+            response = web.json_response(error_body(error), status=status)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            body = error_body(SettingsError(f"malformed request: {type(error).__name__}: {error}"))
+            response = web.json_response(body, status=400)
+        except ConnectionResetError:
+            if request.transport is not None and not request.transport.is_closing():
+                raise
+            response = web.Response(status=400)  # who asked has gone, and hears no answer: no error of this server's
+        except web.HTTPException:
+            raise  # an answer of aiohttp's, as of a path that is none
+        except Exception as error:  # such as want of memory: who asks may ask again, or do without
+            if request.path in _OPEN_TO_ALL:  # whoever asks, as often as he likes
+                self.counted.add_error(f"failures of {request.path}", error)
+            else:
+                what = f"{request.method} {request.path}"
+                say(logging.ERROR, "request-failed", "{about} failed unexpectedly", about=what, exc_info=True)
+            failure = ServerRefusedError(
+                f"the snapshot server failed ({type(error).__name__}: {error})", reason=TierReason.SERVER_FAILED
+            )
+            response = web.json_response(error_body(failure), status=error_status(failure))
+        finally:
+            if accepted is not None:
+                accepted.end_request(is_whole=request.content.is_eof())
+        if isinstance(response, web.Response) and isinstance(response.body, bytes) and not response.prepared:
+            response.headers[DIGEST_HEADER] = checksum(response.body)
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/healthz":
+            self._check_not_of_a_page(request)
+        if request.path not in _OPEN_TO_ALL:
+            self.last_request_s = time.monotonic()
+            self._check_token(request)
+            _check_protocol(request)
+            _check_target(request)
+            self._check_attempt(request)
+        return await handler(request)
+
+    def _page(self, request: web.Request) -> web.Response:
+        """The same for every address: what this is, and what to use instead of a browser."""
+        if self._token is not None:
+            self.counted.add("requests without this server's token", request.remote or THIS_HOST)
+        page = _PAGE.format(token="" if self._token is None else _TOKEN_LINE)
+        status = 403 if self._token is None else 401
+        return web.Response(text=page, content_type="text/html", status=status, headers=_PAGE_HEADERS)
+
+    def _check_token(self, request: web.Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
+            wrong = "has another token than the one that came" if given else "asks for a token"
+            raise ServerRefusedError(
+                f"this server {wrong}: set LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) to the one it was"
+                " started with",
+                status=401,
+            )
+
+    def _check_attempt(self, request: web.Request) -> None:
+        """Refuse to change a run for another attempt than its own; processes of this user's on this host may.
+
+        Who opens a run is asked for the token there. The id of an upload, which is random, says as much. What is done
+        then is done to the very run that was looked at, whatever its name means meanwhile; when a body has come, which
+        may take its time, the attempt is asked for once more.
+
+        Raises:
+            SpotError: see :meth:`Registry.check_attempt`.
+        """
+        run, resource = request.match_info.get("run"), request.match_info.route.resource
+        opens = resource is not None and resource.canonical == OPEN_PATH
+        if run is None or opens or request.method == hdrs.METH_GET or same_host(request):
+            return
+        key, shown = self.node.registry.key(run), read_attempt(request.headers.get(ATTEMPT_HEADER, ""))
+        self.node.registry.check_attempt(key, *shown)
+        request.match_info["run"] = key
+        request[STILL_MAY] = functools.partial(self.node.registry.check_attempt, key, *shown)
+
+    def _check_not_of_a_page(self, request: web.Request) -> None:
+        """Refuse what a web page may have a browser of this host send, by its address or by a name of the page's own.
+
+        A page cannot have our header sent without asking first, which is never answered. A token proves as much.
+
+        Raises:
+            ServerRefusedError: to one that sends the header.
+            web.HTTPForbidden: the same as text, for people.
+        """
+        by_header = PROTOCOL_HEADER in request.headers
+        if hdrs.ORIGIN in request.headers:
+            why = "this server refuses requests of web pages. Nothing was done. Use a client that is no browser"
+        elif self._token is not None or same_host(request):
+            return
+        elif not is_loopback(urlsplit(f"//{request.headers.get(hdrs.HOST, '')}").hostname or ""):
+            why = (
+                "this server has no token, and the request names another host than this one. Nothing was done. Use"
+                " 127.0.0.1 or localhost, or set LIGHTNING_SPOT_TOKEN on both sides"
+            )
+        elif not by_header:
+            why = (
+                f"this server has no token: each request needs the header {PROTOCOL_HEADER}. Nothing was done. Add"
+                f" -H '{PROTOCOL_HEADER}: {PROTOCOL_VERSION}' to curl, or set LIGHTNING_SPOT_TOKEN on both sides"
+            )
+        else:
+            return
+        raise ServerRefusedError(why, status=403) if by_header else web.HTTPForbidden(text=f"{why}.\n")
+
+    # -- the server -------------------------------------------------------------------------------------------------
+
+    async def _healthy(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        reasons = await asyncio.to_thread(not_ready, self.node)
+        return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+
+    async def _status(self, _request: web.Request) -> web.Response:
+        return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.node.status)})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
+        run = text(body, "run") if body.get("run") is not None else None
+        wait_s = seconds(body, "wait_s", 60.0, LONGEST_WAIT_S)
+        with self._flushing.holding(client_of(request)) as may:
+            if not may:
+                raise ServerRefusedError(
+                    "this client has its share of the flushes that this server waits for", status=503
+                )
+            gone, loop = request[GONE], asyncio.get_running_loop()
+            deadline_s = loop.time() + wait_s
+            while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
+                for_s = max(0.0, min(_FLUSH_TURN_S, deadline_s - loop.time()))
+                left = await loop.run_in_executor(self._flush_threads, self.node.flush, run, for_s)
+                if not left or gone.done() or loop.time() >= deadline_s:
+                    return web.json_response({"unreached": left})
+
+
+def _is_of_a_person(request: web.Request) -> bool:
+    """Whether somebody has opened an address of this server in a browser, as he would a page."""
+    shown = (hdrs.AUTHORIZATION, PROTOCOL_HEADER, hdrs.ORIGIN)
+    return (
+        request.method == hdrs.METH_GET
+        and "text/html" in request.headers.get(hdrs.ACCEPT, "")
+        and request.path not in _OPEN_TO_ALL
+        and not any(name in request.headers for name in shown)
+    )
+
+
+async def _name_protocol(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers[PROTOCOL_HEADER] = str(PROTOCOL_VERSION)
+
+
+def _check_protocol(request: web.Request) -> None:
+    spoken = request.headers.get(PROTOCOL_HEADER)
+    if spoken is not None and spoken != str(PROTOCOL_VERSION):
+        raise ServerRefusedError(
+            f"this server speaks protocol {PROTOCOL_VERSION}, the client {spoken[:16]}: install the same version of"
+            " lightning_spot on both hosts",
+            reason=TierReason.PROTOCOL,
+        )
+
+
+def _check_target(request: web.Request) -> None:
+    target = target_of(request.method, request.path)
+    if request.headers.get(TARGET_HEADER, target) != target:
+        raise ServerRefusedError("the request was damaged on its way", status=400)
+
+
+OPEN_PATH = "/v1/runs/{run}/open"
+
+_LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
+
+
+class RunRequests:
+    """Handlers over the runs of a server.
+
+    Args:
+        node: whose.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are asked."""
+        return [
+            web.get("/v1/runs", self.listing),
+            web.post(OPEN_PATH, self.open),
+            web.post("/v1/runs/{run}/close", self.close),
+            web.post("/v1/runs/{run}/settle", self.settle),
+            web.get("/v1/runs/{run}/snapshots", self.snapshots),
+        ]
+
+    async def listing(self, _request: web.Request) -> web.Response:
+        """The runs this server knows."""
+        return web.json_response({"runs": await asyncio.to_thread(self._node.listed)})
+
+    async def open(self, request: web.Request) -> web.Response:
+        """Let an attempt write."""
+        near = same_host(request)
+        body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_BODY_BYTES)
+        name, identity = parse_run(request.match_info["run"])
+        known = {name: value for name, value in body.items() if near or name not in ONLY_NEAR}
+        least = {"location": "", "attempt": 0, "token": ""}
+        info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
+        info = replace(info, committed=committed(body, info.attempt))
+        opened = await asyncio.to_thread(self._node.open_run, info, client_of(request))
+        if near:
+            await asyncio.to_thread(self._take_environment, body.get("environment"))
+        where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
+        line = "attempt {attempt} of run {about} is served: {where}"
+        say(logging.INFO, "run-opened", line, about=info.key, attempt=info.attempt, where=where)
+        return web.json_response(asdict(opened))
+
+    def _take_environment(self, given: object) -> None:
+        """Go on with the credentials of the attempt that has just begun: those of the one before may have expired."""
+        if not isinstance(given, dict) or not all(isinstance(text, str) for item in given.items() for text in item):
+            return
+        if take_environment(given):
+            forget_sessions()
+            self._node.reconciler.wait_clean(None, 0.0)  # what fails is tried soon
+
+    async def close(self, request: web.Request) -> web.Response:
+        """The trainer leaves."""
+        body = await json_body(request)
+        session = text(body, "session")
+        self._node.close_run(request.match_info["run"], session, complete=body.get("complete") is True)
+        return web.json_response({})
+
+    async def settle(self, request: web.Request) -> web.Response:
+        """A snapshot was made durable by its sender."""
+        body = await json_body(request)
+        attempt = attempt_of(body)
+        name, lineage = text(body, "name"), text(body, "lineage")
+        await asyncio.to_thread(self._node.settle, request.match_info["run"], attempt, name, lineage)
+        return web.json_response({})
+
+    async def snapshots(self, request: web.Request) -> web.Response:
+        """The attempt that writes, the newest snapshot that counts, what is in memory, what a tier has refused."""
+        run = request.match_info["run"]
+        key = self._node.registry.key(run)
+        listed = [
+            {"manifest": slot.manifest.to_dict(), "dirty": self._node.ring.owed([slot]), "safe": slot.safe}
+            for slot in self._node.ring.committed(key)
+            if slot.manifest is not None
+        ]
+        refused = [manifest.to_dict() for manifest in self._node.reconciler.refused(key)]
+        claimed = await asyncio.to_thread(self._node.claimed, run)
+        newest = self._node.ring.newest_committed(key, elsewhere=True)
+        return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})
+
+
+_SEND_TIMEOUT_S = 60.0
+_SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
+
+
+class Files:
+    """Handlers of ``/v1/files/RUN/PATH``.
+
+    Args:
+        node: whose runs these are.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def read(self, request: web.Request) -> web.StreamResponse:
+        """``GET``."""
+        text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        found = await self._find(text, path)
+        try:
+            return await self._answer(request, path, *found)
+        except SnapshotNotFoundError:  # it left memory just now; something newer may have that name
+            return await self._answer(request, path, *await self._find(text, path))
+
+    async def _answer(self, request: web.Request, path: str, held: Held, manifest: Manifest) -> web.StreamResponse:
+        etag = etag_of(manifest)
+        if request.headers.get(hdrs.IF_MATCH, etag) != etag:
+            raise ServerRefusedError(f"{path} was replaced while it was being read", status=412)
+        if path.endswith("manifest.json"):
+            return web.Response(text=manifest.to_json(), content_type="application/json")
+        span = manifest.span_at(path) or FileSpan(path, 0, manifest.nbytes)  # another name, of a snapshot of one file
+        start, stop, _ = request.http_range.indices(span.nbytes)
+        is_range = hdrs.RANGE in request.headers
+        if start >= stop and is_range:
+            raise ServerRefusedError(f"this range lies outside the file of {span.nbytes} bytes", status=416)
+        response = web.StreamResponse(status=206 if is_range else 200)
+        response.content_length = stop - start
+        response.content_type = "application/octet-stream"
+        response.headers.update({hdrs.ACCEPT_RANGES: "bytes", hdrs.ETAG: etag})
+        if is_range:
+            response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
+        start, stop = span.offset + start, span.offset + stop
+        with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
+        with self._node.ring.reading(held) as image:
+            if with_digest:
+                response.headers[DIGEST_HEADER] = checksum(image[start:stop])
+            await response.prepare(request)
+            with _hanging_up(request):
+                await self._send(request, response, held, image, start, stop)
+        await response.write_eof()
+        return response
+
+    async def _find(self, text: str, path: str) -> tuple[Held, Manifest]:
+        """What a path names."""
+        key = self._node.registry.key(text)
+        try:
+            return resolve(self._node.ring, key, path)
+        except SnapshotNotFoundError as error:
+            info = self._node.registry.info(key)
+            if info is None or (url := self._node.routes.durable(info)) is None:
+                raise
+            where = without_password(url)
+            raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, held: Held, image: Image, start: int, stop: int
+    ) -> None:
+        """Send bytes of slots: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
+        for slot, first, last in held.pieces(start, stop):
+            end = start + last - first
+            start += await self._send_file(request.transport, slot, first, last)
+            for place in range(start, end, SEND_BYTES):
+                # A copy: the transport may keep what it could not send at once, the slot may not be kept.
+                data = bytes(image[place : min(place + SEND_BYTES, end)])
+                await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
+            start = end
+
+    async def _send_file(self, transport: asyncio.Transport | None, slot: Slot, start: int, stop: int) -> int:
+        """Send bytes of a slot by ``sendfile``, if they are many; how many were sent."""
+        fd = self._node.ring.descriptor(slot) if stop - start > SEND_BYTES and transport is not None else None
+        if transport is None or fd is None:
+            return 0
+        sent, loop = 0, asyncio.get_running_loop()
+        with open(fd, "rb", buffering=0) as file:
+            try:
+                while start + sent < stop:
+                    count = min(_SENDFILE_BYTES, stop - start - sent)
+                    sending = loop.sendfile(transport, file, start + sent, count, fallback=False)
+                    sent += await asyncio.wait_for(sending, _SEND_TIMEOUT_S)
+            except (NotImplementedError, asyncio.SendfileNotAvailableError):
+                logger.debug("this transport has no sendfile")
+        return sent
+
+    # -- removing -------------------------------------------------------------------------------------------------
+
+    async def remove(self, request: web.Request) -> web.Response:
+        """``DELETE``: a snapshot or file, in memory and at its tiers.
+
+        With ``unseen`` in its body a file, also if it is not in memory.
+        """
+        text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        key = self._node.registry.key(text)
+        await asyncio.to_thread(self._node.routes.check_owner, key)
+        if (await json_body(request)).get("unseen") is True:
+            await asyncio.to_thread(self._node.remove, text, path, unseen=True)
+            return web.json_response({})
+        _, manifest = await self._find(text, path)
+        if path not in (manifest.name, manifest.data_path):
+            raise ServerRefusedError(
+                f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",
+                status=409,
+            )
+        await asyncio.to_thread(self._node.remove, text, manifest.name)
+        return web.json_response({})
+
+
+@contextmanager
+def _hanging_up(request: web.Request) -> Iterator[None]:
+    """Break the connection when a body that was begun cannot be ended: nothing else tells the reader."""
+    try:
+        yield
+    except Exception as error:  # whatever it is: an answer that says so would be taken for the rest of the body
+        if isinstance(error, TimeoutError) or not isinstance(error, ConnectionError):  # that is the reader's
+            why = "the reader is too slow" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            text = "reading {about} broke off: {why}"
+            say(logging.WARNING, "read-broke-off", text, about=request.path, why=why)
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("hung up") from error
+
+
+def resolve(ring: Ring, run: str, path: str) -> tuple[Held, Manifest]:
+    """What a path names, and where it is held.
+
+    Raises:
+        SnapshotNotFoundError: if nothing committed has that name.
+    """
+    found = ring.readable(run)
+    for held, manifest in [*found, *ring.readable(run, path.partition("/")[0])]:  # by its name a shard, too
+        if path == manifest.manifest_path or manifest.span_at(path) is not None:
+            return held, manifest
+    names = ", ".join(manifest.name for _, manifest in found) or "nothing"
+    raise SnapshotNotFoundError(
+        f"no {path!r} in run {run!r} at this server; it holds {names} (and {MANIFEST_FILE} of each)"
+    )

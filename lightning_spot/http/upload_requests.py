@@ -1,0 +1,492 @@
+"""Requests that fill a slot: wait for one, receive the parts of a snapshot into it, make it one, wait until it counts.
+
+However many trainers wait on the event loop, they hold no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import xxhash
+from aiohttp import hdrs, web
+
+from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    ServerRefusedError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+    TierReason,
+)
+from lightning_spot.http.fields import (
+    GONE,
+    LONGEST_WAIT_S,
+    MANIFEST_BODY_BYTES,
+    attempt_of,
+    committed,
+    identifier,
+    json_body,
+    making,
+    manifest,
+    only_same_host,
+    same_host,
+    seconds,
+)
+from lightning_spot.http.limits import Quota, client_at, client_of
+from lightning_spot.protocol.wire import (
+    NO_DIGEST,
+    PROTOCOL_HEADER,
+    UPGRADE,
+    BaseInfo,
+    Frame,
+    PartKind,
+    fill,
+)
+from lightning_spot.say import say
+from lightning_spot.server.node import Node
+from lightning_spot.server.runs import key_of, texts
+from lightning_spot.server.slots import Making
+from lightning_spot.server.upload import Upload, writer_of
+from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
+from lightning_spot.snapshot.packing import can_pack
+from lightning_spot.snapshot.parts import checksum
+from lightning_spot.snapshot.ranges import read_floats, read_ranges
+from lightning_spot.snapshot.shards import Status
+from lightning_spot.untrusted import MOST_BYTES, integer, plain, text
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 1024
+"""Requests that wait at a time, shared by who sends them."""
+
+_LEASE_THREADS = 32  # of their own: memory is made on them, for seconds, and what else is asked is answered meanwhile
+_LOOK_S = 1.0  # how often who waits for a snapshot to count looks by itself
+_LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
+
+
+class Waiting:
+    """Who waits for something of a server. Methods are called on the event loop.
+
+    Args:
+        node: whose.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._count, self._places = 0, Quota(MOST_WAITING)
+        self._woken = False
+        self._changed: asyncio.Future[None] | None = None
+        self._threads = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="spot-lease")
+        node.ring.watch(self._notice)
+
+    async def lease(self, request: web.Request, run: str, wait_s: float, ask: Callable[[], Upload]) -> Upload:
+        """Take a slot, see :meth:`Uploads.lease`.
+
+        Args:
+            request: of whoever asks; once that has hung up, nothing is taken.
+            run: the run.
+            wait_s: how long to wait.
+            ask: takes one, if there is one.
+
+        Raises:
+            SnapshotFailedError: if no slot became free in time, or too many wait.
+            ConnectionResetError: if nobody waits for the answer any more.
+        """
+        deadline_s, gone = time.monotonic() + wait_s, request[GONE]
+        with self._place(request, run):
+            while True:
+                changed = self._change()
+                try:
+                    upload = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+                    break
+                except SnapshotFailedError as error:
+                    left_s = deadline_s - time.monotonic()
+                    if error.reason is not FailureReason.RING_FULL or left_s <= 0 or gone.done():
+                        raise
+                await asyncio.wait([gone, changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+        if gone.done():
+            self._node.abort(upload.id)  # nobody will ever fill it
+            raise ConnectionResetError("the trainer has gone")
+        return upload
+
+    async def awaited(self, request: web.Request, run: str, name: str, wait_s: float) -> tuple[Status, str]:
+        """What has become of a snapshot, as soon as it counts or never will, see :meth:`Node.status_of`.
+
+        Args:
+            request: of whoever asks.
+            run: the run.
+            name: of the snapshot.
+            wait_s: how long to wait.
+        """
+        deadline_s, gone = time.monotonic() + wait_s, request[GONE]
+        with self._place(request, run):
+            while True:
+                changed = self._change()
+                found, left_s = self._node.status_of(run, name), deadline_s - time.monotonic()
+                if found[0] is not Status.PENDING or left_s <= 0 or gone.done():
+                    return found
+                await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
+
+    @contextmanager
+    def _place(self, request: web.Request, run: str) -> Iterator[None]:
+        """A place among those who wait: each address has a share for one run, by whatever name it calls that."""
+        with self._places.holding(f"{client_of(request)} {self._node.registry.key(run)}") as may:
+            if not may:
+                raise SnapshotFailedError(
+                    f"{self._count} requests wait for a slot already, and this client has its share of them",
+                    reason=FailureReason.RING_FULL,
+                )
+            self._count += 1
+            try:
+                yield
+            finally:
+                self._count -= 1
+
+    def _change(self) -> asyncio.Future[None]:
+        """Done once something changes at the ring from now on."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+    def _notice(self) -> None:
+        """Something changed at the ring. Called on any thread."""
+        changed = self._changed
+        if changed is not None and not self._woken and not changed.get_loop().is_closed():
+            self._woken = True
+            changed.get_loop().call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._woken = False
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            changed.set_result(None)
+
+
+FRAME_WAIT_S = 60.0
+"""A sender that begins no frame for so long, or sends one more slowly than the rate below, is hung up on."""
+
+SLOWEST_BYTES_PER_S = 64 * 1024
+SCRATCH_BYTES = 512 * 1024 * 1024
+"""Memory beside the slots for what parts are made of, of all streams. Where a client has its share, it sends whole."""
+
+_LARGEST_DELTA_BYTES = 16 * 1024 * 1024  # a delta is kept beside the slot until all of it is here
+_DECODING_BYTES = 8 * 1024 * 1024  # its ranges, as Python holds them
+_MOST_PARTS = 2**20
+
+
+def receive_parts(connection: socket.socket, node: Node, upload: Upload, scratch: Quota) -> None:
+    """Take frames until the client closes. Blocks; runs on a thread of its own.
+
+    Args:
+        connection: to the client.
+        node: whose upload it is.
+        upload: that is filled.
+        scratch: bytes that all streams may take beside the slots.
+
+    Raises:
+        SnapshotNotFoundError: if the upload is given up meanwhile.
+        CorruptSnapshotError: if a frame lies outside the slot, or there are too many.
+        OSError: if the connection breaks or is too slow.
+    """
+    connection.settimeout(FRAME_WAIT_S)
+    head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
+    connection.sendall(f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode())
+    header = bytearray(Frame.SIZE)
+    while fill(connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
+        frame = Frame.unpack(header)
+        _check_frame(frame, upload)
+        digest = _take(connection, node, upload, frame, scratch)
+        connection.settimeout(FRAME_WAIT_S)
+        connection.sendall(bytes.fromhex(digest))
+
+
+def _take(connection: socket.socket, node: Node, upload: Upload, frame: Frame, scratch: Quota) -> str:
+    """Put a part into the slot; its checksum, or ``NO_DIGEST`` for one that overlaps another: of that, nothing is."""
+    digest = NO_DIGEST
+    try:
+        node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
+    except CorruptSnapshotError as error:
+        # No line of the log for each: they may come by the thousand.
+        logger.debug("%s: %s; it is refused", plain(upload.name), error)
+        _content(connection, node, upload, frame, lambda _chunk: None)
+        return digest
+    try:
+        if frame.kind is PartKind.WHOLE:
+            digest = _receive(connection, node, upload, frame)
+        else:
+            with scratch.holding(client_at(connection), _scratch_bytes(frame, upload)) as has_room:
+                digest = _make(connection, node, upload, frame, has_room=has_room)
+    finally:
+        if digest == frame.digest != NO_DIGEST:
+            node.uploads.arrived(upload, frame.start, digest)
+        else:
+            node.uploads.lost(upload, frame.start)
+    return digest
+
+
+def _content(
+    connection: socket.socket, node: Node, upload: Upload, frame: Frame, use: Callable[[memoryview], None]
+) -> None:
+    """Receive what a frame brings, piece by piece: memory is taken for what has come, not for what is said."""
+    chunk = memoryview(bytearray(min(SEND_BYTES, frame.content_bytes)))
+    deadline, left = _deadline(frame), frame.content_bytes
+    while left > 0:
+        _check_goes_on(node, upload)
+        fill(connection, chunk[:left], deadline - time.monotonic())
+        use(chunk[:left])
+        left -= len(chunk)
+
+
+def _receive(connection: socket.socket, node: Node, upload: Upload, frame: Frame) -> str:
+    """Receive a part into the slot; its checksum."""
+    digest = xxhash.xxh3_128()
+    deadline = _deadline(frame)
+    stop = frame.start + frame.nbytes
+    with upload.slot.view(upload.nbytes) as view:
+        for place in range(frame.start, stop, SEND_BYTES):
+            _check_goes_on(node, upload)
+            with view[place : min(place + SEND_BYTES, stop)] as chunk:
+                fill(connection, chunk, deadline - time.monotonic())
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _scratch_bytes(frame: Frame, upload: Upload) -> int:
+    """What is needed beside the slot to make a part: the delta, and a copy of the base where that is not as it was."""
+    delta_bytes = frame.content_bytes + _DECODING_BYTES if frame.kind is PartKind.DELTA else 0
+    if upload.base is None or frame.start >= upload.base.manifest.nbytes:
+        return 0
+    is_beyond = frame.start + frame.nbytes > upload.base.manifest.nbytes
+    return delta_bytes + is_beyond * frame.nbytes
+
+
+def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *, has_room: bool) -> str:
+    """Make a part of what the base holds at its place, and of a delta to it; its checksum, or ``NO_DIGEST``."""
+    from lightning_spot.snapshot.delta import decode, part_of  # numpy is not needed before
+
+    can_make = has_room and upload.base is not None and frame.start < upload.base.manifest.nbytes
+    content = bytearray()
+    _content(connection, node, upload, frame, content.extend if can_make else lambda _chunk: None)
+    if not can_make or upload.base is None:
+        return NO_DIGEST
+    stop = frame.start + frame.nbytes
+    _check_goes_on(node, upload)
+    with upload.slot.view(upload.nbytes) as view, view[frame.start : stop] as part:
+        earlier = part_of(upload.base.image, frame.start, stop)
+        try:
+            if frame.kind is PartKind.SAME:
+                part[:] = earlier
+            else:
+                decode(content, earlier, part)
+            return checksum(part)
+        except CorruptSnapshotError as error:
+            text = "{about}: {error}; the part is sent whole"
+            say(logging.WARNING, "delta-damaged", text, about=upload.name, error=error)
+            return NO_DIGEST
+        finally:
+            earlier.release()
+
+
+def _check_goes_on(node: Node, upload: Upload) -> None:
+    if node.find_upload(upload.id) is not upload:
+        raise SnapshotNotFoundError("this upload was given up")
+
+
+def _deadline(frame: Frame) -> float:
+    return time.monotonic() + FRAME_WAIT_S + frame.content_bytes / SLOWEST_BYTES_PER_S
+
+
+def _check_frame(frame: Frame, upload: Upload) -> None:
+    if frame.start + frame.nbytes > upload.nbytes:
+        raise CorruptSnapshotError(
+            f"bytes {frame.start}–{frame.start + frame.nbytes} lie outside a snapshot of {upload.nbytes}"
+        )
+    if not 0 < frame.nbytes <= MOST_PART_BYTES:
+        raise CorruptSnapshotError(f"a part of {frame.nbytes} bytes is none: it has at most {MOST_PART_BYTES}")
+    most = {PartKind.WHOLE: frame.nbytes, PartKind.SAME: 0, PartKind.DELTA: min(frame.nbytes, _LARGEST_DELTA_BYTES)}
+    least = frame.nbytes if frame.kind is PartKind.WHOLE else 0
+    if not least <= frame.content_bytes <= most[frame.kind]:
+        raise CorruptSnapshotError(f"{frame.content_bytes} bytes are no {frame.kind.name} part of {frame.nbytes}")
+    if len(upload.received) >= _MOST_PARTS:
+        raise CorruptSnapshotError(f"an upload has more than {_MOST_PARTS} parts")
+
+
+MOST_STREAMS = 256
+"""Streams of parts at once, shared by uploads: each has one, as long as there are threads."""
+
+MOST_STREAM_THREADS = 1024
+"""Of which each stream takes one: many hosts send their shards of one snapshot at the same time."""
+
+_MOST_STREAMS_OF_AN_UPLOAD = 16
+
+
+class UploadRequests:
+    """Handlers over the uploads of a server.
+
+    Args:
+        node: whose.
+
+    Attributes:
+        asked_s: when a slot was asked for, or what was received was committed, last (monotonic), 0 for never.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.asked_s = 0.0
+        self._node, self._waiting = node, Waiting(node)
+        self._streams: Counter[str] = Counter()  # of each upload
+        self._stream_threads = ThreadPoolExecutor(MOST_STREAM_THREADS, thread_name_prefix="spot-stream")
+        self._threads, self._scratch = Quota(MOST_STREAM_THREADS), Quota(SCRATCH_BYTES)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are asked."""
+        return [
+            web.post("/v1/runs/{run}/uploads", self.lease),
+            web.post("/v1/runs/{run}/awaited", self.awaited),
+            web.post("/v1/runs/{run}/fail", self.fail),
+            web.post("/v1/uploads/{upload}/stream", self.stream),
+            web.post("/v1/uploads/{upload}/commit", self.commit),
+            web.delete("/v1/uploads/{upload}", self.abort),
+        ]
+
+    def close(self) -> None:
+        """Stop receiving parts. Call it once the uploads were given up."""
+        self._stream_threads.shutdown(wait=False, cancel_futures=True)
+
+    async def lease(self, request: web.Request) -> web.Response:
+        """Take a slot."""
+        near, run = same_host(request), request.match_info["run"]
+        body = await json_body(request)
+        self.asked_s = time.monotonic()
+        attempt = attempt_of(body)
+        ask = functools.partial(
+            self._node.lease,
+            run,
+            attempt,
+            integer(body, "nbytes", None, 0, MOST_BYTES),
+            session=text(body, "session") if near else "",
+            manifest=manifest(body) if body.get("manifest") is not None else None,
+            upload_id=identifier(body, "upload"),
+            making=making(body) if near else Making.NOW,
+            writer=integer(body, "writer", 0, 0, MOST_WRITERS) if near else 0,
+            committed=committed(body, attempt),
+        )
+        upload = await self._waiting.lease(request, run, seconds(body, "wait_s", 0.0, LONGEST_WAIT_S), ask)
+        return web.json_response({**leased(self._node, upload), "base": base_info(upload)})
+
+    async def awaited(self, request: web.Request) -> web.Response:
+        """Wait until a snapshot counts, or never will (this host only)."""
+        only_same_host(request)
+        run, body = request.match_info["run"], await json_body(request)
+        wait_s = seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
+        status, why = await self._waiting.awaited(request, run, text(body, "name"), wait_s)
+        return web.json_response({"status": status.value, "why": why})
+
+    async def fail(self, request: web.Request) -> web.Response:
+        """A writer will never have its shard of a snapshot."""
+        body = await json_body(request)
+        self._node.fail(request.match_info["run"], attempt_of(body), manifest(body))
+        return web.json_response({})
+
+    async def stream(self, request: web.Request) -> web.Response:
+        """Hand the connection over to a thread that receives straight into the slot."""
+        upload = self._node.find_upload(request.match_info["upload"])
+        transport = request.transport
+        sock = transport.get_extra_info("socket") if transport is not None else None
+        if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
+            raise ServerRefusedError(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
+        self._check_streams(upload.id)
+        client = client_of(request)
+        if not self._threads.take(client):
+            raise ServerRefusedError(
+                "this client has its share of the streams that this server serves at once",
+                reason=TierReason.TOO_MANY_STREAMS,
+            )
+        assert isinstance(transport, asyncio.Transport)
+        transport.pause_reading()
+        loop = asyncio.get_running_loop()
+        self._streams[upload.id] += 1
+        try:
+            with sock.dup() as connection, self._node.streaming(upload, connection):
+                await loop.run_in_executor(
+                    self._stream_threads, receive_parts, connection, self._node, upload, self._scratch
+                )
+        except (OSError, SpotError) as error:
+            logger.debug("a stream of parts ended: %s", error)
+        finally:
+            self._streams -= Counter([upload.id])  # which forgets who has none
+            self._threads.give_back(client)
+            transport.close()  # the connection no longer speaks HTTP
+        return web.Response()
+
+    def _check_streams(self, upload_id: str) -> None:
+        """Refuse a stream beyond an upload's part of them."""
+        mine = self._streams[upload_id]
+        uploads = len(self._streams.keys() | {upload_id})
+        most = min(_MOST_STREAMS_OF_AN_UPLOAD, MOST_STREAMS // uploads)
+        if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
+            raise ServerRefusedError(
+                "this upload has its part of the streams that this server serves at once",
+                reason=TierReason.TOO_MANY_STREAMS,
+            )
+
+    async def commit(self, request: web.Request) -> web.Response:
+        """Make it a snapshot; on this host one that was filled through shared memory."""
+        body = await json_body(request, MANIFEST_BODY_BYTES)
+        upload = self._node.find_upload(request.match_info["upload"])
+        if not same_host(request):
+            self.asked_s = time.monotonic()
+            done = await asyncio.to_thread(lambda: self._node.commit(upload.id, manifest(body)))
+            return web.json_response({"checksums": list(done.checksums)})
+        whole = Manifest.from_dict(body.get("manifest"))
+        floats = read_floats(body.get("floats", []), whole.nbytes)
+        destinations = list(texts(body, "destinations")) if body.get("destinations") is not None else None
+        written = read_ranges(body.get("written"), whole.nbytes)
+        followed = body.get("followed") is True
+        done = await asyncio.to_thread(
+            self._node.seal, upload.id, whole, destinations, floats, written, followed=followed
+        )
+        short = self._node.ring.is_short(key_of(done), done.nbytes, writer_of(done))
+        return web.json_response({"checksums": list(done.checksums), "short": short})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """Give it up."""
+        untouched = same_host(request) and (await json_body(request)).get("untouched") is True
+        self._node.abort(request.match_info["upload"], untouched=untouched)
+        return web.json_response({})
+
+
+def base_info(upload: Upload) -> dict[str, Any] | None:
+    """What a sender has to know of the snapshot from which parts of an upload can be made; ``None`` for none."""
+    if upload.base is None:
+        return None
+    manifest = upload.base.manifest
+    return asdict(BaseInfo(manifest.name, manifest.nbytes, manifest.part_bytes, manifest.checksums, can_pack()))
+
+
+def leased(node: Node, upload: Upload) -> dict[str, Any]:
+    """What who fills a slot has to know of it."""
+    slot = upload.slot
+    mapped = node.ring.slots if upload.announced is None else ()  # who sends it over the network maps none
+    return {
+        "upload": upload.id,
+        "slot": slot.index,
+        "generation": slot.buffer.generation,
+        "capacity": slot.capacity,
+        "nbytes": upload.nbytes,
+        "backing": slot.memory.backing if slot.memory else "",
+        "held": upload.held,
+        "generations": {item.index: item.buffer.generation for item in mapped if item.memory},
+    }

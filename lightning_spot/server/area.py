@@ -1,0 +1,349 @@
+"""The directory on tmpfs in which a server keeps its slots: the next one takes over what a killed one left.
+
+::
+
+    lock             held by the server as long as it lives
+    slot-3.img       the bytes of a slot
+    slot-3.json      its commit record, renamed into place: without it the bytes are nothing
+    run-RUN.json     what a restarted server must know of a run: who may write it, where it goes, what is to be deleted
+
+Others of this host may write to the tmpfs, too. A directory counts by its owner, and is reached by its descriptor only:
+see :mod:`~lightning_spot.protocol.ownership`. Where another user has taken its name, another one is made up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, TierError
+from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
+from lightning_spot.protocol.slot import SlotMemory
+from lightning_spot.retry import retried
+from lightning_spot.say import recovered, say
+from lightning_spot.server.runs import RunInfo, key_of
+from lightning_spot.server.slots import Mark, Slot, SlotState, file_order
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.untrusted import LARGE_BYTES, as_object, decoded, read_sealed, sealed_json
+
+_FOREIGN = "{about} is not a directory of this server's. It stays as it is: {error}"
+
+_LOCK = "lock"
+_OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
+_MOST_NAMES = 100
+_AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried again after so long each time
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What is known of a run that an earlier server served.
+
+    Attributes:
+        info: as it was opened last, without its trainer's connection.
+        complete: whether its trainer said that the run has ended.
+        deletions: what is still to be deleted, and where.
+    """
+
+    info: RunInfo
+    complete: bool
+    deletions: tuple[tuple[str, Manifest], ...]
+
+
+class SlotArea:
+    """A locked directory for slots. Where a living server holds it, or another user has its name, another one is taken.
+
+    Args:
+        path: directory on tmpfs; made if need be. Others of its kind are called ``path-…``.
+
+    Raises:
+        TierError: if none can be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._name = path
+        self._directory, self._lock_file = _first_free(path) or _made(path)
+        self.path = self._directory.path
+
+    @property
+    def _here(self) -> Path:
+        return self._directory.here
+
+    def image(self, slot: Slot) -> Path:
+        """Where a slot's bytes go."""
+        return self._here / f"slot-{slot.index}.img"
+
+    def record(self, slot: Slot) -> None:
+        """Write the commit record of a slot whose bytes are here."""
+        is_kept = slot.memory is not None and slot.memory.path is not None
+        if slot.manifest is None or not (is_kept or slot.manifest.why_failed):
+            return
+        self._write(
+            f"slot-{slot.index}.json",
+            {
+                "manifest": slot.manifest.to_dict(),
+                "places": slot.commit.places,
+                "safe": slot.safe,
+                "refused": slot.refused,
+                "settled": slot.settled,
+                "sequence": slot.commit.sequence,
+            },
+        )
+
+    def forget(self, slot: Slot) -> None:
+        """Remove the commit record of a slot."""
+        (self._here / f"slot-{slot.index}.json").unlink(missing_ok=True)
+
+    def keep_run(self, info: RunInfo, complete: bool, deletions: Iterable[tuple[str, Manifest]]) -> None:
+        """Note what a restarted server must know of a run, see :class:`Left`."""
+        record = {
+            "info": asdict(replace(info, session="")),
+            "complete": complete,
+            "deletions": [[url, manifest.to_dict()] for url, manifest in deletions],
+        }
+        self._write(f"run-{info.key}.json", record)
+
+    def forget_run(self, key: str) -> None:
+        """Remove what was noted of a run."""
+        (self._here / f"run-{key}.json").unlink(missing_ok=True)
+
+    def runs(self) -> Iterator[Left]:
+        """What an earlier server noted of its runs."""
+        return self._runs_in(self._directory)
+
+    def _runs_in(self, directory: OwnDirectory) -> Iterator[Left]:
+        for path in sorted(directory.here.glob("run-*.json")):
+            try:
+                record = read_sealed(read_file(path, LARGE_BYTES), LARGE_BYTES)
+                info = decoded(RunInfo, as_object(record["info"]))
+                deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
+                yield Left(info, bool(record["complete"]), deletions)
+            except (OSError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
+                text = "{about} cannot be read. The run that an earlier server noted there is not continued: {error}"
+                say(logging.WARNING, "leftover-damaged", text, about=directory.path / path.name, error=error)
+
+    def adopt(self) -> list[Slot]:
+        """Slots that earlier servers committed, checked byte by byte; whatever else is here is removed.
+
+        Those in the directories beside this one, which nobody holds any more, are brought here first.
+
+        Raises:
+            TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next server.
+        """
+        for other in own_directories(self._name):
+            with other:
+                if other.here.samefile(self._here):
+                    continue
+                try:
+                    lock = _lock(other)
+                except (OSError, SettingsError) as error:
+                    say(logging.WARNING, "leftover-foreign", _FOREIGN, about=other.path, error=error)
+                    continue
+                if lock is not None:
+                    with lock:
+                        self._take_in(other)
+        try:
+            slots = [slot for path in self._here.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
+        except TierError:
+            self._lock_file.close()
+            raise
+        kept = {f"slot-{slot.index}" for slot in slots}
+        for leftover in self._here.iterdir():
+            is_kept = leftover.stem in kept or leftover.name == _LOCK or leftover.name.startswith("run-")
+            if _OURS.fullmatch(leftover.name) and (leftover.suffix == ".tmp" or not is_kept):
+                leftover.unlink(missing_ok=True)
+        return sorted(self._once(slots), key=lambda slot: slot.index)
+
+    def _take_in(self, other: OwnDirectory) -> None:
+        """Bring what lies in another directory here. Killed in between, it lies in both: never in none."""
+        taken = {path.stem for path in self._here.glob("slot-*")}
+        free = (name for number in itertools.count() if (name := f"slot-{number}") not in taken)
+        try:
+            for record in sorted(other.here.glob("slot-*.json")):
+                name = next(free)
+                for suffix in (".img", ".json"):  # the record last: it makes the bytes count
+                    if record.with_suffix(suffix).exists():
+                        os.link(record.with_suffix(suffix), self._here / f"{name}{suffix}")
+            known = {left.info.key: left for left in self.runs()}
+            for left in self._runs_in(other):
+                mine = known.get(left.info.key, left)
+                deletions = {(url, manifest.name): (url, manifest) for url, manifest in mine.deletions + left.deletions}
+                newer = max(mine, left, key=lambda each: each.info.attempt)
+                self.keep_run(newer.info, newer.complete, deletions.values())
+        except OSError as error:
+            text = "{about} could not be moved to {here}. It stays for the next server: {error}"
+            say(logging.WARNING, "leftover-not-taken", text, about=other.path, here=self.path, error=error)
+            return
+        _remove(other)
+
+    def _once(self, slots: list[Slot]) -> list[Slot]:
+        """Of slots that hold a file of one name, or the same snapshot, the newest; the others are removed."""
+        newest: dict[tuple[str, str], Slot] = {}
+        for slot in sorted(slots, key=lambda slot: (file_order(slot.manifest), slot.commit.sequence)):
+            assert slot.manifest is not None
+            older = newest.get((slot.run, slot.manifest.name))
+            newest[slot.run, slot.manifest.name] = slot
+            if older is not None and older.memory is not None:
+                self.forget(older)
+                older.memory.close()
+        return list(newest.values())
+
+    def close(self) -> None:
+        """Let the directory go, and remove it if no slot is left in it, and nothing is still to be deleted."""
+        if self._lock_file.closed:
+            return
+        if not any(self._here.glob("slot-*")) and not any(left.deletions for left in self.runs()):
+            _remove(self._directory)
+        self._lock_file.close()
+        self._directory.close()
+
+    def _reopen(self, record_path: Path) -> Slot | None:
+        """The slot of a record, ``None`` if that or its bytes are damaged. What cannot be read now is not damaged."""
+        where, passes = self.path / record_path.name, (OSError, MemoryError)
+
+        def note(error: Exception, _pause_s: float) -> None:
+            text = "{about} cannot be taken over now. It is retried: {error}"
+            say(logging.WARNING, "leftover-read-again", text, about=where, error=str(error) or repr(error))
+
+        try:
+            return retried(
+                lambda: self._reopen_now(record_path), _AGAIN_S, lambda error: isinstance(error, passes), note
+            )
+        except passes as error:
+            why = str(error) or type(error).__name__
+            raise TierError(f"what an earlier server left in {where} cannot be read now: {why}") from error
+
+    def _reopen_now(self, record_path: Path) -> Slot | None:
+        index = record_path.stem.removeprefix("slot-")
+        if not index.isdecimal():
+            return None
+        slot = Slot(int(index))
+        where = str(self.path / self.image(slot).name)
+        try:
+            record = read_sealed(read_file(record_path, LARGE_BYTES, linked=True), LARGE_BYTES)
+            manifest = Manifest.from_dict(record["manifest"])
+            if not manifest.why_failed:
+                slot.buffer.memory = SlotMemory.reopen(self.image(slot))
+                if manifest.nbytes > slot.capacity:
+                    raise CorruptSnapshotError(f"{where} is shorter than its manifest says")
+                with slot.view(manifest.nbytes) as view:
+                    manifest.verify(view, where)
+            slot.commit.places = tuple(record["places"]) if record["places"] is not None else None
+            for mark in (Mark.REFUSED, Mark.SAFE):
+                slot.seen.update(dict.fromkeys((str(url) for url in record[mark.value]), mark))
+            slot.settled = bool(record.get("settled"))
+            slot.commit.sequence, slot.buffer.generation = int(record["sequence"]), 1
+        except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
+            text = "{about} of an earlier server is damaged. It is dropped; the snapshot before it counts: {error}"
+            say(logging.WARNING, "leftover-damaged", text, about=where, error=error)
+            if slot.memory is not None:
+                slot.memory.close()
+            return None
+        except BaseException:
+            if slot.memory is not None:
+                slot.memory.path = None  # it stays where it is
+                slot.memory.close()
+            raise
+        slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
+        slot.writer = manifest.shard.writer if manifest.shard is not None else 0
+        slot.commit.at_s = time.monotonic()
+        text = "took over snapshot {about} of run {run} from an earlier server"
+        say(logging.INFO, "leftover-taken", text, about=manifest.name, run=manifest.run)
+        return slot
+
+    def _write(self, name: str, record: dict[str, Any]) -> None:
+        temporary = self._here / f"{name}.tmp"
+        try:
+            temporary.unlink(missing_ok=True)
+            with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(sealed_json(record).encode())
+            os.replace(temporary, self._here / name)
+        except OSError as error:
+            # Committed all the same, as with memory files; an older record only knows less of what is safe.
+            text = "{about} cannot be written: {error}. If this server ends, snapshots that only it has are lost."
+            say(logging.WARNING, "slots-not-recorded", text, about=self.path, error=error)
+            temporary.unlink(missing_ok=True)
+        else:
+            recovered("slots-not-recorded", "{about} can be written again", about=self.path)
+
+
+def remove_abandoned(directory: OwnDirectory) -> bool:
+    """Remove a slot area that no living server holds; whether it was removed."""
+    lock = _lock(directory)
+    if lock is None:
+        return False
+    with lock:
+        _remove(directory)
+    return True
+
+
+def _first_free(path: Path) -> tuple[OwnDirectory, BinaryIO] | None:
+    """The first of the directories that are there which no living server holds, locked."""
+    for directory in own_directories(path):
+        try:
+            lock = _lock(directory)
+        except SettingsError as error:  # it is none of a server's
+            say(logging.WARNING, "leftover-foreign", _FOREIGN, about=directory.path, error=error)
+            lock = None
+        if lock is not None:
+            return directory, lock
+        directory.close()
+    return None
+
+
+def _made(path: Path) -> tuple[OwnDirectory, BinaryIO]:
+    """A new one, locked: at ``path``, or by a name that nobody can foresee where something is there."""
+    make_directory(path.parent)
+    beside = (path.with_name(f"{path.name}-{secrets.token_hex(8)}") for _ in range(_MOST_NAMES))
+    for name in itertools.chain([path], beside):
+        with contextlib.suppress(FileExistsError, FileNotFoundError, SettingsError):  # others make and remove some, too
+            os.mkdir(name, 0o700)
+            directory = OwnDirectory(name)
+            if (lock := _lock(directory)) is not None:
+                return directory, lock
+            directory.close()
+    raise TierError(
+        f"no directory for slots can be made at {path}: others hold it, or exchange what is made there. Set"
+        " LIGHTNING_SPOT_SHM_DIR to another tmpfs"
+    )
+
+
+def _lock(directory: OwnDirectory) -> BinaryIO | None:
+    """Lock a directory for slots; ``None`` if a living server holds it, or it was removed.
+
+    Raises:
+        SettingsError: if its lock is none.
+    """
+    path = directory.here / _LOCK
+    while True:
+        try:
+            lock = open(open_file(path, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115 - held until the area is closed
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            return None
+        with contextlib.suppress(FileNotFoundError):  # its holder has just removed it
+            if os.path.samestat(os.fstat(lock.fileno()), path.lstat()):
+                return lock
+        lock.close()
+
+
+def _remove(directory: OwnDirectory) -> None:
+    """Remove what servers put into a directory, and the directory, unless something else lies in it."""
+    with contextlib.suppress(OSError):
+        for path in directory.here.iterdir():
+            if _OURS.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+        directory.path.rmdir()

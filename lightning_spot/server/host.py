@@ -1,0 +1,308 @@
+"""What a trainer asks of the ring on its host, and the ring in the trainer's process (``local_server=False``)."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S
+from lightning_spot.server.node import IN_PROCESS, Node
+from lightning_spot.server.runs import Opened, RunInfo
+from lightning_spot.server.slots import Making
+from lightning_spot.server.tier import TierHealth
+from lightning_spot.server.upload import writer_of
+from lightning_spot.server.uploads import LOOK_S
+from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
+from lightning_spot.snapshot.ranges import Floats, Ranges
+from lightning_spot.snapshot.shards import Status, failed
+from lightning_spot.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A slot to fill.
+
+    Attributes:
+        id: of the upload.
+        map: the slot's memory, shared with the server; at least ``nbytes`` long.
+        nbytes: size of the snapshot, or of the shard of it.
+        backing: ``"tmpfs"``, ``"memfd"``, or ``"process"`` for a ring inside the trainer.
+        slot: its place in the ring.
+        held: id of the upload as which the slot was filled before, if nothing else was written into it since; else
+            ``""``.
+    """
+
+    id: str
+    map: mmap.mmap
+    nbytes: int
+    backing: str
+    slot: int = 0
+    held: str = ""
+
+
+class Host(Protocol):
+    """A ring on this host, as one rank sees it, over a connection of its own. Methods may be called from any thread.
+
+    Several ranks write a snapshot as shards, each into slots of its own. A shard of a writer is there, or failed, once
+    and for all; when all are there, the snapshot counts. Nobody waits for another rank, but who calls :meth:`awaited`.
+
+    Every call ends: one that is not answered within ``server_call_timeout_s``, beyond what it was told to wait, raises
+    :class:`~lightning_spot.errors.ServerUnreachableError`. Only :meth:`seal` may take longer, by the snapshot's size.
+
+    Attributes:
+        run: the run, as ``NAME@ID``.
+        attempt: the attempt that writes, 0 before :meth:`open_run`.
+        server_call_timeout_s: see above, seconds.
+        memory_bytes: most bytes that all its slots together may hold.
+        released: called with the memory of a slot that is not used any more, before it is unmapped: whoever has made
+            views of it lets them go.
+    """
+
+    run: str
+    attempt: int
+    server_call_timeout_s: float
+    memory_bytes: int
+    released: Callable[[mmap.mmap], None] | None
+
+    def open_run(self, info: RunInfo) -> Opened:
+        """Let an attempt write a run here; at a new ring, let it go on.
+
+        Raises:
+            RunBusyError: if another live trainer on this host writes the run.
+            FencedError: if a later attempt, or another one of that number, is known here.
+        """
+
+    def lease(
+        self, nbytes: int, wait_s: float, *, limit_s: float | None = None, making: Making = Making.NOW, writer: int = 0
+    ) -> Lease:
+        """Take a slot, waiting up to ``wait_s`` for a clean one.
+
+        Args:
+            nbytes: size of the snapshot, or of the shard.
+            wait_s: how long to wait for a slot to become clean.
+            limit_s: how long the answer may take beyond that; default ``server_call_timeout_s``.
+            making: whether its memory is made for it, see :class:`Making`.
+            writer: number of the rank that will fill it: each has as many slots as the ring has for a run.
+
+        Raises:
+            SnapshotFailedError: if there is none in time.
+        """
+
+    def seal(
+        self,
+        lease: Lease,
+        manifest: Manifest,
+        destinations: list[str] | None = None,
+        floats: tuple[Floats, ...] = (),
+        written: Ranges | None = None,
+        *,
+        followed: bool = False,
+    ) -> bool:
+        """Commit a filled slot in memory; when this returns the snapshot counts, or the shard is there.
+
+        Args:
+            lease: of the slot.
+            manifest: without checksums.
+            destinations: tiers of a user's file, instead of the run's.
+            floats: where in it numbers lie that may be approximated on their way to a snapshot server.
+            written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
+            followed: whether another snapshot is to follow within :data:`~lightning_spot.server.reconcile.FOLLOWED_S`:
+                storage leaves most of these out.
+
+        Returns:
+            whether the next snapshot would need a slot that is still to be made.
+
+        Raises:
+            SnapshotFailedError: if that writer has failed, or written something else, already.
+        """
+
+    def fail(self, manifest: Manifest, why: str) -> None:
+        """Say that a shard will never be there, so that nobody waits for its snapshot.
+
+        Nothing happens if that writer has said so already, or its shard is there.
+
+        Args:
+            manifest: of the shard, as far as it is known; ``manifest.shard`` says whose it is.
+            why: for people.
+        """
+
+    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
+        """Wait until a snapshot counts or never will, as this ring and the tiers below it know.
+
+        Args:
+            name: of the snapshot.
+            wait_s: how long to wait.
+
+        Returns:
+            how it is then, and why it was aborted, for people; else ``""``.
+        """
+
+    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
+        """Give a slot back unfilled; ``untouched`` if nothing was written into it, so that it holds what it held."""
+
+    def flush(self, wait_s: float) -> list[str]:
+        """Bring everything to the tiers below; returns what was not reached in time, one line each."""
+
+    def check(self) -> None:
+        """Raise if this very ring is lost, also where another one has come in its place.
+
+        Raises:
+            ServerUnreachableError: if it is gone, does not answer, or knows this trainer no more.
+        """
+
+    def remove(self, name: str) -> None:
+        """Remove a file from memory, and from the run's tiers in the background, whether or not it is in memory."""
+
+    def tiers(self) -> dict[str, TierHealth]:
+        """How each tier below is doing, by its URL."""
+
+    def destinations(self) -> list[str]:
+        """URLs of the run at the snapshot servers that its snapshots go to at present; none if they go to storage."""
+
+    def refused(self) -> list[Manifest]:
+        """Files of the run that a tier has refused for good, since a newer one is at their place."""
+
+    def safe_step(self) -> int | None:
+        """Newest step of this attempt that is safe at a tier below, as far as memory knows."""
+
+    def leave(self, *, complete: bool) -> None:
+        """Let the run go; ``complete`` when it has reached its end."""
+
+    def disconnect(self) -> None:
+        """Close every connection, so that calls under way fail at once: the ring counts as lost."""
+
+
+def newest_safe_step(
+    held: Iterable[tuple[Manifest, Sequence[str]]], attempt: int, committed: Order | None
+) -> int | None:
+    """Newest step of which an attempt has a snapshot that is safe; ``None`` if there is none.
+
+    What an earlier attempt left may be of a later step, and is another state; a user's file is no snapshot.
+
+    Args:
+        held: what a ring holds, with the tiers at which it is safe.
+        attempt: its number.
+        committed: the newest snapshot that counts, as far as the ring knows: a shard says nothing of the others.
+    """
+    own = (
+        manifest
+        for manifest, safe in held
+        if safe and manifest.attempt == attempt and not manifest.is_file and counts(manifest, committed)
+    )
+    return max((manifest.step for manifest in own), default=None)
+
+
+def counts(manifest: Manifest, committed: Order | None) -> bool:
+    """Whether what a ring holds is a snapshot, or a shard of one that is known to count."""
+    return manifest.shard is None or (committed is not None and manifest.order <= committed)
+
+
+class InProcessHost:
+    """A ring and its workers in the trainer's own process: nothing of it outlives a killed trainer.
+
+    Args:
+        slots: slots of the ring.
+        memory_bytes: limit of their memory.
+        open_store: makes the stores of the tiers below.
+    """
+
+    server_call_timeout_s = SERVER_CALL_TIMEOUT_S
+
+    def __init__(self, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
+        self.run = ""
+        self.attempt = 0
+        self.memory_bytes = memory_bytes
+        self.released: Callable[[mmap.mmap], None] | None = None  # never called: views keep the memory mapped
+        self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
+        self._node.begin_session(IN_PROCESS)
+
+    def open_run(self, info: RunInfo) -> Opened:
+        """See :meth:`Host.open_run`."""
+        # What is in this memory goes with the trainer: the next tier gets what it can.
+        pace_s = info.min_upload_interval_s or 0.0
+        opened = self._node.open_run(replace(info, session=IN_PROCESS, min_upload_interval_s=pace_s))
+        self.run, self.attempt = info.text, opened.attempt
+        return opened
+
+    def lease(
+        self, nbytes: int, wait_s: float, *, limit_s: float | None = None, making: Making = Making.NOW, writer: int = 0
+    ) -> Lease:
+        """See :meth:`Host.lease`."""
+        upload = self._node.lease(
+            self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, making=making, writer=writer
+        )
+        memory = upload.slot.memory
+        assert memory is not None
+        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held)
+
+    def seal(
+        self,
+        lease: Lease,
+        manifest: Manifest,
+        destinations: list[str] | None = None,
+        floats: tuple[Floats, ...] = (),
+        written: Ranges | None = None,
+        *,
+        followed: bool = False,
+    ) -> bool:
+        """See :meth:`Host.seal`."""
+        self._node.seal(lease.id, manifest, destinations, floats, written, followed=followed)
+        return self._node.ring.is_short(self._node.registry.key(self.run), lease.nbytes, writer_of(manifest))
+
+    def fail(self, manifest: Manifest, why: str) -> None:
+        """See :meth:`Host.fail`."""
+        self._node.fail(self.run, self.attempt, failed(manifest, why))
+
+    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
+        """See :meth:`Host.awaited`."""
+        key, ring, deadline_s = self._node.registry.key(self.run), self._node.ring, time.monotonic() + wait_s
+        with ring.changed:
+            while True:
+                found, left_s = ring.status_of(key, name), deadline_s - time.monotonic()
+                if found[0] is not Status.PENDING or left_s <= 0:
+                    return found
+                ring.changed.wait(min(left_s, LOOK_S))
+
+    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
+        """See :meth:`Host.abort`."""
+        self._node.abort(lease.id, untouched=untouched)
+
+    def flush(self, wait_s: float) -> list[str]:
+        """See :meth:`Host.flush`."""
+        return self._node.flush(None, wait_s)
+
+    def check(self) -> None:
+        """See :meth:`Host.check`; it lives as long as the trainer."""
+
+    def remove(self, name: str) -> None:
+        """See :meth:`Host.remove`."""
+        self._node.remove(self.run, name, unseen=True)
+
+    def tiers(self) -> dict[str, TierHealth]:
+        """See :meth:`Host.tiers`."""
+        return self._node.tiers()
+
+    def destinations(self) -> list[str]:
+        """See :meth:`Host.destinations`."""
+        return self._node.destinations(self.run)
+
+    def refused(self) -> list[Manifest]:
+        """See :meth:`Host.refused`."""
+        return self._node.reconciler.refused(self._node.registry.key(self.run))
+
+    def safe_step(self) -> int | None:
+        """See :meth:`Host.safe_step`."""
+        key, ring = self._node.registry.key(self.run), self._node.ring
+        held = ((manifest, held.safe) for held, manifest in ring.readable(key))
+        return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key, elsewhere=True)))
+
+    def leave(self, *, complete: bool) -> None:
+        """See :meth:`Host.leave`."""
+        self._node.close_run(self.run, IN_PROCESS, complete=complete)
+        self._node.close()
+
+    def disconnect(self) -> None:
+        """See :meth:`Host.disconnect`; there is no connection."""

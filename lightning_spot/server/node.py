@@ -1,0 +1,595 @@
+"""A snapshot server without its network: runs, uploads and what becomes of them, over a ring and a reconciler.
+
+The HTTP service puts this on a socket; with ``local_server=False`` a trainer holds one in its own process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_spot.errors import SettingsError, SnapshotNotFoundError, TierError
+from lightning_spot.server.area import Left
+from lightning_spot.server.placement import placed_apart
+from lightning_spot.server.reconcile import Server, Servers
+from lightning_spot.server.registry import MOST_RUNS, Registry
+from lightning_spot.server.ring import Ring
+from lightning_spot.server.runs import Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
+from lightning_spot.server.slots import Slot, Tiers
+from lightning_spot.server.tier import TierHealth
+from lightning_spot.server.uploads import Uploads
+from lightning_spot.server.worker import Reconciler
+from lightning_spot.snapshot.manifest import Manifest, snapshot_order
+from lightning_spot.snapshot.shards import Status
+from lightning_spot.store import fsspec_client
+from lightning_spot.store.fences import Owner, Standing, check_fence, digest_of
+from lightning_spot.store.store import Store
+
+
+class Remembered:
+    """Notes of runs, and of the deletions that are still to be done for them.
+
+    Called with the registry's lock, as soon as the server is made.
+
+    Args:
+        ring: of the server. Where its slots do not outlive the server, nothing is noted.
+        registry: the runs.
+        reconciler: that deletes.
+        routes: of the runs.
+    """
+
+    def __init__(self, ring: Ring, registry: Registry, reconciler: Reconciler, routes: Routes) -> None:
+        self._ring, self._registry, self._reconciler, self._routes = ring, registry, reconciler, routes
+        self._area = ring.area
+        self._deleting: set[str] = set()  # runs of which deletions are noted
+
+    def note(self, run: Run) -> None:
+        """Note a run as it is now."""
+        if self._area is None:
+            return
+        key = run.info.key
+        deletions = self._reconciler.deletions(key)
+        self._area.keep_run(run.info, run.complete, deletions)
+        if deletions:
+            self._deleting.add(key)
+        else:
+            self._deleting.discard(key)
+
+    def note_deletions(self) -> None:
+        """Note again those runs of which a deletion may be done by now."""
+        for key in list(self._deleting):
+            if (run := self._registry.runs.get(key)) is not None:
+                self.note(run)
+
+    def forget(self, key: str) -> None:
+        """Keep nothing of a run."""
+        self._deleting.discard(key)
+        if self._area is not None:
+            self._area.forget_run(key)
+
+    def take_over(self) -> None:
+        """Go on with what a killed server left; of runs without anything else, with no more than there may be."""
+        runs = list(self._area.runs()) if self._area is not None else []
+        for left in sorted(runs, key=self._is_empty):
+            if self._is_empty(left) and len(self._registry.runs) >= MOST_RUNS:
+                self.forget(left.info.key)
+                continue
+            run = Run(replace(left.info, session=""), left.complete, time.monotonic())  # no trainer is connected yet
+            self._registry.runs[left.info.key] = run
+            self._routes.open(left.info)
+            self._ring.forget_refusals(left.info.key)
+            for url, manifest in left.deletions:
+                self._reconciler.delete(url, manifest)
+
+    def _is_empty(self, left: Left) -> bool:
+        return not left.deletions and not self._ring.committed(left.info.key)
+
+
+IN_PROCESS = "in-process"
+"""The session of a trainer that holds the server in its own process."""
+
+
+class Node:
+    """Runs and uploads. All methods may be called from any thread.
+
+    Args:
+        slots: slots of the ring; ``None`` for as many as fit the memory.
+        memory_bytes: most bytes all slots together may hold.
+        open_store: makes the store of a tier's URL.
+        flush_to: URL below which runs are flushed that name no durable URL, or one that is not allowed.
+        area: tmpfs directory for slots. What a killed server left in it is checked and taken over: seconds for
+            gigabytes.
+        allow: prefixes of durable URLs that a trainer may have this server write to (and ``flush_to``); ``None`` for
+            any, at the server of the trainer's own host.
+        run_memory_bytes: most bytes that the slots of one run may hold; ``None`` for no such limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int | None,
+        memory_bytes: int,
+        open_store: Callable[[str], Store],
+        flush_to: str | None = None,
+        area: Path | None = None,
+        allow: Sequence[str] | None = (),
+        run_memory_bytes: int | None = None,
+    ) -> None:
+        self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
+        self.registry = Registry(self.ring, lambda info: self.routes.claimed(info))
+        self._not_needed = False  # a trainer has come and gone whose attempt could not begin
+        self.uploads = Uploads(self.ring, self.registry, self._committed)
+        self.lease, self.find_upload, self.streaming = self.uploads.lease, self.uploads.find, self.uploads.streaming
+        self.seal, self.commit, self.fail = self.uploads.seal, self.uploads.commit, self.uploads.fail
+        self.abort = self.uploads.abort
+        self.reconciler = Reconciler(
+            self.ring, open_store, self.registry.info, self._noted, lambda key, url: self.routes.standing(key, url)
+        )
+        self._lock = self.registry.lock
+        self.routes = Routes(self.ring, self.reconciler, open_store, self.registry.info, flush_to=flush_to, allow=allow)
+        self._remembered = Remembered(self.ring, self.registry, self.reconciler, self.routes)
+        self._remembered.take_over()
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    def open_run(self, info: RunInfo, client: str = "") -> Opened:
+        """Let an attempt write a run; from now on earlier attempts' writes are refused.
+
+        Opened once more by the same attempt, nothing changes.
+
+        Args:
+            info: what is said of the run.
+            client: who says it.
+
+        Raises:
+            RunBusyError: if a live trainer on this host holds the run.
+            FencedError: if a later attempt holds the run, or another one of the same number.
+        """
+        check_name(info.name)
+        if self.draining and info.key not in self.registry.runs:
+            raise TierError("this server is shutting down and takes no new runs")
+        if info.attempt < 1:
+            raise SettingsError(f"attempt {info.attempt} of run {info.name!r}: attempts are counted from 1")
+        self.registry.check_ahead(info)
+        with self._lock:
+            before = self.registry.highest(info.key)
+            run, forgotten = self.registry.take(info, client)
+            if info.attempt > before:
+                self.ring.forget_refusals(info.key)
+            self._not_needed = False
+            self.uploads.fence(info.key, info.attempt)
+            self.ring.raise_watermark(info.key, info.committed)
+            self.routes.open(run.info)
+            self._remembered.note(run)
+            for key in (*forgotten, *self.registry.under_other_names(info), *self.registry.stale()):
+                self._forget(key)
+            with self.ring.changed:
+                self.ring.touch(info.key)
+        opened = self.routes.opened(run.info)
+        if self.draining and not info.session:
+            return replace(opened, carries=False, why_not="it is shutting down", leaves=True)
+        return opened
+
+    def close_run(self, run: str, session: str, *, complete: bool) -> None:
+        """The trainer of this session leaves; ``complete`` says that the run has reached its end.
+
+        One that was refused because another trainer lives leaves, too: the run stays that one's.
+        """
+        with self._lock:
+            try:
+                known = self.registry.find(run)
+            except SnapshotNotFoundError:  # its attempt could not begin
+                self._not_needed = True
+                return
+            if session not in known.sessions and self.registry.held_by_another(known.info, session):
+                return
+            self.registry.leave(known, session)
+            known.complete = complete
+            self._remembered.note(known)
+        self._wake(known.info.key)
+
+    def settle(self, run: str, attempt: int, name: str, lineage: str) -> None:
+        """Note what the sender of a run has made durable by itself, see :meth:`Ring.settle`.
+
+        Raises:
+            SettingsError: if ``name`` is not that of a snapshot.
+            FencedError: if ``attempt`` no longer holds the run.
+        """
+        if (order := snapshot_order(name)) is None:
+            raise SettingsError(f"{name!r} names no snapshot")
+        key = self.registry.key(run)
+        check_fence(run, attempt, self.registry.highest(key))
+        self.ring.settle(key, lineage, order)
+
+    def claimed(self, run: str) -> int:
+        """Highest attempt of a run known here; 0 if none."""
+        return self.registry.highest(self.registry.key(run))
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Every run known here, as JSON-ready values."""
+        return self.registry.listed(self.routes.carries)
+
+    def committed(self, run: str) -> list[Slot]:
+        """Slots with the committed snapshots and files of a run, newest first."""
+        return self.ring.committed(self.registry.key(run))
+
+    def status_of(self, run: str, name: str) -> tuple[Status, str]:
+        """What has become of a snapshot, as far as is known here, and why it is aborted, for people."""
+        return self.ring.status_of(self.registry.key(run), name)
+
+    def destinations(self, run: str) -> list[str]:
+        """URLs of a run at the snapshot servers that its snapshots go to at present; none if they go to storage."""
+        return self.routes.servers(self.registry.key(run))
+
+    def begin_session(self, session: str, owner: str = "") -> None:
+        """A trainer on this host is connected, see :meth:`Registry.begin_session`."""
+        self.registry.begin_session(session, owner)
+
+    def end_session(self, session: str) -> list[RunInfo]:
+        """The connection of a rank has closed (it ended or was killed): its half-filled slots are freed.
+
+        Returns:
+            the runs that it had not left, as one does that was killed, if no other rank is connected for them.
+        """
+        left = self.registry.end_session(session)
+        for info in left:  # what a tier refused for a later attempt may be the newest that there is all the same
+            self.ring.forget_refusals(info.key)
+        self.uploads.end_session(session)
+        self._wake(*(info.key for info in left))
+        return left
+
+    @property
+    def draining(self) -> bool:
+        """Whether this server is about to end, and takes no new runs."""
+        return self.reconciler.leaves
+
+    def drain(self) -> None:
+        """Take no new runs: this server is about to end."""
+        self.reconciler.leave()
+
+    @property
+    def closing(self) -> bool:
+        """Whether this server is shutting down, and takes no new snapshots."""
+        return self.uploads.closing
+
+    @closing.setter
+    def closing(self, closing: bool) -> None:
+        self.uploads.closing = closing
+
+    @property
+    def connected(self) -> bool:
+        """Whether a trainer on this host is connected."""
+        return bool(self.registry.sessions)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no upload is under way and nothing waits for a tier, deletions neither."""
+        return not len(self.uploads) and not self.reconciler.owed()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a trainer is connected, an upload under way, or a working tier waits for something."""
+        waits = any(not self.reconciler.failing(url) for url in self.reconciler.owed())
+        return bool(self.registry.sessions or len(self.uploads) or waits)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no run needs this node: each has said that it is complete and all is safe below, or none began.
+
+        Of a last snapshot of several hosts, its part is to be seen complete first: else it would stay in tmpfs.
+        """
+        runs = list(self.registry.runs.values())
+        needed = not all(run.complete for run in runs) if runs else not self._not_needed
+        return not (needed or self.registry.sessions or self._owes_an_end) and self.settled
+
+    @property
+    def _owes_an_end(self) -> bool:
+        with self.ring.changed:
+            owed = [slot for view in self.ring.views() for slot in view.owed]
+            return any(slot.manifest is not None and slot.manifest.complete and not slot.is_durable for slot in owed)
+
+    # -- snapshots ------------------------------------------------------------------------------------------------
+
+    def remove(self, run: str, name: str, *, unseen: bool = False) -> None:
+        """Remove a snapshot or file here at once, and at the tiers below in the background.
+
+        At a tier it is removed after what is owed there now of the same run: that may be what replaces it.
+
+        Args:
+            run: the run.
+            name: of the snapshot or file.
+            unseen: whether a file that is not in memory is removed at the run's tiers all the same.
+
+        Raises:
+            SnapshotNotFoundError: if it is not in memory.
+        """
+        key = self.registry.key(run)
+        try:
+            manifest, urls = self.ring.drop(key, name)
+            if manifest.is_file:  # also one of its name that went past this server's memory since
+                manifest = replace(manifest, attempt=self.registry.highest(key))
+        except SnapshotNotFoundError:
+            if not unseen:
+                raise
+            info, tiers = self.registry.find(run).info, self.ring.tiers(key)
+            manifest = Manifest(
+                run=info.name, run_id=info.id, name=file_name(name), file="", step=0, attempt=info.attempt, nbytes=0
+            )
+            urls = [*tiers.all]
+        for url in urls:
+            self.reconciler.delete(url, manifest)
+        with self._lock:
+            if (known := self.registry.runs.get(key)) is not None:
+                self._remembered.note(known)
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    def flush(self, run: str | None, wait_s: float) -> list[str]:
+        """Bring everything dirty to the tiers below; see :meth:`Reconciler.wait_clean`."""
+        return self.reconciler.wait_clean(self.registry.key(run) if run else None, wait_s)
+
+    def close(self, *, keep_unsafe: bool = False) -> None:
+        """Stop uploading and give the memory back."""
+        with ExitStack() as ends:  # from the last one on, whatever fails in one: the memory is given back
+            ends.callback(self.ring.close, keep_unsafe=keep_unsafe)
+            for part in (self.reconciler, self.uploads):
+                ends.callback(part.close)
+
+    def tiers(self) -> dict[str, TierHealth]:
+        """How each tier below is doing, by its URL."""
+        carried = self.ring.carried()
+        wrong = self.routes.away()
+        unused = {url: TierHealth.of(url) for url in wrong}
+        return {
+            url: replace(
+                health,
+                carried=url in carried,
+                error=health.error or wrong.get(url, ""),
+                refused=self._refused(health),
+                silent=fsspec_client.silent(url),
+            )
+            for url, health in {**unused, **self.reconciler.health}.items()
+        }
+
+    def _refused(self, health: TierHealth) -> str:
+        """What a tier has refused for good, unless a later attempt of that run has begun here since."""
+        if health.refused and self.registry.highest(health.refused_run) > health.refused_attempt:
+            return ""
+        return health.refused
+
+    def status(self) -> dict[str, Any]:
+        """Everything a person wants to see, as JSON-ready values."""
+        with self._lock:
+            runs = list(self.registry.runs.values())
+        return {
+            **self.ring.status(),
+            "flush_to": self.routes.flush_to,
+            "runs": {
+                run.info.text: {
+                    "attempt": run.info.attempt,
+                    "pid": run.info.pid,
+                    "live": bool(run.info.session),
+                    **self.routes.status(run.info.key),
+                }
+                for run in runs
+            },
+            "tiers": {url: asdict(health) for url, health in self.tiers().items()},
+            "pid": os.getpid(),
+        }
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _wake(self, *keys: str) -> None:
+        """A trainer has gone: what servers have of its run approximately is to be there exactly now."""
+        with self.ring.changed:
+            for key in keys:
+                self.ring.touch(key)
+            self.ring.notify()  # also those who wait for a slot for it
+
+    def _committed(self, key: str, manifest: Manifest) -> None:
+        self.reconciler.keep(key, manifest.name)  # a file of that name may have been removed just before
+
+    def _forget(self, key: str) -> None:
+        """A run of which nothing is held has not been opened for long: keep nothing of it."""
+        tiers = self.ring.tiers(key)
+        self.routes.forget(key)
+        self.ring.set_tiers(key, None)
+        self.reconciler.forget(key, tiers.all)
+        self._remembered.forget(key)
+
+    def _noted(self) -> None:
+        with self._lock:
+            self._remembered.note_deletions()
+
+
+class Routes:
+    """The tiers of every run of a server. Call :meth:`open` and :meth:`forget` under the server's lock.
+
+    Args:
+        ring: is told where the runs go.
+        reconciler: is told of the runs' servers; tells how tiers are doing.
+        open_store: makes the store of a tier's URL.
+        run: what is known of a run, by its key; ``None`` if nothing is.
+        flush_to: see :class:`~lightning_spot.server.node.Node`.
+        allow: see there, too.
+
+    Attributes:
+        prefixes: below which this server writes for others; ``None`` for no bound.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        reconciler: Reconciler,
+        open_store: Callable[[str], Store],
+        run: Callable[[str], RunInfo | None],
+        *,
+        flush_to: str | None,
+        allow: Sequence[str] | None,
+    ) -> None:
+        self.flush_to = flush_to.rstrip("/") if flush_to else None
+        self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
+        self.prefixes = [*self._allow, *filter(None, [self.flush_to])] if self._allow is not None else None
+        self._ring = ring
+        self._reconciler = reconciler
+        self._run = run
+        self.open_store = open_store
+        self._refusals: dict[str, str] = {}
+
+    def open(self, info: RunInfo) -> None:
+        """Decide where a run goes, and begin to look for its trainer's servers."""
+        key = info.key
+        refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
+        if not info.carry:
+            self.forget(key)
+            self._refusals[key] = "another server that has it does"
+            self._ring.set_tiers(key, Tiers())
+            return
+        self._refusals[key] = refused
+        if info.nodes:
+            info, known = _placed(info), self._servers(key)
+            if known is None or not _same(known.info, info):
+                self._reconciler.serve(key, Servers(info))
+            return
+        self.forget(key)
+        self._refusals[key] = refused
+        url = self._own_tier(info)
+        self._ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
+
+    def servers(self, key: str) -> list[str]:
+        """URLs of a run at the servers that it is kept at, that first which uploads it; none while none does.
+
+        A server that has just failed, and was not asked since, is none of them.
+        """
+        with self._ring.changed:
+            servers = self._servers(key)
+            uploader = servers.uploader if servers is not None else None
+            if servers is None or uploader is None or not uploader.is_sound:
+                return []
+            others = [each.url for each in servers.all if each.is_sound and each is not uploader]
+            return [uploader.url, *others]
+
+    def opened(self, info: RunInfo) -> Opened:
+        """What to answer who opens a run: whether it is brought to its storage from here."""
+        servers, refused = self._servers(info.key), self._refusals[info.key]
+        if servers is not None:
+            carries = servers.uploader is not None or not refused
+            return Opened(info.attempt, carries, "" if carries else servers.why_not)
+        why_not = refused
+        if not why_not and info.durable_url is not None and self._reconciler.failing(info.durable_url):
+            why_not = f"its storage fails here: {self._reconciler.health[info.durable_url].error}"
+        return Opened(info.attempt, not why_not, why_not)
+
+    def carries(self, key: str) -> bool:
+        """Whether a run is brought to its storage from here."""
+        servers = self._servers(key)
+        return (servers is not None and servers.uploader is not None) or self._refusals.get(key, "unknown") == ""
+
+    def allowed(self, url: str) -> str:
+        """Why this server may not write to a durable URL, for people; ``""`` if it may."""
+        if self.prefixes is None:
+            return ""
+        return refusal(url, self.prefixes or [])
+
+    def standing(self, key: str, url: str) -> Standing:
+        """On whose behalf this server acts at the URL of a run.
+
+        Where a client has named the place, nothing is done unless the claim there has a digest of the token that the
+        client gave: who cannot write there cannot have this server do so. At a place of its own, and of the trainer's
+        host, the server claims for the trainer what that could not.
+        """
+        info = self._run(key)
+        if url.startswith("spot://") or info is None:
+            return Standing()
+        is_lent = self._allow is not None and url == info.durable_url
+        if info.token and info.is_claimed and (is_lent or self._allow is None or url == f"{self.flush_to}/{info.text}"):
+            return Standing(Owner(info.attempt, digest_of(info.token)), None if is_lent else info.claim())
+        return Standing(Owner(info.attempt, "") if is_lent else None)
+
+    def check_owner(self, key: str) -> None:
+        """Refuse to change anything for a run whose attempt, by its claim, may not do so itself at its storage.
+
+        What is queued may be done for a later attempt.
+
+        Raises:
+            SpotError: in that case, or if the tier fails.
+        """
+        info = self._run(key)
+        if info is None or info.durable_url is None:
+            return
+        standing = self.standing(key, info.durable_url)
+        if self._allow is not None and standing.is_lent:
+            store = self.open_store(info.durable_url)
+            store.owner = standing.owner
+            store.check_owner()
+
+    def claimed(self, info: RunInfo) -> int:
+        """Highest attempt that has claimed a run, as far as this server may look; 0 if that is not known here."""
+        url = self._own_tier(info)
+        return self.open_store(url).claimed() if url is not None else 0
+
+    def durable(self, info: RunInfo) -> str | None:
+        """URL of the directory where what has left memory lies; ``None`` if nobody has said one."""
+        return info.durable_url if info.durable_url is not None else self._own_tier(info)
+
+    def away(self) -> dict[str, str]:
+        """URLs of runs at servers that do not work, and what is wrong."""
+        with self._ring.changed:
+            found = (each for servers in self._reconciler.servers.values() for each in servers.all)
+            return {each.url: each.why for each in found if each.failures and not each.used}
+
+    def status(self, key: str) -> dict[str, Any]:
+        """Where a run goes, as JSON-ready values."""
+        with self._ring.changed:
+            tiers, servers = self._ring.tiers(key), self._servers(key)
+            found = servers.all if servers is not None else []
+            used, uploader = [each for each in found if each.used], next((e.url for e in found if e.uploads), "")
+        return {
+            "destinations": [*tiers.all],
+            "carried": list(tiers.carried),
+            "node": uploader or next((each.url for each in used), ""),
+            "carrier": uploader,
+            "kept_at": self.servers(key),
+            "nodes": {each.url: _role(each) for each in found},
+            "why_not": servers.why_not if servers is not None else self._refusals.get(key, ""),
+        }
+
+    def forget(self, key: str) -> None:
+        """Look after a run no longer."""
+        self._refusals.pop(key, None)
+        if self._servers(key) is not None:
+            self._reconciler.serve(key, None)
+
+    def _servers(self, key: str) -> Servers | None:
+        return self._reconciler.servers.get(key)
+
+    def _own_tier(self, info: RunInfo) -> str | None:
+        """Where this server makes a run durable by itself; ``None`` if nowhere."""
+        if info.durable_url is not None and not self.allowed(info.durable_url):
+            return info.durable_url
+        return f"{self.flush_to}/{info.text}" if self.flush_to is not None else None
+
+
+def _role(server: Server) -> str:
+    """What a server does for a run, for people."""
+    if server.used:
+        return "carries it on" if server.uploads else "holds it"
+    return f"away: {server.why}" if server.failures else "spare"
+
+
+def _same(known: RunInfo, info: RunInfo) -> bool:
+    """Whether a run is opened once more by the same attempt, with the same tiers."""
+    one, other = (replace(each, session="", pid=0, host="", committed="", left=False) for each in (known, info))
+    return one == other
+
+
+def _placed(info: RunInfo) -> RunInfo:
+    """The run, with its servers in the order in which this host's shards go to them."""
+    if info.apart is None or info.apart >= info.hosts:
+        return info
+    return replace(info, nodes=placed_apart(info.nodes, info.id, info.hosts, info.replicas)[info.apart])

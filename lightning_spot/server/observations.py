@@ -1,0 +1,325 @@
+"""What was seen of runs and places, what each run is to have, and the questions to servers by which more is seen.
+
+All that :func:`~lightning_spot.server.reconcile.actions` starts from.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightning_spot.errors import ServerUnreachableError, SpotError, TierError
+from lightning_spot.say import UNEXPECTED, recovered, say
+from lightning_spot.server.reconcile import (
+    ASK_AGAIN_S,
+    FIRST_LOOK_S,
+    LAST_LOOK_S,
+    Action,
+    Desired,
+    Destination,
+    Kind,
+    Observed,
+    Server,
+    Servers,
+    awaited,
+    expected,
+    left_s,
+    missing,
+    unknown,
+    untold,
+)
+from lightning_spot.server.ring import Ring
+from lightning_spot.server.runs import RunInfo, key_of
+from lightning_spot.server.slots import Held, Mark, Slot
+from lightning_spot.server.tier import NodeTier, TierHealth
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.shards import Status, by_snapshot
+from lightning_spot.store import commit
+from lightning_spot.store.store import Store
+
+logger = logging.getLogger(__name__)
+
+_HURRIED_S = 0.5
+
+
+class Observations:
+    """What was seen of the runs of a ring. Any thread may call it; all of it changes under the ring's lock.
+
+    Args:
+        ring: where snapshots come from.
+        run: what is known of a run, by its key; ``None`` if nothing is.
+
+    Attributes:
+        health: how each tier is doing, by its URL.
+        servers: that each run may be kept at, by its key.
+    """
+
+    def __init__(self, ring: Ring, run: Callable[[str], RunInfo | None]) -> None:
+        self.health: dict[str, TierHealth] = {}
+        self.servers: dict[str, Servers] = {}
+        self._ring, self._run = ring, run
+        self._places: dict[str, Destination] = {}
+        self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
+        self._leaves_s: float | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this server is about to end."""
+        return self._leaves_s is not None
+
+    def info(self, run: str) -> RunInfo | None:
+        """What is known of a run."""
+        return self._run(run)
+
+    def desired(self, run: str) -> Desired:
+        """What a run is to have now. Call it under the lock."""
+        info = self._run(run)
+        asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
+        return Desired(
+            info=info,
+            left_s=left_s(info, asked_s, self._leaves_s),
+            urgent=bool(self._waited_for[run] or self._waited_for[None]),
+            leaves=self.leaves,
+            # Only its own host is told of servers; others know what they were told.
+            is_left=info is not None and (info.left or (bool(info.nodes) and not info.session)),
+            is_stuck=functools.partial(self._ring.is_stuck, run),
+        )
+
+    def observed(self, run: str) -> Observed:
+        """What was seen of a run. Call it under the lock."""
+        ring = self._ring
+        return Observed(
+            run, ring.of_run(run), ring.view(run), ring.tiers(run), self._places, servers=self.servers.get(run)
+        )
+
+    def owed(self, run: str | None = None) -> set[str]:
+        """Tiers that wait for something of a run (``None``: of any), see :func:`~.reconcile.awaited`."""
+        with self._ring.changed:
+            runs = [run] if run is not None else self._runs()
+            return {url for each in runs for url in awaited(self.desired(each), self.observed(each))}
+
+    def place(self, url: str) -> Destination:
+        """What was seen at a place. Call it under the lock."""
+        return self._places.setdefault(url, Destination(url))
+
+    def failing(self, url: str) -> bool:
+        """Whether nothing succeeded at the tier since it failed."""
+        with self._ring.changed:
+            return url in self._places and self._places[url].backoff.failing
+
+    def hear(self, servers: Servers, server: Server, why: str) -> None:
+        """Take note of how something went at a server: why it failed, ``""`` if it did not. Under the lock."""
+        was_used = server.used
+        servers.heard(server, why, time.monotonic())
+        if was_used and not server.used:
+            say_lost(servers, server)
+        self._ring.touch(servers.info.key)
+
+    def dropped(self, url: str, name: str, why: str) -> None:
+        """Note that a snapshot was dropped instead of being brought somewhere. Call it under the lock."""
+        self.health[url].dropped, self.health[url].dropped_name = why, name
+
+    def _runs(self) -> set[str]:
+        deleting = {key_of(each.manifest) for place in self._places.values() for each in place.deletions}
+        trimming = {run for place in self._places.values() for run in place.newest}
+        return {*self._ring.runs(), *deleting, *trimming, *self.servers}
+
+
+def say_lost(servers: Servers, server: Server) -> None:
+    """Log that a server is lost, and how many are left."""
+    text = "{about} fails ({why}). Run {run} has {used} of {wanted} servers until it works again. Check it."
+    facts: dict[str, Any] = {"why": server.why, "run": servers.info.text}
+    facts |= {"used": len(servers.used), "wanted": servers.replicas}
+    say(logging.WARNING, "server-lost", text, about=server.url, **facts)
+
+
+class Questions:
+    """Asks a server what an action says. Called by the worker that asks each server.
+
+    Args:
+        seen: what was seen; more is noted there.
+        ring: holds the runs' snapshots.
+        open_store: makes the stores of servers and of storage.
+    """
+
+    def __init__(self, seen: Observations, ring: Ring, open_store: Callable[[str], Store]) -> None:
+        self._seen, self._ring, self._open_store = seen, ring, open_store
+        self._stores: dict[str, NodeTier] = {}
+
+    def forget(self, servers: Servers) -> None:
+        """Nothing is asked of a run's servers any more. Call it under the lock."""
+        for server in servers.all:
+            self._stores.pop(server.url, None)
+
+    def ask(self, action: Action, servers: Servers) -> None:
+        """Ask, or tell, and note what was seen."""
+        server = servers.find(action.url)
+        if server is None:
+            return
+        kinds = {Kind.ASK: self._open, Kind.TELL: self._tell, Kind.LEARN: self._learn, Kind.LOOK: self._look}
+        try:
+            kinds[action.kind](action.run, servers, server)
+        finally:
+            with self._ring.changed:
+                self._ring.touch(action.run)
+
+    def _tier(self, server: Server) -> NodeTier:
+        """A server as a tier; it knows what it was told of the run.
+
+        Raises:
+            ServerUnreachableError: if it is no server.
+        """
+        if (known := self._stores.get(server.url)) is not None:
+            return known
+        store = self._open_store(server.url)
+        if not isinstance(store, NodeTier):
+            raise ServerUnreachableError(f"{server.url} is no server", tier=server.url)
+        self._stores[server.url] = store
+        return store
+
+    def _open(self, run: str, servers: Servers, server: Server) -> None:
+        """Open the run there, or ask once more how things are."""
+        ring = self._ring
+        with ring.changed:
+            upload, is_left = server.asked_to_upload, self._seen.desired(run).is_left
+            committed = ring.newest_committed(run, elsewhere=True)
+        asked = replace(servers.info, nodes=(), replicas=1, session="", committed=committed, carry=upload, left=is_left)
+        try:
+            opened = self._tier(server).open_run(asked)
+            if opened.leaves:
+                raise TierError("it is shutting down", tier=server.url)
+            self._find_lost(run, servers, server)
+        except Exception as error:
+            if not isinstance(error, SpotError):  # a bug must not end the thread: nothing would be learned any more
+                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"asking {server.url}", exc_info=True)
+            with ring.changed:
+                was_said = bool(server.why) and not server.used
+                servers.lost(server, str(error), time.monotonic())
+                if not was_said:
+                    say_lost(servers, server)
+            return
+        with ring.changed:
+            before, refused, anew = servers.uploader, bool(server.why_not), not server.used
+            servers.answered(server, opened, upload=upload)
+            if anew or servers.uploader is not before or (server.why_not and not refused):
+                self._say(servers, server)
+
+    def _find_lost(self, run: str, servers: Servers, server: Server) -> None:
+        """Have the newest snapshots sent again that were safe there, and that it has no more."""
+        with self._ring.changed:
+            seen = self._seen.observed(run)
+            held = Held.of(expected(seen, server, servers.info.durable_url, durable_too=not server.used))
+        if not held.slots:
+            return
+        listed = {(item.manifest.name, item.manifest.checksums) for item in self._tier(server).listing()}
+        for slot, manifest in held.each():
+            if (manifest.name, manifest.checksums) not in listed:
+                self._ring.mark_lost(slot, manifest, server.url)
+
+    def _tell(self, run: str, servers: Servers, server: Server) -> None:
+        """Say what is durable, to a server that does not bring it there."""
+        with self._ring.changed:
+            facts = untold(self._seen.observed(run), server)
+        for manifest, fact in facts:
+            try:
+                settled = replace(manifest, name=manifest.snapshot, shard=None)
+                self._tier(server).settle(settled, servers.info.attempt)
+            except SpotError as error:
+                logger.debug("%s could not be told what is durable: %s", server.url, error)
+                with self._ring.changed:
+                    server.told_s = time.monotonic() + LAST_LOOK_S
+                return
+            with self._ring.changed:
+                server.told[manifest.lineage] = fact
+
+    def _learn(self, run: str, servers: Servers, server: Server) -> None:
+        """Ask which snapshots it has made durable."""
+        durable_url = servers.info.durable_url
+        assert durable_url is not None
+        with self._ring.changed:
+            desired = self._seen.desired(run)
+            waiting = Held.of(unknown(desired, self._seen.observed(run), server))
+        try:
+            tier = self._tier(server)
+            if desired.urgent:
+                tier.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
+            listed = {(item.manifest.name, item.manifest.checksums): item.safe for item in tier.listing()}
+            for slot, manifest in waiting.each():
+                safe = listed.get((manifest.name, manifest.checksums))
+                if safe is not None and durable_url in safe:
+                    self._mark_durable(run, slot, manifest, durable_url)
+                elif safe is None:
+                    self._ask_durable(run, slot, manifest, durable_url, server)
+        except SpotError as error:
+            with self._ring.changed:
+                self._seen.hear(servers, server, str(error))
+            return
+        with self._ring.changed:
+            server.learned_s = time.monotonic() + server.pause_s
+            server.pause_s = min(LAST_LOOK_S, server.pause_s * 1.5)
+
+    def _ask_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str, server: Server) -> None:
+        """A snapshot left the server's memory: because it is durable, or because the server lost it."""
+        try:
+            store = self._open_store(durable_url)
+            if manifest.shard is None:
+                is_durable = store.has(manifest)
+            else:
+                whole = commit.look(store, manifest.snapshot).manifest
+                is_durable = whole is not None and commit.contains(whole, manifest)
+        except SpotError as error:  # it is asked again
+            logger.debug("%s does not answer (%s)", durable_url, error)
+            return
+        if is_durable:
+            self._mark_durable(run, slot, manifest, durable_url)
+        else:
+            self._ring.mark_lost(slot, manifest, server.url)
+
+    def _mark_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str) -> None:
+        self._ring.mark(Held((slot,), (manifest,)), durable_url, Mark.SAFE)
+        if manifest.shard is not None:
+            self._ring.mark_committed(run, manifest.lineage, manifest.order)
+
+    def _look(self, run: str, servers: Servers, server: Server) -> None:
+        """Look whether snapshots of which other hosts have shards are complete over all servers."""
+        with self._ring.changed:
+            names = missing(self._ring.view(run))
+            if server.looked_for != names:
+                server.looked_for, server.look_pause_s = names, FIRST_LOOK_S
+        try:
+            shown = by_snapshot(item.manifest for item in self._tier(server).listing())
+        except SpotError as error:
+            logger.debug("%s does not tell what it has: %s", server.url, error)
+            with self._ring.changed:  # one that does not answer may have what is missing; it is asked less often
+                server.away_until_s = max(server.away_until_s, time.monotonic() + ASK_AGAIN_S)
+            return
+        with self._ring.changed:
+            server.shown = shown
+            server.looked_s = time.monotonic() + server.look_pause_s
+            server.look_pause_s = min(LAST_LOOK_S, server.look_pause_s * 1.5)
+            marks = self._ring.known.committed.items()
+            known = {(lineage, order) for (of, lineage), orders in marks if of == run for order in orders}
+            for lineage, order in list(servers.committed(known)):
+                self._ring.mark_committed(run, lineage, order)
+            for group in self._ring.view(run).groups:
+                if group.state is Status.PENDING and (found := servers.registers(group.manifest.snapshot)):
+                    self._ring.see(run, group.manifest.snapshot, found)
+
+    # -- what is said ---------------------------------------------------------------------------------------------
+
+    def _say(self, servers: Servers, server: Server) -> None:
+        facts: dict[str, Any] = {"about": server.url, "run": servers.info.text}
+        recovered("server-lost", "{about} works again", about=server.url)
+        if server.uploads:
+            say(logging.INFO, "server-used", "{about} takes the snapshots of run {run} and uploads them", **facts)
+        elif not server.why_not:
+            say(logging.INFO, "server-used", "{about} takes the snapshots of run {run}, too", **facts)
+        elif servers.info.durable_url is not None:
+            who = "This host does" if servers.is_nobody else "Another server is asked"
+            text = "{about} does not upload run {run} to its storage: {why}. {who}."
+            say(logging.WARNING, "server-not-uploading", text, why=server.why_not, who=who, **facts)

@@ -1,0 +1,882 @@
+"""What is to be done for a run, at each place where it goes: what should be there, minus what was seen there.
+
+Nothing here does anything, asks anybody or knows the time. What was seen is noted by whoever has seen it; what failed,
+or was lost on its way, is not seen, and so it is to be done still. Times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_spot.retry import pause_after
+from lightning_spot.server.runs import LEFT_S, Opened, RunInfo, key_of
+from lightning_spot.server.slots import Group, Mark, Slot, Tiers, View
+from lightning_spot.snapshot.coming import Coming, Sealing
+from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf
+from lightning_spot.snapshot.shards import Status, registers_of, status
+from lightning_spot.store.store import put_together
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.5, 30.0
+FIRST_AWAY_S, LAST_AWAY_S = 1.0, 30.0
+ASK_AGAIN_S = 10.0
+"""How often a server is asked how things are: one that does not carry the run on, and one that takes long about it."""
+
+FIRST_LOOK_S, LAST_LOOK_S = 0.1, 2.0
+FOLLOWED_S = 5.0
+"""A snapshot counts as followed if another one is to come within so many seconds, and for no longer than that."""
+
+SURPASSED_S = 30.0
+"""A shard at storage gives way so soon where something newer of its run is: who has the others brings them at once."""
+
+MOST_APART_S = 30.0
+"""Storage takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
+
+_MOST_FAILURES = 3
+_FIRST_WAIT_S, _LAST_WAIT_S = 0.25, 30.0
+_TOGETHER_S = 0.5  # so much later than another rank of a host, one may have its shard
+_APART = 40  # times as long as it takes one: so much less does it cost training
+
+
+# -- what is to be done -----------------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    """What is to be done at a place, in the order in which it is."""
+
+    ASK = "ask"
+    """Ask a server whether it works, and takes the run."""
+    TELL = "tell"
+    """Tell a server what is durable."""
+    LEARN = "learn"
+    """Ask a server what it has made durable."""
+    LOOK = "look"
+    """Ask a server which registers it has."""
+    DELETE = "delete"
+    """Delete a snapshot or file."""
+    RETAIN = "retain"
+    """Delete all but the newest snapshots at storage."""
+    WITHDRAW = "withdraw"
+    """Delete from storage what was brought of a snapshot that will never be complete."""
+    SEND = "send"
+    """Send a snapshot or file to a server, each shard by itself."""
+    PUT = "put"
+    """Write a snapshot or file of which all is here to storage."""
+    PUT_SHARDS = "put shards"
+    """Write what is here of a snapshot to storage; the place that sees all of it there commits it."""
+
+    @property
+    def is_question(self) -> bool:
+        """Whether no bytes are sent: it does not wait for these."""
+        return self in (Kind.ASK, Kind.TELL, Kind.LEARN, Kind.LOOK)
+
+    @property
+    def is_upload(self) -> bool:
+        """Whether bytes are."""
+        return self in (Kind.SEND, Kind.PUT, Kind.PUT_SHARDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do at a place.
+
+    Attributes:
+        kind: what.
+        url: where.
+        run: key of the run.
+        due_s: not before then; 0 for at once.
+        manifest: of the snapshot it is about, or of the first of its shards.
+        slots: whose contents are brought there.
+        coming: the snapshot, if it is not committed yet, but its parts may go already.
+        sequence: of the commit that is brought.
+        again: whether it was tried before, and failed or waits for others.
+    """
+
+    kind: Kind
+    url: str
+    run: str
+    due_s: float = 0.0
+    manifest: Manifest | None = None
+    slots: tuple[Slot, ...] = ()
+    coming: Coming | None = None
+    sequence: int = 0
+    again: bool = False
+
+    @property
+    def about(self) -> Manifest:
+        """The snapshot or file that it is about; there is one."""
+        assert self.manifest is not None
+        return self.manifest
+
+    @property
+    def name(self) -> str:
+        """Of the snapshot, or of the shard that is coming."""
+        if self.manifest is None:
+            return ""
+        return self.manifest.name if self.coming is not None else self.manifest.snapshot
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What failures are counted under."""
+        return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.name)
+
+    @property
+    def rank(self) -> tuple[int, bool, bool, int]:
+        """Sorts what may be done at one place: the lowest comes first.
+
+        What is tried again comes last. Else the oldest comes first: if each place left out others of the snapshots that
+        several bring together, none would ever be complete.
+        """
+        place = len(Kind) if self.kind.is_upload else list(Kind).index(self.kind)
+        return (place, self.coming is not None, self.again, self.sequence)
+
+
+# -- what should be ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Desired:
+    """What a run is to have.
+
+    Attributes:
+        info: as it was opened; ``None`` if nothing is known of it.
+        left_s: when it counts as left by its trainer: then each place brings down what it has of the newest snapshots.
+            Until then its trainer says which ones these are, since all places must bring the same.
+        urgent: whether somebody waits for it to be safe: nothing is put off.
+        leaves: whether this server is about to end.
+        is_left: whether its trainer is gone.
+        is_stuck: tells of a writer whether it has no memory for one more snapshot until what is here has gone on.
+    """
+
+    info: RunInfo | None = None
+    left_s: float = float("inf")
+    urgent: bool = False
+    leaves: bool = False
+    is_left: bool = False
+    is_stuck: Callable[[int], bool] = lambda _writer: False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its trainer is connected to this server."""
+        return self.info is not None and bool(self.info.session)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several hosts write it."""
+        return self.info is not None and self.info.hosts > 1
+
+    def must_be_exact(self, manifest: Manifest | None) -> bool:
+        """Whether a snapshot is to be at servers exactly: where somebody waits for it, or nothing newer will come."""
+        if manifest is None or manifest.complete or manifest.is_file or self.urgent or not self.is_live:
+            return True
+        return (self.info is not None and self.info.compression != "topk") or self.is_stuck(0)
+
+
+def left_s(info: RunInfo | None, asked_s: float, leaves_s: float | None) -> float:
+    """When a run counts as left by its trainer; a server that is about to end leaves its trainer as much time.
+
+    Args:
+        info: of the run.
+        asked_s: when its trainer's host asked for it last.
+        leaves_s: since when this server is about to end, ``None`` if it is not.
+    """
+    if info is not None and info.session:
+        asked_s = float("inf")
+    return min(asked_s, leaves_s if leaves_s is not None else asked_s) + LEFT_S
+
+
+# -- what was seen ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Failure:
+    count: int = 0
+    last_s: float = 0.0
+
+    @property
+    def due_s(self) -> float:
+        return self.last_s + pause_after(self.count, FIRST_RETRY_S, LAST_RETRY_S)
+
+
+class BackOff:
+    """Failures at one place: what failed is tried later, and all else there once several things have failed."""
+
+    def __init__(self) -> None:
+        self._items: dict[Hashable, _Failure] = {}
+        self._place = _Failure()
+        self._since_success: set[Hashable] = set()
+
+    @property
+    def failing(self) -> bool:
+        """Whether nothing succeeded since the last failure."""
+        return bool(self._since_success)
+
+    def due_s(self, item: Hashable) -> float:
+        """When an item may be tried, 0 for at once: one that did not fail waits only if the whole place fails."""
+        own = self._items[item].due_s if item in self._items else 0.0
+        others = self._since_success - {item}
+        return max(own, self._place.due_s if others and self._place.count else 0.0)
+
+    def failed(self, item: Hashable, now_s: float) -> None:
+        """An item failed."""
+        failure = self._items.setdefault(item, _Failure())
+        failure.count, failure.last_s = failure.count + 1, now_s
+        self._since_success.add(item)
+        if len(self._since_success) > 1:
+            self._place.count, self._place.last_s = self._place.count + 1, now_s
+
+    def succeeded(self, item: Hashable) -> None:
+        """An item succeeded."""
+        self._items.pop(item, None)
+        self._since_success.clear()
+        self._place = _Failure()
+
+    def forget(self, items: set[Hashable]) -> None:
+        """Forget all items but these: the others are not wanted any more."""
+        for item in [item for item in self._items if item not in items]:
+            del self._items[item]
+
+    def shorten(self) -> None:
+        """Let everything be tried again soon, but not at once: who hurries may do so many times a second."""
+        for failure in [*self._items.values(), self._place]:
+            failure.count = min(failure.count, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """An upload that waits for what others bring.
+
+    Attributes:
+        since_s: since when nothing more has come there, and nothing failed.
+        due_s: when it is looked at again.
+        there: files of the snapshot that were there then, of all places.
+    """
+
+    since_s: float
+    due_s: float
+    there: int
+
+
+@dataclass(eq=False, slots=True)
+class Deletion:
+    """Something that is not to be at a place any more.
+
+    Attributes:
+        manifest: what.
+        behind: what of its run was owed there when this was asked for, name and commit: it is brought first. What
+            replaces it may be among that: if the machine went between the two, neither would be there.
+    """
+
+    manifest: Manifest
+    behind: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What was brought to storage of a snapshot that is not complete there.
+
+    Attributes:
+        manifests: of the shards, and of those that failed.
+        at_s: when it was looked at there last.
+    """
+
+    manifests: tuple[Manifest, ...]
+    at_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Destination:
+    """What was seen at a place: a directory at storage, or a server, by its URL.
+
+    Attributes:
+        url: of it.
+        backoff: what failed there.
+        errors: of what fails, by its key, for people.
+        deletions: what is not to be there any more.
+        newest: what was brought there last, of each run whose older snapshots are still to go.
+        begun_s: when a snapshot of each run was last begun.
+        took_s: how long the last one took.
+        swept_s: when what killed writers left beside the files of each run was last removed.
+        waits: uploads that wait for what others bring, by their keys.
+        brought: shards of snapshots that were not complete there, by run and name.
+    """
+
+    url: str
+    backoff: BackOff = field(default_factory=BackOff)
+    errors: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    deletions: list[Deletion] = field(default_factory=list)
+    newest: dict[str, Manifest] = field(default_factory=dict)
+    begun_s: dict[str, float] = field(default_factory=dict)
+    took_s: dict[str, float] = field(default_factory=dict)
+    swept_s: dict[str, float] = field(default_factory=dict)
+    waits: dict[tuple[str, str, str], Wait] = field(default_factory=dict)
+    brought: dict[tuple[str, str], Brought] = field(default_factory=dict)
+
+    @property
+    def error(self) -> str:
+        """What fails there at present, for people."""
+        return "; ".join(list(self.errors.values())[-3:])
+
+    def begins(self, action: Action, now_s: float) -> None:
+        """Something is being done."""
+        if action.kind.is_upload and action.key not in self.waits:  # else it has begun before
+            self.begun_s[action.run] = now_s
+
+    def done(self, action: Action) -> None:
+        """Something was done, or is not to be tried again."""
+        self._succeeded(action)
+        self.waits.pop(action.key, None)
+        if action.kind is Kind.DELETE:
+            self.deletions[:] = [each for each in self.deletions if each.manifest is not action.manifest]
+        if action.kind is Kind.RETAIN and self.newest.get(action.run) is action.manifest:
+            del self.newest[action.run]
+        if action.kind.is_upload:
+            for each in (each for each in self.deletions if key_of(each.manifest) == action.run):
+                if each.behind.get(action.name, action.sequence + 1) <= action.sequence:
+                    del each.behind[action.name]
+
+    def failed(self, action: Action, text: str, now_s: float) -> None:
+        """Something failed. An upload that did is not counted as begun: it is tried with back-off, not at its pace."""
+        self.dropped(action)
+        self.backoff.failed(action.key, now_s)
+        self.errors[action.key] = text
+        if (known := self.waits.get(action.key)) is not None:  # other places may not reach it either
+            self.waits[action.key] = replace(known, since_s=now_s)
+
+    def dropped(self, action: Action) -> None:
+        """There was nothing to bring after all: it does not count as begun."""
+        if action.kind.is_upload:
+            self.begun_s.pop(action.run, None)
+
+    def waits_for(self, action: Action, there: int, now_s: float) -> float:
+        """An upload waits for others': it is looked at less and less often; since when nothing more has come.
+
+        Args:
+            action: the upload; the place works.
+            there: files that are there now, of all places.
+            now_s: the time.
+        """
+        self._succeeded(action)
+        known = self.waits.get(action.key)
+        since_s = known.since_s if known is not None and known.there == there else now_s
+        pause_s = min(_LAST_WAIT_S, max(_FIRST_WAIT_S, (now_s - since_s) / 4))
+        self.waits[action.key] = Wait(since_s, now_s + pause_s, there)
+        return since_s
+
+    def only(self, wanted: set[tuple[str, str, str]]) -> None:
+        """Forget how all went but these: it is not wanted any more."""
+        self.backoff.forget(set(wanted))
+        self.errors = {key: text for key, text in self.errors.items() if key in wanted}
+        self.waits = {key: wait for key, wait in self.waits.items() if key in wanted}
+
+    def rest(self) -> None:
+        """Nothing is to be done there: what it is to be given time for is past."""
+        self.backoff, self.errors = BackOff(), {}
+
+    def _succeeded(self, action: Action) -> None:
+        self.backoff.succeeded(action.key)
+        self.errors.pop(action.key, None)
+
+
+@dataclass(eq=False, slots=True)
+class Server:
+    """What was seen of a server that a run may be kept at.
+
+    Attributes:
+        url: of the run there.
+        used: whether the run is kept there.
+        uploads: whether it brings the run on to storage.
+        why_not: why it does not, ``""`` if it was not asked to, or does.
+        why: what was wrong last.
+        failures: in a row.
+        away_until_s: not asked before then, unless the run is kept there.
+        asked_s: when it was asked last.
+        doubted: whether it is to be asked at once.
+        asking: whether it is being asked now.
+        asked_to_upload: whether it is being asked to bring the run on, too.
+        told: the newest that it knows to be durable, by lineage, and whether it had that then.
+        told_s, learned_s, looked_s: not before then again.
+        pause_s: between two looks at what is durable there.
+        shown: registers that it has shown, by name of the snapshot.
+        looked_for: snapshots for which these were looked at.
+        look_pause_s: between two looks at these.
+    """
+
+    url: str
+    used: bool = False
+    uploads: bool = False
+    why_not: str = ""
+    why: str = ""
+    failures: int = 0
+    away_until_s: float = 0.0
+    asked_s: float = 0.0
+    doubted: bool = False
+    asking: bool = False
+    asked_to_upload: bool = False
+    told: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    told_s: float = 0.0
+    learned_s: float = 0.0
+    looked_s: float = 0.0
+    pause_s: float = FIRST_LOOK_S
+    shown: dict[str, list[Manifest]] = field(default_factory=dict)
+    looked_for: frozenset[str] = frozenset()
+    look_pause_s: float = FIRST_LOOK_S
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it is known not to bring the run on: it refuses, or does not work."""
+        return bool(self.why_not) if self.used else self.failures > 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the run is kept there, and it has not just failed."""
+        return self.used and not (self.doubted and self.failures)
+
+
+class Servers:
+    """The servers that a run may be kept at, in the order in which they are taken.
+
+    One of those at which it is kept is asked to bring it on to storage, so that the bytes leave it once; while none
+    does, this server does. A run stays where it is, as long as that works.
+
+    Args:
+        info: of the run; ``replicas`` of its ``nodes`` are used.
+        why_not: why no server brings it on, for people.
+    """
+
+    def __init__(self, info: RunInfo, why_not: str = "no server has answered yet") -> None:
+        self.info = info
+        self.why_not = why_not
+        self.all = [Server(f"{node.rstrip('/')}/{info.text}") for node in info.nodes]
+        self.replicas = min(max(1, info.replicas), len(self.all))
+
+    @property
+    def used(self) -> list[Server]:
+        """Those at which the run is kept."""
+        return [each for each in self.all if each.used]
+
+    @property
+    def uploader(self) -> Server | None:
+        """The one that brings it on to storage."""
+        return next((each for each in self.all if each.uploads), None)
+
+    @property
+    def is_nobody(self) -> bool:
+        """Whether no server brings the run on, and none is left that was not asked to."""
+        is_short = len(self.used) < self.replicas
+        return self.uploader is None and all(each.is_out for each in self.all if each.used or is_short)
+
+    def find(self, url: str) -> Server | None:
+        """The one of a URL."""
+        return next((each for each in self.all if each.url == url), None)
+
+    def tiers(self) -> Tiers:
+        """Where the run's snapshots go now."""
+        own, carried = [each.url for each in self.used], list[str]()
+        if self.info.durable_url is not None:
+            (own if self.is_nobody else carried).append(self.info.durable_url)
+        if not own and not carried and self.all:
+            carried.append(self.all[0].url)  # nobody takes it now: it is owed to whoever will
+        return Tiers(tuple(own), tuple(carried))
+
+    def is_to_upload(self, server: Server, now_s: float) -> bool:
+        """Whether a server is to be asked to bring the run on: one only is, the first that does not refuse."""
+        if self.uploader is not None or any(each.asked_to_upload for each in self.all):
+            return self.uploader is server
+        before = self.all[: self.all.index(server)]
+        return all(each.is_out or (each.away_until_s > now_s and not each.used) for each in before)
+
+    def asks(self, server: Server, now_s: float) -> bool:
+        """A server is being asked; whether also to bring the run on."""
+        upload = self.is_to_upload(server, now_s)
+        server.asking, server.asked_to_upload, server.asked_s = True, upload, now_s
+        return upload
+
+    def answered(self, server: Server, opened: Opened, *, upload: bool) -> None:
+        """A server has taken the run."""
+        before = self.uploader
+        server.asking = server.asked_to_upload = server.doubted = False
+        server.why_not = (opened.why_not or "it does not say why") if upload and not opened.carries else ""
+        if not server.used:
+            server.told.clear()
+        server.used = True
+        if upload:
+            server.uploads, self.why_not = opened.carries, server.why_not
+        self._ask_others(server, before)
+
+    def lost(self, server: Server, why: str, now_s: float) -> None:
+        """A server does not work."""
+        before = self.uploader
+        server.asking = server.asked_to_upload = server.doubted = server.used = server.uploads = False
+        server.failures, server.why, server.why_not = server.failures + 1, why, ""
+        server.away_until_s = now_s + pause_after(server.failures, FIRST_AWAY_S, LAST_AWAY_S)
+        if before is server or not self.used:
+            self.why_not = f"{server.url}: {why}"
+        self._ask_others(server, before)
+
+    def heard(self, server: Server, why: str, now_s: float) -> None:
+        """How something went that was done at a server: ``why`` it failed, ``""`` if it did not."""
+        if not server.used:
+            return
+        if not why:
+            server.failures, server.pause_s = 0, FIRST_LOOK_S
+            return
+        # One failed upload may be a broken connection: the server is lost only if it does not answer either.
+        server.failures, server.why, server.doubted = server.failures + 1, why, True
+        if server.failures >= _MOST_FAILURES:
+            self.lost(server, why, now_s)
+
+    def registers(self, name: str) -> dict[int, ShardOf]:
+        """What all servers have shown of a snapshot."""
+        return registers_of(self._shown(name))
+
+    def _shown(self, name: str) -> list[Manifest]:
+        return [manifest for each in self.all for manifest in each.shown.get(name, ())]
+
+    def committed(self, known: Collection[tuple[str, Order]] = ()) -> Iterator[tuple[str, Order]]:
+        """Lineage and order of what is committed over all servers, by what these show, and not known yet.
+
+        A server may show what fits nothing: it counts only if it can be put together.
+        """
+        for name in {name for each in self.all for name in each.shown}:
+            shards = self._shown(name)
+            found = shards[0].lineage, shards[0].order
+            is_whole = status(registers_of(shards), shards[0].order) is Status.COMMITTED
+            if is_whole and found not in known and put_together(shards):
+                yield found
+
+    def _ask_others(self, server: Server, before: Server | None) -> None:
+        """The others are told at once that another one brings the run on now, or asked whether they do."""
+        for other in self.used:
+            if other is not server:
+                changed = self.uploader is not before
+                other.doubted |= changed or (self.uploader is None and not other.why_not)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All that was seen of a run.
+
+    Attributes:
+        run: its key.
+        slots: that it fills or holds here.
+        view: what these hold, and owe.
+        tiers: where its snapshots go.
+        places: what was seen at each, by URL.
+        servers: that it may be kept at, if it has any.
+    """
+
+    run: str
+    slots: Sequence[Slot]
+    view: View
+    tiers: Tiers
+    places: Mapping[str, Destination]
+    servers: Servers | None = None
+
+
+# -- the difference ---------------------------------------------------------------------------------------------------
+
+
+def actions(desired: Desired, seen: Observed, now_s: float) -> list[Action]:
+    """Everything that is to be done for a run now or later, with what should be done first at each place first.
+
+    Args:
+        desired: what should be.
+        seen: what was seen.
+        now_s: the time.
+    """
+    found = [*_uploads(desired, seen), *_removals(seen)]
+    if seen.servers is not None:
+        found += _questions(desired, seen, seen.servers, now_s)
+    return sorted((_paused(each, seen.places.get(each.url)) for each in found), key=lambda action: action.rank)
+
+
+def _paused(action: Action, place: Destination | None) -> Action:
+    """When something may be done, by what failed at its place, and what waits for others there."""
+    if place is None or action.kind.is_question:
+        return action
+    wait = place.waits.get(action.key)
+    due_s = max(action.due_s, place.backoff.due_s(action.key), wait.due_s if wait is not None else 0.0)
+    return replace(action, due_s=due_s, again=wait is not None or action.key in place.errors)
+
+
+def awaited(desired: Desired, seen: Observed) -> set[str]:
+    """URLs of the places that are waited for: not where only a retention fails, nor a spare replica is missing."""
+    states = {slot: group.state for group in seen.view.groups for slot in group.slots}
+    found = {
+        url
+        for slot, urls in seen.view.owed.items()
+        for url in urls
+        if _is_awaited(desired, seen, slot, url, states.get(slot, Status.COMMITTED))
+    }
+    for url, place in seen.places.items():
+        if any(key_of(each.manifest) == seen.run for each in place.deletions):
+            found.add(url)
+        if seen.run in place.newest and ("retain", seen.run, "") not in place.errors:
+            found.add(url)
+    return found
+
+
+def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: Status) -> bool:
+    """Whether anybody waits for what a slot owes to a place.
+
+    A further replica of what is durable is not waited for, and a shard at storage only if its snapshot is meant to be
+    there. Where that is not complete, and no more comes of its trainer, or this server is about to end, it is waited
+    for until storage has what this server has of it: who has the rest commits it.
+    """
+    info, shard, is_pending = desired.info, slot.shard, state is Status.PENDING
+    if url.startswith("spot://"):
+        return not (info is not None and info.replicas > 1 and slot.seen.get(info.durable_url or "") is Mark.SAFE)
+    if slot.manifest is None or shard is None:
+        return True
+    if url in seen.tiers.carried and (is_pending or not shard.persist):
+        return False  # another server brings it there, if anybody does
+    if state is not Status.COMMITTED and info is not None and info.hosts == 1:
+        return False  # it never is there without the rest, which is to come here
+    if is_pending or desired.leaves or not desired.is_live:
+        key = (Kind.PUT_SHARDS.value, seen.run, slot.manifest.snapshot)
+        place = seen.places.get(url)
+        return place is None or key not in place.waits
+    return shard.persist and not shard.failed
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
+    """What is to be brought somewhere."""
+    coming = [(slot, slot.coming) for slot in seen.slots if slot.coming is not None and slot.manifest is None]
+    soon_old = any(isinstance(each, Sealing) and each.manifest.shard is None for _, each in coming)
+    for action in _committed(desired, seen):
+        if not soon_old or action.about.complete or action.about.is_file:
+            yield action
+    for slot, each in coming:
+        for url in seen.tiers.own:
+            is_server = url.startswith("spot://")
+            if each.manifest.shard is not None:
+                goes = is_server and desired.must_be_exact(each.manifest)
+            else:  # what is sealed here is whole in a moment, and storage takes it then, many parts at once
+                goes = (is_server or not isinstance(each, Sealing)) and not each.given_up
+            if goes:
+                kind = Kind.SEND if is_server else Kind.PUT
+                due_s = 0.0 if is_server else _pace_due_s(desired, seen, url, slot)
+                yield Action(kind, url, seen.run, due_s, each.manifest, (slot,), each, slot.commit.sequence)
+
+
+def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
+    """What is to be brought somewhere of all that is committed here."""
+    files = [slot for slot in seen.view.owed if slot.snapshot is None]
+    for slot in files:
+        for url in _brings(desired, seen, slot):
+            yield _upload(url, seen.run, [slot], Kind.SEND if url.startswith("spot://") else Kind.PUT)
+    # Of a run of which something whole is to be sent, what is not complete yet waits: it would never be over.
+    whole_to = {url for group in seen.view.groups if _is_whole_shards(group) for url in _owed(desired, seen, group)}
+    for group in seen.view.groups:
+        for url, slots in _owed(desired, seen, group).items():
+            if not url.startswith("spot://"):
+                action = _upload(url, seen.run, group.slots, Kind.PUT if group.is_here else Kind.PUT_SHARDS)
+                yield replace(action, due_s=_storage_due_s(desired, seen, url, group))
+            elif group.is_here or url not in whole_to:
+                yield _upload(url, seen.run, slots, Kind.SEND)
+
+
+def _is_whole_shards(group: Group) -> bool:
+    return group.is_here and group.manifest.shard is not None
+
+
+def _owed(desired: Desired, seen: Observed, group: Group) -> dict[str, list[Slot]]:
+    """Slots of a snapshot by the place that they are to be brought to from here."""
+    found: dict[str, list[Slot]] = {}
+    for slot in group.slots:
+        for url in _brings(desired, seen, slot):
+            found.setdefault(url, []).append(slot)
+    return found
+
+
+def _brings(desired: Desired, seen: Observed, slot: Slot) -> Iterator[str]:
+    """URLs that this server must bring by itself what a slot holds."""
+    for url in seen.view.owed.get(slot, ()):
+        is_ours = slot.commit.places is not None or url not in seen.tiers.carried
+        if is_ours and (slot.seen.get(url) is not Mark.INEXACT or desired.must_be_exact(slot.manifest)):
+            yield url
+
+
+def _upload(url: str, run: str, slots: Iterable[Slot], kind: Kind) -> Action:
+    slots = tuple(slots)
+    return Action(kind, url, run, 0.0, slots[0].manifest, slots, None, max(slot.commit.sequence for slot in slots))
+
+
+def _storage_due_s(desired: Desired, seen: Observed, url: str, group: Group) -> float:
+    """When storage may take what is here of a snapshot at the soonest, 0 for at once."""
+    if not group.is_here:
+        return _shards_due_s(desired, group)
+    if not group.persist and not desired.urgent:
+        return desired.left_s
+    return 0.0 if group.manifest.complete else _pace_due_s(desired, seen, url, group.slots[0])
+
+
+def _shards_due_s(desired: Desired, group: Group) -> float:
+    """When storage may take shards of a snapshot not all of which is here.
+
+    Where others are to come here, these are waited for. A host of several, whose rings never have all, does not wait,
+    but for its own ranks; a server does, until it is known that other servers have the others.
+    """
+    is_wanted = group.persist or desired.urgent
+    if desired.is_spread and not desired.is_live and desired.urgent:
+        return 0.0  # no more comes of its trainer, and others have what is missing here
+    if desired.is_spread and is_wanted and (desired.is_live or group.manifest.complete):
+        return max(slot.commit.at_s for slot in group.slots) + _TOGETHER_S
+    is_known = group.state is not Status.PENDING and (desired.info is None or desired.is_spread)
+    return 0.0 if is_wanted and is_known else desired.left_s
+
+
+def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float:
+    """When storage may take a snapshot at the soonest, so that two are far enough apart."""
+    info, place = desired.info, seen.places.get(url)
+    begun_s = place.begun_s.get(seen.run) if place is not None else None
+    if info is None or place is None or begun_s is None or desired.urgent:
+        return 0.0
+    if info.min_upload_interval_s is not None:
+        return begun_s + info.min_upload_interval_s
+    # With memory for one, the next one waits until it is safe.
+    if not slot.commit.followed or not info.session or desired.is_stuck(slot.writer):
+        return 0.0
+    apart_s = min(place.took_s.get(seen.run, 0.0) * _APART, MOST_APART_S)
+    return min(begun_s + apart_s, slot.commit.at_s + FOLLOWED_S)
+
+
+# -- what is not to be there any more ---------------------------------------------------------------------------------
+
+
+def _removals(seen: Observed) -> Iterator[Action]:
+    groups = {group.manifest.snapshot: group for group in seen.view.groups}
+    for url, place in seen.places.items():
+        for each in place.deletions:
+            # What is put again before it ever was put is waited for all the same.
+            waits = each.behind and not each.behind.keys().isdisjoint(owed_names(seen.view, url))
+            if key_of(each.manifest) == seen.run and not waits:
+                yield Action(Kind.DELETE, url, seen.run, manifest=each.manifest)
+        if (newest := place.newest.get(seen.run)) is not None:
+            yield Action(Kind.RETAIN, url, seen.run, manifest=newest)
+        for (run, name), brought in place.brought.items():
+            if run == seen.run and (due_s := _withdraw_due_s(groups.get(name), brought, url)) is not None:
+                yield Action(Kind.WITHDRAW, url, run, due_s, brought.manifests[0])
+
+
+def _withdraw_due_s(group: Group | None, brought: Brought, url: str) -> float | None:
+    """When what was brought of a snapshot goes again; ``None`` while it may still be complete.
+
+    Why a shard failed stays until something newer is complete: others are to see it. Nobody else may be about to commit
+    what is superseded: that takes a moment.
+    """
+    if group is None or group.is_superseded:
+        return brought.at_s + SURPASSED_S
+    if group.state is Status.ABORTED:
+        return None if all(each.why_failed for each in brought.manifests) else 0.0
+    is_given_up = all(slot.seen.get(url) is Mark.REFUSED for slot in group.slots)
+    return brought.at_s + SURPASSED_S if is_given_up else None
+
+
+def withdrawn(group: Group | None, brought: Brought) -> tuple[Manifest, ...]:
+    """Of what was brought of a snapshot that will never be complete, that which goes now."""
+    all_of_it = group is None or group.is_superseded or group.state is not Status.ABORTED
+    return tuple(each for each in brought.manifests if all_of_it or not each.why_failed)
+
+
+def owed_names(view: View, url: str) -> dict[str, int]:
+    """Name and commit of everything of a run that is owed at a place."""
+    slots = [(slot, slot.manifest) for slot, urls in view.owed.items() if url in urls]
+    return {manifest.snapshot: slot.commit.sequence for slot, manifest in slots if manifest is not None}
+
+
+# -- questions to servers ---------------------------------------------------------------------------------------------
+
+
+def _questions(desired: Desired, seen: Observed, servers: Servers, now_s: float) -> Iterator[Action]:
+    for server, due_s in _asks(servers, now_s):
+        yield Action(Kind.ASK, server.url, seen.run, due_s)
+    pending = missing(seen.view)
+    for server in servers.all:
+        if server.used and not server.uploads and untold(seen, server):
+            yield Action(Kind.TELL, server.url, seen.run, server.told_s)
+        if server.uploads and not server.doubted and unknown(desired, seen, server):
+            yield Action(Kind.LEARN, server.url, seen.run, 0.0 if desired.urgent else server.learned_s)
+        if pending and desired.is_spread:
+            looked_s = server.looked_s if server.looked_for == pending else 0.0
+            yield Action(Kind.LOOK, server.url, seen.run, max(looked_s, server.away_until_s))
+
+
+def _asks(servers: Servers, now_s: float) -> Iterator[tuple[Server, float]]:
+    """Which servers are to be asked how things are, and when.
+
+    Also where nothing is owed: a server that was stopped breaks no connection, and one that is lost has lost what
+    counted as safe there.
+    """
+    lacking = servers.replicas - sum(each.used or each.asking for each in servers.all)
+    for server in servers.used:
+        if not server.asking:
+            yield server, 0.0 if server.doubted else server.asked_s + ASK_AGAIN_S
+    spare = [each for each in servers.all if not (each.used or each.asking)]
+    ready = [each for each in spare if each.away_until_s <= now_s][: max(0, lacking)]
+    yield from ((each, 0.0) for each in ready)
+    if lacking > len(ready):
+        yield from ((each, each.away_until_s) for each in spare if each.away_until_s > now_s)
+
+
+def missing(view: View) -> frozenset[str]:
+    """Names of the snapshots that may be complete over all places, and are not here."""
+    return frozenset(group.manifest.snapshot for group in view.groups if group.state is Status.PENDING)
+
+
+def expected(seen: Observed, server: Server, durable_url: str | None, *, durable_too: bool) -> list[Slot]:
+    """Slots with the newest snapshots that were safe at a server: if it has lost them, they are owed again.
+
+    Args:
+        seen: what was seen.
+        server: which.
+        durable_url: of the run.
+        durable_too: also those that are durable: it may have let them go since, or have come back empty.
+    """
+    return [
+        slot
+        for slot in seen.view.newest
+        if slot.seen.get(server.url) is Mark.SAFE
+        and slot.manifest is not None
+        and not slot.manifest.why_failed
+        and (durable_too or not (slot.settled or slot.seen.get(durable_url or "") is Mark.SAFE))
+    ]
+
+
+def untold(seen: Observed, server: Server) -> list[tuple[Manifest, tuple[str, bool]]]:
+    """What is durable and a server was not told of, that does not bring it there: it would hold it for ever."""
+    durable_url = seen.servers.info.durable_url if seen.servers is not None else None
+    newest: dict[str, tuple[Manifest, bool]] = {}
+    for slot in seen.view.slots:
+        manifest = slot.snapshot
+        # One that is not exact says nothing of the exact ones before it.
+        if manifest is None or manifest.why_failed or not manifest.exact:
+            continue
+        if slot.settled or slot.seen.get(durable_url or "") is Mark.SAFE:
+            known = newest.get(manifest.lineage)
+            if known is None or manifest.order >= known[0].order:
+                newest[manifest.lineage] = manifest, slot.seen.get(server.url) is Mark.SAFE
+    facts = [(manifest, (manifest.name, has)) for manifest, has in newest.values()]
+    return [(manifest, fact) for manifest, fact in facts if server.told.get(manifest.lineage) != fact]
+
+
+def unknown(desired: Desired, seen: Observed, server: Server) -> list[Slot]:
+    """Slots with snapshots that a server has, of which it is not known yet that they are durable.
+
+    Those that storage is not meant to have are waited for only where nothing newer comes.
+    """
+    durable_url = seen.servers.info.durable_url if seen.servers is not None else None
+    all_too = desired.urgent or desired.is_left
+    return [
+        slot
+        for slot, urls in seen.view.owed.items()
+        if durable_url in urls
+        and slot.commit.places is None
+        and slot.seen.get(server.url) is Mark.SAFE
+        and (all_too or slot.shard is None or slot.shard.persist)
+    ]

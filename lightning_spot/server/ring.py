@@ -1,0 +1,977 @@
+"""The ring: slots of memory that runs fill in turn, and what each of them owes to the tiers below.
+
+Rules, in the order in which they bind:
+
+1. A slot that is being filled or read is never taken.
+2. The newest committed snapshot of a run's lineage is never taken, unless it is safe at a tier below, or durable. What
+   may still become newer is not either: shards of a snapshot whose other shards are still to come.
+3. Each tier is owed the newest snapshot, those that ended a run, and files that a user named. What was superseded
+   before a tier came to it is not owed to that tier any more.
+4. Otherwise the oldest goes first.
+
+A slot holds a snapshot, a user's file, or what one of several writers has written of a snapshot: its shard. Where the
+shards of all writers are here, they are read as one.
+
+Memory is made, checked and given back outside the lock: gigabytes take seconds.
+
+Parts of a snapshot are made of an earlier one that both ends hold, its base, instead of being sent. The receiver pins
+its base as long as an upload needs it. The sender only looks at its own: if it kept the slot from being filled, it
+would need one slot more, or training would pay with snapshots that are skipped. What it makes of a base that was taken
+meanwhile is not used, and would not have the right checksum.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    FencedError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+)
+from lightning_spot.protocol.listening import open_files
+from lightning_spot.protocol.slot import SlotMemory
+from lightning_spot.say import UNEXPECTED, say
+from lightning_spot.server.area import SlotArea
+from lightning_spot.server.slots import (
+    MOST_ABORTED,
+    MOST_SLOTS,
+    Group,
+    Held,
+    Known,
+    Limits,
+    Making,
+    Mark,
+    Placement,
+    Slot,
+    Slots,
+    SlotState,
+    Tiers,
+    View,
+    bound,
+    capacity_for,
+    file_order,
+    find_room,
+    reusable,
+    shards_in,
+    status_of,
+    why_full,
+)
+from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
+from lightning_spot.snapshot.shards import Image, Status, assemble, check_of_one, failed, registers_of, status
+
+logger = logging.getLogger(__name__)
+
+_NOWHERE = Tiers()
+_MOST_MARKS = 64  # committed snapshots of a run and lineage that are remembered: who waits for one asks soon
+
+
+class SlotTable:
+    """The slots of a server, and what is known of them. All methods may be called from any thread.
+
+    Args:
+        area: directory on tmpfs for the slots, ``None`` for memory files; what a killed server left in it is taken
+            over.
+
+    Attributes:
+        slots: all of them.
+        lock: of all that the table holds.
+        changed: the same lock; notified whenever something changed.
+        changes: how often that was.
+        area: see above.
+        begun_s: when the table was made (monotonic); what was left in the area may be asked for soon.
+        opened_s: when each run was opened last, or was asked for by the host of its trainer, as long as that lives
+            (monotonic).
+        known: of snapshots, beyond what is in the slots.
+        stale: keys of runs of which something changed that nobody has looked at since.
+    """
+
+    def __init__(self, area: SlotArea | None) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.area = area
+        self.slots = Slots(area.adopt() if area is not None else ())
+        self.changes = 0
+        self.begun_s = time.monotonic()
+        self.opened_s: dict[str, float] = {}
+        self.known = Known()
+        self.stale: set[str] = set()
+        self._views: dict[str, View] = {}
+        self._assembled: dict[tuple[str, str], tuple[tuple[Manifest, ...], Manifest]] = {}
+        self._tiers: dict[str, Tiers] = {}
+        self._watchers: list[Callable[[], None]] = []
+        self.stale.update(self.slots.runs)
+
+    # -- where a run's snapshots go, and are ----------------------------------------------------------------------
+
+    def set_tiers(self, run: str, tiers: Tiers | None) -> None:
+        """Say where a run's snapshots go from now on (``None``: it is forgotten); what is owed follows from it."""
+        with self.changed:
+            if self._tiers.get(run) != tiers:
+                self._tiers.pop(run, None)
+                if tiers is not None:
+                    self._tiers[run] = tiers
+                self.touch(run)
+
+    def tiers(self, run: str) -> Tiers:
+        """Where a run's snapshots go."""
+        return self._tiers.get(run, _NOWHERE)
+
+    def carried(self) -> set[str]:
+        """URLs that other servers write, and this one does not."""
+        with self.changed:
+            own = {url for tiers in self._tiers.values() for url in tiers.own}
+            return {url for tiers in self._tiers.values() for url in tiers.carried} - own
+
+    def mark(self, held: Held, url: str, mark: Mark) -> None:
+        """Note what was seen of a snapshot, or of shards of one, at a tier: safe is what that has said to have."""
+        with self.changed:
+            seen = [(slot, of) for slot, of in held.each() if slot.manifest is of and slot.seen.get(url) is not mark]
+            for slot, _ in seen:
+                slot.seen[url] = mark
+                self._record(slot)
+            for slot, manifest in seen[:1]:
+                of_it = self.registers(slot.run, manifest.snapshot).values() if mark is Mark.SAFE else ()
+                is_whole = status(shards_in(of_it), manifest.order) is Status.COMMITTED
+                if is_whole and all(each.seen.get(url) is Mark.SAFE for each in of_it):
+                    self.mark_committed(slot.run, manifest.lineage, manifest.order)
+                self.touch(slot.run)
+
+    def forget_refusals(self, run: str) -> None:
+        """A later attempt writes from here now, or the trainer is gone: what tiers refused is owed to them again."""
+        with self.changed:
+            for slot in self.committed(run):
+                if slot.refused and slot.snapshot is not None:
+                    slot.seen = {url: mark for url, mark in slot.seen.items() if mark is not Mark.REFUSED}
+                    self._record(slot)
+            self.touch(run)
+
+    def mark_lost(self, slot: Slot, manifest: Manifest, url: str) -> None:
+        """A tier has lost a snapshot that was safe there: it is owed again if it is the newest."""
+        with self.changed:
+            if slot.manifest is manifest and slot.seen.get(url) is Mark.SAFE:
+                del slot.seen[url]
+                self._record(slot)
+                self.touch(slot.run)
+
+    def settle(self, run: str, lineage: str, order: Order) -> None:
+        """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
+        with self.changed:
+            unsettled = [(slot, slot.snapshot) for slot in self.committed(run) if not slot.settled]
+            meant = [slot for slot, of in unsettled if of is not None and of.lineage == lineage and of.order <= order]
+            for slot in meant:
+                slot.settled = True
+                self._record(slot)
+            if meant:
+                self.touch(run)
+
+    # -- when a snapshot of several writers counts ----------------------------------------------------------------
+
+    def registers(self, run: str, name: str) -> dict[int, Slot]:
+        """The slots that hold shards of a snapshot, or why there will be none, by the number of the writer."""
+        with self.changed:
+            found = self.slots.of(run).snapshots.get(name, ())
+            return {slot.writer: slot for slot in found if slot.shard is not None}
+
+    def of_run(self, run: str) -> list[Slot]:
+        """The slots that a run fills or holds. Call it under the lock."""
+        return list(self.slots.of(run).slots)
+
+    def runs(self) -> list[str]:
+        """Keys of the runs that have slots. Call it under the lock."""
+        return list(self.slots.runs)
+
+    def view(self, run: str) -> View:
+        """The snapshots of a run that are here, whole or not, and what is owed of it. Call it under the lock."""
+        if (view := self._views.get(run)) is None:
+            view = self._views[run] = View(self.of_run(run), self.tiers(run), self.known)
+        return view
+
+    def views(self) -> list[View]:
+        """Those of all runs. Call it under the lock."""
+        return [self.view(run) for run in self.runs()]
+
+    def owed(self, slots: Iterable[Slot]) -> list[str]:
+        """URLs at which some of what slots hold is owed."""
+        with self.changed:
+            urls = (url for slot in slots if slot.run for url in self.view(slot.run).owed.get(slot, ()))
+            return list(dict.fromkeys(urls))
+
+    def status_of(self, run: str, name: str) -> tuple[Status, str]:
+        """What has become of a snapshot, as far as is known here, and why it is aborted, for people."""
+        with self.changed:
+            for group in self.view(run).groups:
+                if group.manifest.snapshot == name:
+                    return group.state, group.why
+            order, committed = snapshot_order(name) or (0, 0, 0), self._committed_orders(run, elsewhere=False)
+            if order in committed:
+                return Status.COMMITTED, ""
+            return status_of(self.known, (run, name), "", order, {}, max(committed, default=None))
+
+    def mark_committed(self, run: str, lineage: str, order: Order) -> None:
+        """Note that a snapshot is committed over snapshot servers, or at storage: it makes older ones superfluous."""
+        with self.changed:
+            orders = self.known.committed.setdefault((run, lineage), set())
+            if order in orders or (len(orders) >= _MOST_MARKS and order < min(orders)):
+                return
+            orders.add(order)
+            while len(orders) > _MOST_MARKS:
+                orders.remove(min(orders))
+            newest = max(orders)
+            for key in [key for key in self.known.seen_registers if key[0] == run]:
+                if (snapshot_order(key[1]) or newest) < newest:
+                    del self.known.seen_registers[key]
+            self.touch(run)
+
+    def raise_watermark(self, run: str, name: str) -> None:
+        """Note that a snapshot is committed, as who writes the run says, see :attr:`RunInfo.committed`."""
+        if (order := snapshot_order(name)) is None:
+            return
+        with self.changed:
+            for slot in self.slots.of(run).slots:  # an attempt is of one lineage
+                if slot.snapshot is not None and slot.snapshot.attempt == order[0]:
+                    self.mark_committed(run, slot.snapshot.lineage, order)
+                    return
+
+    def newest_committed(self, run: str, *, elsewhere: bool = False) -> str:
+        """Name of the newest snapshot that is known to be committed, ``""`` for none.
+
+        Args:
+            run: key of the run.
+            elsewhere: whether only what is committed over snapshot servers, or at storage, counts.
+        """
+        with self.changed:
+            return order_name(max(self._committed_orders(run, elsewhere=elsewhere), default=None))
+
+    def _committed_orders(self, run: str, *, elsewhere: bool) -> list[Order]:
+        found = [order for (of, _), orders in self.known.committed.items() if of == run for order in orders]
+        here = [] if elsewhere else [group.manifest.order for group in self.view(run).groups if group.is_here]
+        return found + here
+
+    def see(self, run: str, name: str, registers: Mapping[int, ShardOf]) -> None:
+        """Note which registers of a snapshot other places have shown."""
+        with self.changed:
+            if self.known.seen_registers.get((run, name)) != registers:
+                self.known.seen_registers[run, name] = dict(registers)
+                self.touch(run)
+
+    # -- what is committed ----------------------------------------------------------------------------------------
+
+    def committed(self, run: str | None = None, writer: int | None = None) -> list[Slot]:
+        """Slots that hold a committed snapshot, newest first; if only these are meant, of a run, or a writer of it."""
+        with self.changed:
+            slots: Iterable[Slot] = self.slots
+            if run is not None:
+                of_run = self.slots.of(run)
+                slots = of_run.slots if writer is None else of_run.writers.get(writer, ())
+            found = [slot for slot in slots if slot.manifest is not None]
+            return sorted(found, key=lambda slot: slot.commit.sequence, reverse=True)
+
+    def highest_attempt(self, run: str) -> int:
+        """Highest attempt of what is here of a run; 0 if nothing is."""
+        with self.changed:
+            manifests = [next(iter(slots)).manifest for slots in self.slots.of(run).snapshots.values()]
+            return max((each.attempt for each in manifests if each is not None), default=0)
+
+    def readable(self, run: str, name: str | None = None) -> list[tuple[Held, Manifest]]:
+        """What anybody may read of a run, newest first; a snapshot whose shards are all here as one.
+
+        Of a snapshot that is not complete here, its shards are listed, and those that failed, too.
+
+        Args:
+            run: key of the run.
+            name: of a snapshot, a shard or a file, if only that is meant.
+        """
+        with self.changed:
+            found: dict[Held, Manifest] = {}
+            slots = [slot for slot in self.committed(run) if slot.manifest is not None]
+            together: dict[Slot, tuple[Held, Manifest]] = {}
+            for group in self.view(run).groups:
+                if group.is_here and group.manifest.shard is not None and (whole := self._as_one(group)) is not None:
+                    together.update(dict.fromkeys(group.slots, whole))
+            for slot in slots:
+                assert slot.manifest is not None
+                alone = Held.of([slot]), slot.manifest
+                shown = together.get(slot, alone) if name != slot.manifest.name else alone
+                if name in (None, shown[1].name):
+                    found[shown[0]] = shown[1]
+            return list(found.items())
+
+    def _as_one(self, group: Group) -> tuple[Held, Manifest] | None:
+        """A snapshot of which all shards are here; ``None`` if they do not fit each other."""
+        manifests = tuple(slot.manifest for slot in group.slots if slot.manifest is not None)
+        try:
+            return Held(group.slots, manifests), self._whole(group.slots[0].run, manifests)
+        except CorruptSnapshotError as error:
+            logger.debug("%s: %s", group.manifest.snapshot, error)
+            return None
+
+    def _whole(self, run: str, shards: tuple[Manifest, ...]) -> Manifest:
+        """The manifest of a snapshot, of those of its shards."""
+        key = run, shards[0].snapshot
+        known = self._assembled.get(key)
+        if known is None or known[0] != shards:
+            here = {(slot.run, slot.manifest.snapshot) for slot in self.slots if slot.manifest is not None}
+            self._assembled = {key: each for key, each in self._assembled.items() if key in here}
+            known = self._assembled[key] = shards, assemble(shards)
+        return known[1]
+
+    def check_fits(self, run: str, manifest: Manifest) -> None:
+        """Refuse a shard that was forged: a snapshot of which all registers are here can be put together.
+
+        While others are missing, it is enough that it fits one of those that are here: they fit each other.
+
+        Raises:
+            SnapshotFailedError: if the shards of its snapshot that are here, and it, can never be one image.
+        """
+        with self.changed:
+            of_it = self.slots.of(run).snapshots.get(manifest.snapshot, {})
+            others = (each.manifest for each in of_it if each.manifest and each.manifest.name != manifest.name)
+            is_last = manifest.shard is None or len(of_it) + 1 >= manifest.shard.writers
+            fits = itertools.islice(others, None if is_last else 1)
+            shards = tuple(sorted([*fits, manifest], key=lambda each: each.shard.writer if each.shard else 0))
+            state = status(registers_of(shards), manifest.order)
+            try:
+                if state is Status.COMMITTED:
+                    self._whole(run, shards)
+                elif state is Status.PENDING:
+                    check_of_one(shards)
+            except CorruptSnapshotError as error:
+                raise SnapshotFailedError(
+                    f"{manifest.name} does not fit what is here of its snapshot: {error}",
+                    reason=FailureReason.SHARD_MISSING,
+                ) from error
+
+    def find(self, run: str, name: str) -> Slot | None:
+        """The slot that holds a committed snapshot, if any."""
+        with self.changed:
+            return next(iter(self._named(run, name)), None)
+
+    def slot(self, index: int) -> Slot | None:
+        """The slot of a number, if there is one."""
+        with self.changed:
+            return next((slot for slot in self.slots if slot.index == index), None)
+
+    def descriptor(self, slot: Slot) -> int | None:
+        """A descriptor of a slot's memory that is the caller's to close; ``None`` if it has no memory.
+
+        That of the slot itself is closed when it gets other memory, and its number goes to the next file.
+        """
+        with self.changed:
+            return os.dup(slot.memory.fd) if slot.memory is not None else None
+
+    @contextmanager
+    def reading(self, held: Held) -> Iterator[Image]:
+        """Pin what can be read here, and hand out its bytes.
+
+        Raises:
+            SnapshotNotFoundError: if the slots hold something else by now.
+        """
+        with self.changed:
+            if not held.is_here:
+                raise SnapshotNotFoundError(f"snapshot {held.manifests[0].snapshot!r} has just left memory")
+            for slot in held.slots:
+                slot.readers += 1
+        try:
+            yield held.image()
+        finally:
+            for slot in held.slots:
+                self.unpin(slot)
+
+    def unpin(self, slot: Slot) -> None:
+        """One reader of a slot, which was counted before, is done."""
+        with self.changed:
+            slot.readers -= 1
+            self.notify()
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called whenever something changed. It must return at once, and runs under the lock."""
+        with self.changed:
+            self._watchers.append(callback)
+
+    def notify(self) -> None:
+        """Wake whoever waits for a change; call it under the lock."""
+        self.changes += 1
+        self.changed.notify_all()
+        for callback in self._watchers:
+            callback()
+
+    def touch(self, run: str) -> None:
+        """Something of a run has changed: what is owed of it is to be worked out again. Call it under the lock."""
+        self._stale(run)
+        self.notify()
+
+    # -- inside, under the lock -----------------------------------------------------------------------------------
+
+    def _named(self, run: str, name: str) -> list[Slot]:
+        return list(self.slots.of(run).names.get(name, ()))
+
+    def _stale(self, run: str) -> None:
+        self._views.pop(run, None)
+        self.stale.add(run)
+
+    def _is_one_more(self, run: str, manifest: Manifest) -> bool:
+        """Whether a shard that has come changes nothing of what is to be done, so that nobody need look at all again.
+
+        Its snapshot is as incomplete as it was, and another shard of it is still owed wherever this one is: what is to
+        be done with that was found out, and is again before it is done, or once it is.
+        """
+        of_it, shard = self.slots.of(run).snapshots.get(manifest.snapshot, {}), manifest.shard
+        other = next(iter(of_it))
+        if shard is None or other.manifest in (None, manifest) or len(of_it) >= shard.writers:
+            return False
+        is_known = manifest.order in self.known.committed.get((run, manifest.lineage), ())
+        is_alike = status(shards_in([other]) | {shard.writer: shard}, manifest.order) is Status.PENDING
+        return is_alike and not (other.seen or other.settled or is_known)
+
+    def _record(self, slot: Slot) -> None:
+        if self.area is not None:
+            self.area.record(slot)
+
+    def _take(self, slot: Slot, run: str, writer: int) -> None:
+        """A run fills a slot from now on."""
+        slot.run, slot.writer, slot.state = run, writer, SlotState.FILLING
+        self.slots.note(slot)
+
+
+@dataclass(slots=True)
+class _Full:
+    """That there is no room for a snapshot: many who wait ask for it whenever something has changed.
+
+    Attributes:
+        changes: of the ring, when that was found.
+        nbytes: of the snapshot.
+        why: for people, ``""`` if nobody has asked for it yet.
+    """
+
+    changes: int
+    nbytes: int
+    why: str = ""
+
+
+class Ring(SlotTable):
+    """A set of slots, bounded in number or in memory only. All methods may be called from any thread.
+
+    Args:
+        slots: how many slots at most; ``None`` for as many as fit the memory.
+        memory_bytes: most bytes all slots together may hold.
+        area: directory on tmpfs for the slots, or ``None`` for memory files.
+        run_memory_bytes: most bytes the slots of one run may hold; ``None`` for no such limit.
+
+    Attributes:
+        memory_bytes: see above.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int | None,
+        memory_bytes: int,
+        area: Path | None = None,
+        run_memory_bytes: int | None = None,
+    ) -> None:
+        super().__init__(SlotArea(area) if area is not None else None)
+        self.memory_bytes = memory_bytes
+        # Two files for each, one of them in its mapping: half is left for connections and tiers.
+        self._limits = Limits(slots, memory_bytes, run_memory_bytes, min(MOST_SLOTS, open_files() // 4))
+        self._full: _Full | None = None
+        self._sequence = max((slot.commit.sequence for slot in self.slots), default=0)
+
+    # -- who fills a slot -----------------------------------------------------------------------------------------
+
+    def try_lease(
+        self,
+        run: str,
+        nbytes: int,
+        *,
+        only_new: bool = False,
+        reuse: bool = False,
+        making: Making = Making.NOW,
+        writer: int = 0,
+    ) -> Slot | None:
+        """Take a slot if one can be had now; making its memory may take seconds.
+
+        Args:
+            run: key of the run.
+            nbytes: size of the snapshot.
+            only_new: whether only one in unused memory will do.
+            reuse: whether memory is made only if what was superseded leaves none, and for one slot at a time.
+            making: whether memory is made at all; ahead of who needs it, only if what was superseded leaves none.
+            writer: number of the rank that fills it.
+        """
+        capacity, spare = capacity_for(nbytes, self._limits), making.is_ahead
+        with self.changed:
+            limits = bound(self.slots, run, writer, self._limits) if making is Making.BEYOND else self._limits
+            if limits is self._limits and self._found_full(nbytes) is not None:
+                return None
+            found = self._room(run, nbytes, limits, writer=writer, reuse=reuse or spare)
+            is_full_for_all = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
+            if found is None and is_full_for_all and limits.slots is None:
+                self._full = _Full(self.changes, nbytes)
+            if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
+                return None
+            if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
+                return None
+            mine = self.slots.of(run).writers.get(writer, ())
+            if found.is_spare and (reuse or spare) and any(slot.is_prefault for slot in mine):
+                return None
+            for other in found.forget:
+                self._forget(other)
+            released = [memory for other in found.release if (memory := self._take_memory(other)) is not None]
+            slot = found.slot or self.slots.new()
+            if slot.state is SlotState.COMMITTED:
+                self._forget(slot)
+            slot.is_prefault = spare
+            slot.buffer.reserved_bytes = capacity if slot.memory is None else 0
+            self._take(slot, run, writer)
+            if found.forget:
+                self.notify()
+        for memory in released:
+            memory.close()
+        if slot.memory is None:
+            self._make_memory(slot, capacity)
+        return slot
+
+    def is_short(self, run: str, nbytes: int, writer: int = 0) -> bool:
+        """Whether one more snapshot of a writer of a run would need new memory, and there is some for it."""
+        with self.changed:
+            found = self._room(run, nbytes, self._limits, writer=writer, reuse=True)
+            return found is not None and found.is_spare
+
+    def why_full(self, run: str, nbytes: int) -> str:
+        """Why no slot can be had now, for people."""
+        with self.changed:
+            full = self._found_full(nbytes)
+            if full is not None and full.why:
+                return full.why
+            is_known, now_s = full is not None, time.monotonic()
+            why = why_full(self.slots, run, nbytes, self._limits, is_known=is_known, views=self.views, now_s=now_s)
+            if full is not None:
+                full.why = why
+            return why
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room now for one more snapshot as large as those that are here."""
+        return self._is_full("")
+
+    def _is_full(self, run: str, writer: int = 0) -> bool:
+        with self.changed:
+            nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
+            # One that a larger server has left here may fit no bound of this one.
+            nbytes = min(nbytes, self._limits.memory_bytes, self._limits.run_memory_bytes or nbytes)
+            return self._room(run, nbytes, self._limits, writer=writer) is None
+
+    @property
+    def files(self) -> tuple[int, int]:
+        """How many slots there are, and how many there may be, since each has open files."""
+        with self.changed:
+            return len(self.slots), self._limits.files
+
+    def is_stuck(self, run: str, writer: int = 0) -> bool:
+        """Whether a writer has no room for one more, and none is on its way that would leave room: as with one slot."""
+        with self.changed:
+            is_filling = any(slot.state is SlotState.FILLING for slot in self.slots)
+            return not is_filling and self._is_full(run, writer)
+
+    def is_jammed(self, run: str, writer: int) -> bool:
+        """Whether shards that wait for that of a writer have all the memory: none of them will ever leave it some."""
+        with self.changed:
+            pending = [group.slots for group in self.view(run).groups if group.state is Status.PENDING]
+            waiting = {slot for slots in pending if all(slot.writer != writer for slot in slots) for slot in slots}
+            held = [slot for slot in self.slots if slot.capacity]
+            return bool(held) and all(slot in waiting for slot in held)
+
+    def commit(
+        self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None, *, followed: bool = False
+    ) -> None:
+        """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
+
+        Args:
+            slot: a leased slot whose bytes fit ``manifest``.
+            manifest: of it, with checksums.
+            places: URLs of the directories that a user's file goes to instead of the run's tiers.
+            followed: whether another snapshot is to follow in a moment.
+
+        Raises:
+            FencedError: if it is a file, and a newer one of its name is here.
+        """
+        with self.changed:
+            older = self._named(slot.run, manifest.name)
+            for other in older:
+                if other.manifest is not None and file_order(other.manifest) > file_order(manifest):
+                    raise FencedError(
+                        f"{manifest.name} of attempt {manifest.attempt} is older than the one that is there",
+                        run=manifest.run,
+                        attempt=manifest.attempt,
+                        current=other.manifest.attempt,
+                    )
+                if other.manifest == manifest:  # its sender never heard that it had arrived
+                    slot.seen, slot.settled = dict.fromkeys(other.safe, Mark.SAFE), other.settled
+            slot.writer = manifest.shard.writer if manifest.shard is not None else slot.writer
+            slot.commit.places, slot.commit.followed = places, followed
+            self._commit(slot, manifest)
+            for other in older:  # only now: killed between the two, both are left, never none
+                self._forget(other)
+            self.notify()
+
+    def fail(self, run: str, manifest: Manifest) -> None:
+        """Note why a shard will never be there. Nothing happens if something is known of that shard already.
+
+        One failure is enough for a snapshot, and only the last few of a run stay, with what is here of their snapshots:
+        the trainer may report 65,536 writers as failed, and no other limit bounds these slots.
+
+        Args:
+            run: key of the run.
+            manifest: of the shard, of no bytes; its ``shard.failed`` says why.
+        """
+        with self.changed:
+            of_it = self.registers(run, manifest.snapshot)
+            is_failed = any(slot.shard is not None and slot.shard.failed for slot in of_it.values())
+            if manifest.shard is None or is_failed or manifest.shard.writer in of_it:
+                return
+            free = (slot for slot in self.slots.free.get(0, ()) if not slot.readers)
+            slot = next(free, None) or self.slots.new()
+            self._take(slot, run, manifest.shard.writer)
+            self._commit(slot, manifest)
+            mine = [each.manifest for each in self.committed(run)]
+            failures = [each for each in mine if each is not None and each.why_failed]
+            for each in failures[MOST_ABORTED:]:
+                for other in self.registers(run, each.snapshot).values():  # without it, they would be waiting for it
+                    self._forget(other)
+            self.notify()
+
+    def fail_missing(self, run: str, attempt: int, writer: int, why: str) -> None:
+        """A writer has gone: the shards that it has not put, of snapshots that others wait for, will never be there.
+
+        Args:
+            run: key of the run.
+            attempt: that writes.
+            writer: number of the rank.
+            why: for people.
+        """
+        with self.changed:
+            # Each that fails may have an older failure forgotten: what is here is looked at before.
+            pending = [group.manifest for group in self.view(run).groups if group.state is Status.PENDING]
+            for manifest in pending:
+                if manifest.attempt == attempt and manifest.shard is not None:
+                    name, shard = shard_name(manifest.snapshot, writer), replace(manifest.shard, writer=writer)
+                    self.fail(run, failed(replace(manifest, name=name, shard=shard), why))
+
+    def abort(self, slot: Slot) -> None:
+        """Give a leased slot back unfilled."""
+        with self.changed:
+            if slot.state is SlotState.FILLING:
+                self._forget(slot)
+                self.notify()
+
+    # -- what is committed ----------------------------------------------------------------------------------------
+
+    def trim(self, run: str, keep: int) -> None:
+        """Forget what is superseded of a run, see :meth:`View.superfluous`."""
+        with self.changed:
+            slots = self.view(run).superfluous(keep, time.monotonic())
+            for slot in slots:
+                self._forget(slot)
+            if slots:
+                self.notify()
+
+    def drop(self, run: str, name: str) -> tuple[Manifest, list[str]]:
+        """Forget a snapshot. Who reads it at the moment may go on: the slot is not reused before that.
+
+        Returns:
+            its manifest and the tiers at which it is, or may be about to be.
+
+        Raises:
+            SnapshotNotFoundError: if it is not here.
+        """
+        with self.changed:
+            if not (slots := self._named(run, name) or list(self.registers(run, name).values())):
+                raise SnapshotNotFoundError(f"no snapshot {name!r} of run {run!r} in memory")
+            found = self.readable(run, name)
+            first = slots[0].manifest
+            assert first is not None
+            manifest = found[0][1] if found else replace(first, name=name, shard=None, files=(), checksums=())
+            places = slots[0].commit.places
+            below = places if places is not None else self.tiers(run).all
+            urls = list(dict.fromkeys([*below, *(url for slot in slots for url in slot.safe)]))
+            for slot in slots:
+                self._forget(slot)
+            self.notify()
+            return manifest, urls
+
+    def held(self) -> tuple[set[str], set[str]]:
+        """Keys of runs that have slots here, and of those among them of which one must stay, or is being filled."""
+        with self.changed:
+            held = [slot for slot in self.slots if slot.state is not SlotState.FREE]
+            idle = set(reusable(self.views(), time.monotonic()))
+            return {slot.run for slot in held}, {slot.run for slot in held if slot not in idle}
+
+    def forget_run(self, run: str) -> None:
+        """Forget all snapshots of a run, as far as they may be reused."""
+        with self.changed:
+            for slot in self.view(run).reusable(time.monotonic()):
+                self._forget(slot)
+            for known in (self.known.committed, self.known.seen_registers):
+                for key in [key for key in known if key[0] == run]:
+                    del known[key]
+            self.touch(run)
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The slots, as JSON-ready values."""
+        with self.changed:
+            return {"memory_bytes": self.memory_bytes, "slots": [slot.status(self.owed([slot])) for slot in self.slots]}
+
+    def close(self, *, keep_unsafe: bool) -> None:
+        """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""
+        released = []
+        with self.changed:
+            unsafe = {slot for view in self.views() for slot in view.only_here} if keep_unsafe else set()
+            for slot in self.slots:
+                if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
+                    assert slot.manifest is not None
+                    assert self.area is not None
+                    text = "{about} stays in {path} for the next server on this host"
+                    say(logging.INFO, "snapshot-left", text, about=slot.manifest.name, path=self.area.path)
+                    slot.memory.path = None
+                    continue
+                self._forget(slot)
+                released.append(self._take_memory(slot))
+            self.notify()
+        for memory in released:
+            if memory is not None:
+                memory.close()
+        if self.area is not None:
+            self.area.close()
+
+    # -- inside, under the lock -----------------------------------------------------------------------------------
+
+    def _commit(self, slot: Slot, manifest: Manifest) -> None:
+        """A slot holds something from now on."""
+        self._sequence += 1
+        slot.manifest, slot.state = manifest, SlotState.COMMITTED
+        slot.commit.sequence, slot.commit.at_s = self._sequence, time.monotonic()
+        self.slots.note(slot)
+        self._record(slot)
+        if self._is_one_more(slot.run, manifest):
+            self._views.pop(slot.run, None)
+        else:
+            self._stale(slot.run)
+
+    def _room(self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False) -> Placement | None:
+        return find_room(
+            self.slots,
+            run,
+            max(1, nbytes),
+            capacity_for(nbytes, self._limits),
+            limits,
+            reuse=reuse,
+            writer=writer,
+            views=self.views,
+            now_s=time.monotonic(),
+        )
+
+    def _found_full(self, nbytes: int) -> _Full | None:
+        """That there was no room for so much, or less, if nothing has changed since. A run's own bound is looked at."""
+        full = self._full
+        if full is None or self._limits.run_memory_bytes is not None:
+            return None
+        return full if (full.changes, full.nbytes) == (self.changes, min(full.nbytes, nbytes)) else None
+
+    def _forget(self, slot: Slot) -> None:
+        if self.area is not None and slot.manifest is not None:
+            self.area.forget(slot)
+        run = slot.run
+        slot.forget()
+        self.slots.note(slot)
+        self._stale(run)
+
+    def _take_memory(self, slot: Slot) -> SlotMemory | None:
+        """Take a slot's memory from it, to be closed outside the lock; its file's name is free at once."""
+        memory, slot.buffer.memory = slot.buffer.memory, None
+        self.slots.note(slot)
+        if memory is not None:
+            memory.unlink()
+        return memory
+
+    # -- outside the lock -----------------------------------------------------------------------------------------
+
+    def _make_memory(self, slot: Slot, capacity: int) -> None:
+        try:
+            memory = SlotMemory.create(capacity, self.area.image(slot) if self.area is not None else None)
+        except BaseException:
+            with self.changed:
+                slot.buffer.reserved_bytes = 0
+                self._forget(slot)
+                self.notify()
+            raise
+        with self.changed:
+            slot.buffer.memory, slot.buffer.reserved_bytes, slot.buffer.held = memory, 0, ""
+            slot.buffer.generation += 1
+            self.slots.note(slot)
+
+
+LEAST_BYTES = 64 * 1024 * 1024
+"""Smaller slots are made when they are asked for: that takes some hundredths of a second."""
+
+_WAIT_S = 30.0
+
+
+class SlotsAhead:
+    """Slots made before they are asked for, one at a time for each run. Methods may be called from any thread.
+
+    Only memory that is free is used: nothing that is held leaves memory for it.
+
+    Args:
+        ring: whose slots.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._making: dict[tuple[str, int], threading.Thread] = {}
+        self._closed = False
+
+    def make(self, run: str, nbytes: int, count: int, writer: int = 0) -> None:
+        """Have one more slot made in the background, unless a writer of a run has ``count`` of them.
+
+        Args:
+            run: key of the run.
+            nbytes: size of its snapshots, or shards.
+            count: slots that it will use in turn.
+            writer: number of the rank that writes them.
+        """
+        if nbytes < LEAST_BYTES:
+            return
+        with self._ring.changed:
+            fitting = [slot for slot in self._ring.slots if slot.takes(nbytes)]
+            mine = (run, writer)
+            usable = sum((slot.run, slot.writer) == mine or slot.state is SlotState.FREE for slot in fitting)
+            if usable >= count or mine in self._making or self._closed:
+                return
+            thread = threading.Thread(target=self._make, args=(*mine, nbytes), name="spot-slot-ahead", daemon=True)
+            self._making[mine] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads can be had now: who asks for the slot makes it
+                del self._making[mine]
+                logger.debug("no slot is made ahead for run %s: %s", run, error)
+
+    def wait(self, run: str, writer: int = 0) -> None:
+        """Wait for the slot that is being made for a writer, if one is: to make another one would take longer."""
+        with self._ring.changed:  # once it is noted, it has been started
+            thread = self._making.get((run, writer))
+        if thread is not None:
+            thread.join(_WAIT_S)
+
+    def close(self) -> None:
+        """Make no more, and wait for what is being made."""
+        with self._ring.changed:
+            self._closed = True
+            threads = list(self._making.values())
+        for thread in threads:
+            thread.join(_WAIT_S)
+
+    def _make(self, run: str, writer: int, nbytes: int) -> None:
+        try:
+            if (slot := self._ring.try_lease(run, nbytes, only_new=True, writer=writer)) is not None:
+                self._ring.abort(slot)
+        except SpotError as error:
+            logger.debug("no slot was made ahead for run %s: %s", run, error)
+        except Exception:  # who asks for a slot makes it then, and is told what is wrong
+            say(logging.ERROR, "unexpected", UNEXPECTED, about=f"making a slot for run {run}", exc_info=True)
+        finally:
+            with self._ring.changed:
+                self._making.pop((run, writer), None)
+
+
+class Base:
+    """A committed snapshot, pinned so that it stays as it is.
+
+    Args:
+        ring: that holds it.
+        slot: its slot.
+        manifest: of it.
+    """
+
+    def __init__(self, ring: Ring, slot: Slot, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.image = slot.view(manifest.nbytes)
+        self._ring, self._slot = ring, slot
+
+    @classmethod
+    def newest(cls, ring: Ring, run: str, writer: int | None = None) -> Base | None:
+        """Pin the snapshot of a run that was committed last; ``None`` if there is none.
+
+        Args:
+            ring: that holds it.
+            run: key of the run.
+            writer: if the shard of a writer is meant, its number.
+        """
+        with ring.changed:
+            for slot in ring.committed(run, writer):
+                manifest, shard = slot.snapshot, slot.shard
+                if manifest is None or (shard.writer if shard is not None else None) != writer:
+                    continue
+                if not manifest.why_failed:
+                    slot.readers += 1
+                    return cls(ring, slot, manifest)
+        return None
+
+    def let_go(self) -> None:
+        """Pin it no longer. Nobody may read :attr:`image` any more."""
+        self.image = memoryview(b"")
+        self._ring.unpin(self._slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """A committed snapshot that is looked at without being pinned.
+
+    Attributes:
+        manifest: of it.
+        image: its bytes, as long as it is there.
+        is_there: whether what was read until now was the snapshot.
+    """
+
+    manifest: Manifest
+    image: Image
+    is_there: Callable[[], bool]
+
+
+FindEarlier = Callable[[str, str], Glance | None]
+"""Looks for a snapshot by its run's key and its name, see :func:`glance`."""
+
+
+def nothing_earlier(_run: str, _name: str) -> Glance | None:
+    """Where no earlier snapshot is at hand."""
+    return None
+
+
+def glance(ring: Ring, run: str, name: str) -> Glance | None:
+    """Look at a snapshot; ``None`` if it is not here."""
+    with ring.changed:
+        slot = ring.find(run, name)
+        if slot is None or (manifest := slot.snapshot) is None:
+            return None
+        return Glance(manifest, slot.view(manifest.nbytes), functools.partial(_holds, slot, manifest))
+
+
+def _holds(slot: Slot, manifest: Manifest) -> bool:
+    return slot.manifest is manifest

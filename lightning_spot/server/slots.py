@@ -1,0 +1,977 @@
+"""What a slot of the ring holds, where that is to be, when it may be reused, and which one a new snapshot gets.
+
+Decisions only: no memory is made here. What a slot owes to a place is never noted: it is what should be there, minus
+what was seen there.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_spot.config import format_bytes
+from lightning_spot.errors import FailureReason, SnapshotFailedError
+from lightning_spot.protocol.slot import SlotMemory, slot_capacity
+from lightning_spot.snapshot.coming import Coming
+from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf
+from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.snapshot.shards import (
+    Image,
+    JoinedImage,
+    Status,
+    is_evictable,
+    registers_of,
+    status,
+    why_aborted,
+)
+from lightning_spot.store.store import newest_first, worth_keeping
+
+
+class SlotState(enum.Enum):
+    """What a slot is doing."""
+
+    FREE = "free"
+    FILLING = "filling"
+    COMMITTED = "committed"
+
+
+class Making(enum.Enum):
+    """Whether memory is made for a slot that is asked for."""
+
+    NOW = "now"
+    """Memory is made if need be; the caller waits for it."""
+    NEVER = "never"
+    """No memory is made: only a slot that has some already will do."""
+    SPARE = "spare"
+    """Memory is made ahead, only if the next snapshot would find no slot."""
+    BEYOND = "beyond"
+    """As ``SPARE``, also beyond the bound of slots where snapshots of the run overlap, see :func:`bound`."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a slot is made before anybody needs it."""
+        return self in (Making.SPARE, Making.BEYOND)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers below that a run's snapshots go to from here.
+
+    Attributes:
+        own: URLs of the run's directories that this server writes.
+        carried: URLs that a server behind this one writes; what is safe there is learned from it.
+    """
+
+    own: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The URLs of both."""
+        return (*self.own, *self.carried)
+
+
+class Mark(enum.Enum):
+    """What was seen of a snapshot at a place below."""
+
+    SAFE = "safe"
+    """It is there; of a shard that failed, why."""
+    INEXACT = "inexact"
+    """An approximation of it is: it is owed there still."""
+    REFUSED = "refused"
+    """The place refuses it for good (a fence), or will never have the rest of the snapshot."""
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """The memory of a slot, and what is known of its bytes.
+
+    Attributes:
+        memory: once it is made.
+        reserved_bytes: size of the memory that is being made.
+        generation: counts its memories, so that a peer knows when to map again.
+        held: the upload as which it was filled last, ``""`` if that is unknown.
+        held_as: what that was committed as.
+        seals: how often it was sealed.
+        checked_s: when its bytes were read last, and had the checksums of the manifest (monotonic).
+    """
+
+    memory: SlotMemory | None = None
+    reserved_bytes: int = 0
+    generation: int = 0
+    held: str = ""
+    held_as: Manifest | None = None
+    seals: int = 0
+    checked_s: float = float("-inf")
+
+
+@dataclass(slots=True)
+class Commit:
+    """How what a slot holds was committed.
+
+    Attributes:
+        sequence: order of commits.
+        at_s: when (monotonic).
+        places: URLs a user's file goes to instead of its run's tiers.
+        floats: where in it numbers lie that may be approximated on their way to a server behind.
+        followed: whether another snapshot was to follow in a moment.
+    """
+
+    sequence: int = 0
+    at_s: float = 0.0
+    places: tuple[str, ...] | None = None
+    floats: tuple[Floats, ...] = ()
+    followed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One slot of the ring; its fields change only under the ring's lock. What it owes is no field, see :func:`owed`.
+
+    Attributes:
+        index: place in the ring.
+        state: what it is doing.
+        buffer: its memory.
+        run: key of the run that fills or holds it.
+        writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
+        manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
+        coming: the snapshot that is still coming in, if its parts may go on to the tiers already.
+        commit: how what it holds was committed.
+        seen: what was seen of it at places below, by URL.
+        settled: whether its sender said that it, or a newer one of its lineage, is durable.
+        readers: how many are reading it now.
+        is_prefault: whether it is being made ahead: a snapshot that needs a slot waits for it, and none other is made.
+    """
+
+    index: int
+    state: SlotState = SlotState.FREE
+    buffer: Buffer = field(default_factory=Buffer)
+    run: str = ""
+    writer: int = 0
+    manifest: Manifest | None = None
+    coming: Coming | None = None
+    commit: Commit = field(default_factory=Commit)
+    seen: dict[str, Mark] = field(default_factory=dict)
+    settled: bool = False
+    readers: int = 0
+    is_prefault: bool = False
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether a snapshot of ``nbytes`` can be written to its memory."""
+        return self.capacity >= nbytes
+
+    @property
+    def memory(self) -> SlotMemory | None:
+        """Its memory, once it has any."""
+        return self.buffer.memory
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory the slot holds, or is about to hold."""
+        return self.memory.capacity if self.memory is not None else self.buffer.reserved_bytes
+
+    @property
+    def snapshot(self) -> Manifest | None:
+        """The committed snapshot, or shard of one, if it holds one that is no user's file."""
+        return self.manifest if self.manifest is not None and not self.manifest.is_file else None
+
+    @property
+    def shard(self) -> ShardOf | None:
+        """What of a snapshot it holds, if that is one writer's shard of it."""
+        return self.manifest.shard if self.manifest is not None else None
+
+    @property
+    def safe(self) -> list[str]:
+        """URLs at which it is, or why it failed."""
+        return self._at(Mark.SAFE)
+
+    @property
+    def refused(self) -> list[str]:
+        """URLs that refuse it for good."""
+        return self._at(Mark.REFUSED)
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether what it holds is safe elsewhere, or something newer."""
+        return self.settled or Mark.SAFE in self.seen.values()
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what it holds is at storage, or something newer."""
+        return self.settled or not _are_servers(self.safe)
+
+    def lacks(self, urls: Iterable[str]) -> list[str]:
+        """Those of some URLs that have it not, and do not refuse it."""
+        return [url for url in urls if self.seen.get(url) not in (Mark.SAFE, Mark.REFUSED)]
+
+    def status(self, owed: Sequence[str]) -> dict[str, Any]:
+        """The slot, as JSON-ready values.
+
+        Args:
+            owed: URLs at which what it holds is owed.
+        """
+        return {
+            "index": self.index,
+            "state": self.state.value,
+            "capacity_bytes": self.capacity,
+            "backing": self.memory.backing if self.memory else None,
+            "run": self.manifest.run if self.manifest else None,
+            "snapshot": self.manifest.name if self.manifest else None,
+            "dirty": list(owed),
+            "safe": self.safe,
+        }
+
+    def view(self, nbytes: int | None = None) -> memoryview:
+        """The slot's bytes; by default those of its snapshot. The caller must have it leased or pinned."""
+        wanted = nbytes if nbytes is not None else self.manifest.nbytes if self.manifest else 0
+        return self.memory.view(wanted) if self.memory is not None else memoryview(b"")
+
+    def forget(self) -> None:
+        """Hold nothing any more; the memory stays."""
+        self.state, self.run, self.manifest, self.commit = SlotState.FREE, "", None, Commit()
+        self.seen, self.settled, self.is_prefault = {}, False, False
+
+    def _at(self, mark: Mark) -> list[str]:
+        return [url for url, seen in self.seen.items() if seen is mark]
+
+
+SlotSet = dict[Slot, None]
+"""Slots in the order in which they came to it."""
+
+
+@dataclass(eq=False, slots=True)
+class OfRun:
+    """The slots that a run fills or holds, by what is in them.
+
+    Attributes:
+        slots: all of them.
+        writers: those of each writer, by its number.
+        snapshots: those that hold shards of a snapshot, the whole of it, or a file, by its name.
+        names: likewise, but each shard by its own name; two where one is about to replace the other.
+    """
+
+    slots: SlotSet = field(default_factory=dict)
+    writers: dict[int, SlotSet] = field(default_factory=dict)
+    snapshots: dict[str, SlotSet] = field(default_factory=dict)
+    names: dict[str, SlotSet] = field(default_factory=dict)
+
+
+class Slots(list[Slot]):
+    """All slots of a server, and where each of them belongs: with thousands, none looks at all of them for one.
+
+    Args:
+        slots: that there are already.
+
+    Attributes:
+        nbytes: capacity of all of them.
+        free: those that are free, by their capacity.
+        runs: those of each run, by its key.
+    """
+
+    def __init__(self, slots: Iterable[Slot] = ()) -> None:
+        super().__init__(slots)
+        self.nbytes = 0
+        self.free: dict[int, SlotSet] = {}
+        self.runs: dict[str, OfRun] = {}
+        self._noted: dict[Slot, tuple[int, str, list[tuple[dict[Any, SlotSet], Any]]]] = {}
+        self._indices = {slot.index for slot in self}
+        self._next = 0
+        for slot in self:
+            self.note(slot)
+
+    def of(self, run: str) -> OfRun:
+        """The slots of a run."""
+        return self.runs.get(run) or OfRun()
+
+    def new(self) -> Slot:
+        """One more, which is free and has no memory yet."""
+        while self._next in self._indices:
+            self._next += 1
+        slot = Slot(self._next)
+        self._indices.add(slot.index)
+        self.append(slot)
+        self.note(slot)
+        return slot
+
+    def note(self, slot: Slot) -> None:
+        """Something of a slot has changed: its state, its memory, its writer, or what it holds."""
+        nbytes, run, places = self._noted.get(slot, (0, "", []))
+        for index, key in places:
+            del index[key][slot]
+            if not index[key]:
+                del index[key]
+        if run in self.runs:
+            del self.runs[run].slots[slot]
+            if not self.runs[run].slots:
+                del self.runs[run]
+        places = []
+        if slot.state is SlotState.FREE:
+            places.append((self.free, slot.capacity))
+        else:
+            of_run = self.runs.setdefault(slot.run, OfRun())
+            of_run.slots[slot] = None
+            places.append((of_run.writers, slot.writer))
+            if slot.manifest is not None:
+                places += [(of_run.snapshots, slot.manifest.snapshot), (of_run.names, slot.manifest.name)]
+        for index, key in places:
+            index.setdefault(key, {})[slot] = None
+        self.nbytes += slot.capacity - nbytes
+        self._noted[slot] = slot.capacity, slot.run, places
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """What can be read here as one: a snapshot or file in one slot, or a snapshot whose shards are in several.
+
+    Attributes:
+        slots: that hold it; of several, in the order of their writers.
+        manifests: of what each of them holds.
+    """
+
+    slots: tuple[Slot, ...]
+    manifests: tuple[Manifest, ...]
+
+    @classmethod
+    def of(cls, slots: Iterable[Slot]) -> Held:
+        """What committed slots hold now."""
+        held = [(slot, slot.manifest) for slot in slots if slot.manifest is not None]
+        return cls(tuple(slot for slot, _ in held), tuple(manifest for _, manifest in held))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is still what the slots hold."""
+        return all(slot.manifest is manifest for slot, manifest in self.each())
+
+    @property
+    def safe(self) -> list[str]:
+        """URLs at which all of it is."""
+        return [url for url in self.slots[0].safe if all(slot.seen.get(url) is Mark.SAFE for slot in self.slots)]
+
+    def each(self) -> Iterator[tuple[Slot, Manifest]]:
+        """Each slot, and the manifest of what it holds."""
+        return zip(self.slots, self.manifests, strict=True)
+
+    def image(self) -> Image:
+        """Its bytes. The caller must have it pinned."""
+        views = [slot.view(manifest.nbytes) for slot, manifest in self.each()]
+        return views[0] if len(views) == 1 else JoinedImage(self.manifests, views)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
+        """Yield ``(slot, start, stop)`` of what lies in a range of its image: in which slot, and where there."""
+        if len(self.slots) == 1:
+            yield self.slots[0], start, stop
+            return
+        for writer, first, last in JoinedImage(self.manifests, ()).pieces(start, stop):
+            yield self.slots[writer], first, last
+
+
+# -- snapshots, and what is known of them beyond what is here ---------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of snapshots beyond what the slots here hold.
+
+    Attributes:
+        committed: orders of the newest snapshots that are known to be committed over snapshot servers, or at storage,
+            by run and lineage. What the rings of hosts hold does not count: it is lost sooner.
+        seen_registers: that other places have shown, by run and name of the snapshot.
+    """
+
+    committed: dict[tuple[str, str], set[Order]] = field(default_factory=dict)
+    seen_registers: dict[tuple[str, str], dict[int, ShardOf]] = field(default_factory=dict)
+
+
+ORPHANED_S = 3600.0
+"""A shard whose snapshot is not complete after so long gives way to others: its trainer is gone."""
+
+_NOTHING = Known()
+MOST_ABORTED = 16
+"""Snapshots whose registers stay, although nothing newer is committed: their writers ask why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A snapshot, as far as it is here: in one slot, or in those of several writers' shards.
+
+    Attributes:
+        slots: in the order of their writers.
+        state: what has become of it, as far as is known here.
+        why: if it is aborted, the reason, for people.
+        is_here: whether all of it is.
+        watermark: of the newest snapshot of its lineage that is known to be committed, it may be its own.
+        exact_watermark: of the newest exact one.
+    """
+
+    slots: tuple[Slot, ...]
+    state: Status
+    why: str
+    is_here: bool
+    watermark: Order | None = None
+    exact_watermark: Order | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the snapshot, or of the first of the shards that are here."""
+        manifest = self.slots[0].manifest
+        assert manifest is not None
+        return manifest
+
+    @property
+    def persist(self) -> bool:
+        """Whether storage is to have it."""
+        shard = self.manifest.shard
+        return shard is None or shard.persist
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the run has come to its end with it. A server that has a shard says nothing of the others."""
+        is_durable = any(slot.is_durable for slot in self.slots)
+        is_known = self.state is Status.COMMITTED or (self.state is Status.PENDING and is_durable)
+        return self.manifest.complete and is_known
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether something newer of its lineage is committed."""
+        return self.watermark is not None and self.manifest.order < self.watermark
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether a resume would miss it: nothing newer of its lineage is committed, or nothing newer that is exact."""
+        marks = (self.watermark, self.exact_watermark) if self.manifest.exact else (self.watermark,)
+        return self.state is not Status.ABORTED and any(mark is None or self.manifest.order >= mark for mark in marks)
+
+    def is_evictable(self, now_s: float) -> bool:
+        """Whether its slots may be reused, see :func:`~lightning_spot.snapshot.shards.is_evictable`."""
+        is_old = now_s - max(slot.commit.at_s for slot in self.slots) > ORPHANED_S
+        if self.state is Status.PENDING:
+            return is_old
+        if is_old and not self.is_here and all(slot.refused for slot in self.slots):
+            return True
+        if self.state is Status.COMMITTED and self.is_newest and not self.manifest.exact:
+            return True  # it takes no memory from others
+        is_durable = all(slot.is_safe for slot in self.slots)
+        mark = self.exact_watermark if self.manifest.exact else self.watermark
+        return is_evictable(self.manifest.order, self.state, mark, is_durable=is_durable)
+
+
+def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
+    """The snapshots that slots hold, or hold shards of."""
+    found: dict[tuple[str, str], list[Slot]] = {}
+    for slot in slots:
+        if (manifest := slot.snapshot) is not None:
+            found.setdefault((slot.run, manifest.snapshot), []).append(slot)
+    marks: dict[tuple[str, str], list[Order]] = {key: list(orders) for key, orders in known.committed.items()}
+    whole: dict[tuple[str, str], bool] = {}
+    for key, held in found.items():
+        first = held[0].snapshot
+        assert first is not None
+        whole[key] = status(shards_in(held), first.order) is Status.COMMITTED if first.shard is not None else True
+        if whole[key]:
+            marks.setdefault((key[0], first.lineage), []).append(first.order)
+    return [_group(key, held, whole[key], marks, known) for key, held in found.items()]
+
+
+def _group(
+    key: tuple[str, str], held: list[Slot], is_here: bool, marks: dict[tuple[str, str], list[Order]], known: Known
+) -> Group:
+    first = held[0].snapshot
+    assert first is not None
+    orders = marks.get((key[0], first.lineage), [])
+    newest = max(orders, default=None)
+    newest_exact = max((order for order in orders if order[2]), default=None)
+    state, why = Status.COMMITTED, ""
+    if not is_here:  # else no register that is elsewhere says anything new
+        state, why = status_of(known, key, first.lineage, first.order, shards_in(held), newest)
+    held.sort(key=lambda slot: slot.writer)
+    return Group(tuple(held), state, why, is_here, newest, newest_exact)
+
+
+def status_of(
+    known: Known, key: tuple[str, str], lineage: str, order: Order, here: dict[int, ShardOf], watermark: Order | None
+) -> tuple[Status, str]:
+    """What has become of a snapshot, and why it is aborted.
+
+    Args:
+        known: beyond what is here.
+        key: of the run, and name of the snapshot.
+        lineage: of it.
+        order: of it.
+        here: registers that are here. It counts where all of them are, here or elsewhere: not some here and some there.
+        watermark: see :func:`~lightning_spot.snapshot.shards.status`.
+    """
+    if order in known.committed.get((key[0], lineage), ()):
+        return Status.COMMITTED, ""
+    seen = {**known.seen_registers.get(key, {}), **here}
+    if why := why_aborted(seen):
+        return Status.ABORTED, why
+    state = status(here, order, watermark)
+    return state, "a newer snapshot is complete" if state is Status.ABORTED else ""
+
+
+def shards_in(slots: Iterable[Slot]) -> dict[int, ShardOf]:
+    """What slots hold of a snapshot, by the number of the writer."""
+    return registers_of(slot.manifest for slot in slots if slot.manifest is not None)
+
+
+class View:
+    """The snapshots and files of a run as they are now: what each slot owes, and which may be reused.
+
+    Everything in it follows from what the slots hold, what was seen of it at other places, and where the run goes.
+
+    Args:
+        slots: of the run, committed ones and others.
+        tiers: where its snapshots go.
+        known: of snapshots, beyond what is in the slots.
+
+    Attributes:
+        slots: those that hold something.
+        groups: its snapshots.
+        owed: URLs at which what a slot holds is owed, for those slots that owe it anywhere.
+    """
+
+    def __init__(self, slots: Iterable[Slot], tiers: Tiers = Tiers(), known: Known = _NOTHING) -> None:
+        self.slots = [slot for slot in slots if slot.manifest is not None]
+        self.groups = grouped(self.slots, known)
+        self.owed = {slot: urls for slot, urls in owed(self.slots, self.groups, tiers) if urls}
+
+    @functools.cached_property
+    def newest(self) -> set[Slot]:
+        """The slots of the newest exact snapshot of each lineage, and of what is newer, or may become so."""
+        return {slot for group in self.groups if group.is_newest for slot in group.slots}
+
+    @functools.cached_property
+    def bases(self) -> set[Slot]:
+        """The slots that hold the newest of each writer that is at a server behind this one, for each of these."""
+        newest = {
+            (slot.writer, url): slot
+            for slot in sorted(self.slots, key=lambda slot: slot.commit.sequence)
+            for url in slot.safe
+            if slot.snapshot is not None and url.startswith("spot://")
+        }
+        return set(newest.values())
+
+    @property
+    def only_here(self) -> set[Slot]:
+        """The slots whose snapshot or file is still owed to a tier, or is the newest and safe nowhere.
+
+        What is at storage, and owed to servers only, is not among them: no more than a replica is missing.
+        """
+        unsafe = (slot for slot in self.slots if not (slot.is_safe or slot.refused))
+        newest = (slot for slot in unsafe if slot in self.newest or slot.snapshot is None)
+        spare = {slot for slot, urls in self.owed.items() if slot.is_durable and _are_servers(urls)}
+        return {*self.owed, *newest} - spare
+
+    def reusable(self, now_s: float) -> list[Slot]:
+        """Slots that may be reused: nobody reads them, and they owe nothing.
+
+        The newest snapshot of a lineage, and a file, must be safe somewhere below besides, or its sender have said that
+        it is durable, or the file have been refused there, since a newer one is at its place. What may still become the
+        newest stays.
+        """
+        may_go = {slot for group in self.groups if group.is_evictable(now_s) for slot in group.slots}
+        may_go |= {slot for slot in self.slots if slot.snapshot is None and (slot.is_safe or slot.refused)}
+        return [slot for slot in self.slots if slot in may_go and not slot.readers and slot not in self.owed]
+
+    def superfluous(self, keep: int, now_s: float) -> list[Slot]:
+        """Slots that are to be let go: what is superseded, beyond the newest snapshots, and all but a few aborted ones.
+
+        Args:
+            keep: so many of these stay.
+            now_s: the time (monotonic).
+        """
+        committed = [group for group in self.groups if group.state is Status.COMMITTED]
+        # What is whole here stays until something newer is, too: the place that has all of that may be lost.
+        kept = [
+            manifest
+            for some in (committed, [group for group in committed if group.is_here])
+            for manifest in worth_keeping(newest_first([group.manifest for group in some]))[: max(1, keep)]
+        ]
+        aborted = [group for group in self.groups if group.state is Status.ABORTED]
+        aborted.sort(key=lambda group: group.manifest.order)
+        gone = [*aborted[:-MOST_ABORTED], *(group for group in self.groups if group.is_superseded)]
+        over = {slot for group in gone if group.manifest not in kept for slot in group.slots}
+        over -= self.newest | self.bases
+        return [slot for slot in self.reusable(now_s) if slot in over] if over else []
+
+
+def _are_servers(urls: Iterable[str]) -> bool:
+    return all(url.startswith("spot:") for url in urls)
+
+
+def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterator[tuple[Slot, list[str]]]:
+    """Yield for each slot of a run the URLs at which what it holds is to be, and is not.
+
+    A tier is owed the newest snapshot, those that ended the run, and users' files: what was superseded is not. Of
+    snapshots of which not all is here, storage is to have each that its writers want there, until it has a newer one:
+    all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed; but what
+    a server behind this one brings to storage is not waited for: nobody tells of it.
+    """
+    for slot in slots:
+        if slot.snapshot is None:
+            yield slot, slot.lacks(tiers.all if slot.commit.places is None else slot.commit.places)
+    told = (*tiers.own, *(url for url in tiers.carried if url.startswith("spot:")))
+    for group in groups:
+        wanted = _wanted(group, groups, tiers)
+        for slot in group.slots:
+            failed = slot.manifest is not None and bool(slot.manifest.why_failed)
+            yield slot, slot.lacks((() if group.is_superseded else told) if failed else wanted)
+
+
+def _wanted(group: Group, groups: Sequence[Group], tiers: Tiers) -> Sequence[str]:
+    """Where a snapshot is to be."""
+    manifest, is_committed = group.manifest, group.state is Status.COMMITTED
+    if group.is_newest or (manifest.complete and is_committed):
+        return tiers.all
+    if not (group.persist and is_committed):
+        return ()
+    storage = [url for url in tiers.all if not url.startswith("spot:")]
+    others = [each for each in groups if each.manifest.lineage == manifest.lineage]
+    newer = [each for each in others if each.manifest.order > manifest.order]
+    if group.is_here:
+        is_newest = not any(each.is_here and each.persist and each.manifest.exact for each in newer)
+        return storage if manifest.exact and is_newest else ()
+    return [url for url in storage if not any(each.slots[0].seen.get(url) is Mark.SAFE for each in newer)]
+
+
+def reusable(views: Iterable[View], now_s: float) -> list[Slot]:
+    """Slots that may be reused, in the order in which they should be.
+
+    The newest of a run goes last; what a server behind holds goes late: only changes to it need to be sent.
+    """
+    found = [
+        (slot in view.newest, slot in view.bases, slot.commit.sequence, slot)
+        for view in views
+        for slot in view.reusable(now_s)
+    ]
+    return [slot for *_, slot in sorted(found, key=lambda each: each[:3])]
+
+
+def file_order(manifest: Manifest | None) -> tuple[int, int, float]:
+    """What makes a file of a name newer than another; snapshots are committed once, by their one attempt."""
+    if manifest is None or not manifest.is_file:
+        return (0, 0, 0.0)
+    return (manifest.attempt, manifest.step, manifest.created_unix_s)
+
+
+_OVERLAPPING = 2
+_MOST_BEYOND = 2
+_FEW = 64  # free slots of one size that are compared: with thousands, any will do
+_MUCH_LARGER = 4
+_SMALL_BYTES = 64 * 2**20
+
+MOST_SLOTS = 16384
+"""However much memory there is: an answer that lists what is in them is to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a ring.
+
+    Attributes:
+        slots: most slots of each writer of a run; ``None`` for no bound but memory.
+        memory_bytes: most bytes of all slots together.
+        run_memory_bytes: most bytes of the slots of one run; ``None`` for no such bound.
+        files: slots for which this process may have files open.
+    """
+
+    slots: int | None
+    memory_bytes: int
+    run_memory_bytes: int | None
+    files: int = MOST_SLOTS
+
+    def has_share(self, slots: Slots, run: str, writer: int) -> bool:
+        """Whether a writer of a run has fewer slots than it may have."""
+        used = sum(slot.capacity > 0 for slot in slots.of(run).writers.get(writer, ()))
+        return self.slots is None or used < self.slots
+
+    def allow_one_more(self, slots: Slots, run: str, writer: int = 0) -> bool:
+        """Whether one more slot may be made for a writer of a run, as far as their number goes."""
+        if self.slots is not None:
+            made = [(slot.run, slot.writer) for slot in slots if slot.capacity]
+            writers = {each for each in made if each[0]} | {(run, writer)}
+            if len(made) >= self.slots * len(writers) or not self.has_share(slots, run, writer):
+                return False
+        return self.has_files(slots, run)
+
+    def has_files(self, slots: Slots, run: str) -> bool:
+        """Whether files are left for one more slot of a run: it has no more than are left for others."""
+        if len(slots) < self.files // 2:
+            return True
+        used = len(slots) - sum(map(len, slots.free.values()))
+        return len(slots) < self.files and len(slots.of(run).slots) < self.files - used
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where a snapshot goes.
+
+    Attributes:
+        slot: the slot to take; ``None`` for a new one.
+        forget: committed slots whose snapshots make room.
+        release: slots whose memory is given back.
+        outgrown: whether the slot is too small, and only what is superseded is dropped with its memory.
+    """
+
+    slot: Slot | None
+    forget: list[Slot] = field(default_factory=list)
+    release: list[Slot] = field(default_factory=list)
+    outgrown: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is memory that was not used before, and nothing makes room for it."""
+        return not (self.forget or self.release or (self.slot is not None and self.slot.capacity))
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether memory is made, and no snapshot dropped for it that anybody would miss."""
+        if self.outgrown:
+            return True
+        drops = bool(self.forget) or (self.slot is not None and self.slot.state is SlotState.COMMITTED)
+        return not drops and (self.is_new or bool(self.release))
+
+
+def bound(slots: Slots, run: str, writer: int, limits: Limits) -> Limits:
+    """The limits for a slot that is made because a snapshot of a writer of a run found none.
+
+    On a GPU, which is a step behind its host, three are under way at each step: the newest has its slot, one is copied,
+    one is sealed. With two on the way, one more slot is of use. With three, snapshots are sealed more slowly than they
+    come, or the host is too far ahead: more slots would only hold older ones.
+    """
+    mine = slots.of(run).writers.get(writer, ())
+    on_the_way = sum(slot.state is SlotState.FILLING and not slot.is_prefault for slot in mine)
+    if limits.slots is None or on_the_way != _OVERLAPPING:
+        return limits
+    return replace(limits, slots=limits.slots + _MOST_BEYOND)
+
+
+def capacity_for(nbytes: int, limits: Limits) -> int:
+    """Memory to give a snapshot of ``nbytes``.
+
+    Raises:
+        SnapshotFailedError: if it can never fit.
+    """
+    for limit, name, remedy in (
+        (limits.memory_bytes, "this server's memory", "more --memory-limit (or memory_limit=)"),
+        (limits.run_memory_bytes, "what one run may use of this server's memory", "more --run-memory-limit"),
+    ):
+        if limit is not None and nbytes > limit:
+            raise SnapshotFailedError(
+                f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the server"
+                f" with {remedy}",
+                nbytes=nbytes,
+                memory_bytes=limit,
+                reason=FailureReason.TOO_LARGE,
+            )
+    most = min(limits.memory_bytes, limits.run_memory_bytes or limits.memory_bytes)
+    return min(slot_capacity(nbytes), max(nbytes, most))
+
+
+Views = Callable[[], list[View]]
+
+
+def find_room(
+    slots: Slots,
+    run: str,
+    nbytes: int,
+    capacity: int,
+    limits: Limits,
+    *,
+    reuse: bool = False,
+    writer: int = 0,
+    views: Views = list,
+    now_s: float = 0.0,
+) -> Placement | None:
+    """Choose a slot for a snapshot: a free one, a new one, or the one whose snapshot is missed least.
+
+    Args:
+        slots: all there are.
+        run: key of the run it is for.
+        nbytes: size of the snapshot.
+        capacity: memory to give it, if none that is there fits.
+        limits: of the ring.
+        reuse: whether a superseded snapshot, of which nobody needs the bytes, goes before new memory is used.
+        writer: number of the rank that fills it.
+        views: tells of each run what its slots hold.
+        now_s: the time (monotonic).
+
+    Returns:
+        ``None`` if no slot can be had now.
+    """
+    can_be_new, has_share = limits.allow_one_more(slots, run, writer), limits.has_share(slots, run, writer)
+    free = slots.free
+    if not has_share:
+        free = _by_capacity(slot for slot in _each(free) if slot.writer == writer)
+    if not reuse and limits.run_memory_bytes is None:
+        room = _without_loss(slots, free, [], nbytes, capacity, limits, writer, can_be_new=can_be_new)
+        if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
+            return room
+    idle = [slot for slot in reusable(views(), now_s) if slot.capacity]
+    forget = _within_quota(slots, idle, run, capacity, limits)
+    if forget is None:
+        return None
+    if forget:
+        free, idle = _by_capacity([*_each(free), *forget]), [slot for slot in idle if slot not in forget]
+    own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
+    superseded = _superseded(own, views()) if reuse and not forget else []
+    fitting = [slot for slot in superseded if slot.takes(nbytes)]
+    room = _without_loss(slots, free, fitting, nbytes, capacity, limits, writer, can_be_new=can_be_new)
+    if room is not None:
+        return Placement(room.slot, forget, room.release)
+    for candidate in own:
+        if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
+            outgrown = candidate in superseded and candidate.capacity < nbytes and not room.forget
+            return Placement(room.slot, [*forget, *room.forget], room.release, outgrown)
+    return None
+
+
+def why_full(
+    slots: Slots, run: str, nbytes: int, limits: Limits, *, is_known: bool, views: Views = list, now_s: float = 0.0
+) -> str:
+    """Why no slot can be had now, for people.
+
+    Args:
+        slots: all there are.
+        run: key of the run that wants one.
+        nbytes: size of its snapshot.
+        limits: of the ring.
+        is_known: whether it is known that there is no room: else there may be some, but no memory made in it.
+        views: tells of each run what its slots hold.
+        now_s: the time (monotonic).
+    """
+    idle = reusable(views(), now_s)
+    dirty = {slot: urls for view in views() for slot, urls in view.owed.items()}
+    share = ""
+    if _within_quota(slots, idle, run, capacity_for(nbytes, limits), limits) is None:
+        most = format_bytes(limits.run_memory_bytes or 0)
+        share = f"; one run may use {most} of this server's memory (--run-memory-limit)"
+    reasons: Counter[str] = Counter()
+    for slot in slots:
+        if slot.is_prefault:
+            reasons["being made"] += 1
+        elif slot.state is SlotState.FILLING:
+            reasons["being filled"] += 1
+        elif slot in dirty:
+            urls = " and ".join(sorted(dirty[slot]))
+            reasons[f"not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"] += 1
+        elif slot.readers:
+            reasons["being read"] += 1
+        elif slot.state is SlotState.COMMITTED and slot not in idle:
+            reasons["the newest of its run and safe nowhere else, or not complete yet"] += 1
+    if not is_known and not reasons["being made"]:
+        room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits, views=views, now_s=now_s)
+        reasons += Counter({"still to be made": int(room is not None)})
+    if not limits.has_files(slots, run):
+        share += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
+    listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"
+    return f"none of {len(slots)} slots can be had now ({listed}){share}"
+
+
+def _within_quota(slots: Slots, idle: list[Slot], run: str, capacity: int, limits: Limits) -> list[Slot] | None:
+    """Snapshots of the run itself that must go for it to stay within its own bound; ``None`` if that is not enough."""
+    if limits.run_memory_bytes is None:
+        return []
+    used = sum(slot.capacity for slot in slots.of(run).slots)
+    over = used + min(capacity, limits.run_memory_bytes) - limits.run_memory_bytes
+    forget = []
+    for slot in idle:
+        if over > 0 and slot.run == run:
+            forget.append(slot)
+            over -= slot.capacity
+    return forget if over <= 0 else None
+
+
+def _superseded(idle: list[Slot], views: Iterable[View]) -> list[Slot]:
+    """Slots that hold what neither a resume nor a server behind would miss: older snapshots."""
+    missed = {slot for view in views for slot in (*view.newest, *view.bases)}
+    return [slot for slot in idle if slot.snapshot and slot not in missed]
+
+
+def _by_capacity(slots: Iterable[Slot]) -> dict[int, SlotSet]:
+    found: dict[int, SlotSet] = {}
+    for slot in slots:
+        found.setdefault(slot.capacity, {})[slot] = None
+    return found
+
+
+def _each(free: dict[int, SlotSet]) -> Iterator[Slot]:
+    """Free slots that nobody reads any more."""
+    return (slot for slots in free.values() for slot in slots if not slot.readers)
+
+
+def _without_loss(
+    slots: Slots,
+    free: dict[int, SlotSet],
+    superseded: list[Slot],
+    nbytes: int,
+    capacity: int,
+    limits: Limits,
+    writer: int,
+    *,
+    can_be_new: bool,
+) -> Placement | None:
+    """Room that costs no snapshot which anybody would miss."""
+    for candidate in _free_first(free, nbytes, superseded, writer, can_be_new=can_be_new):
+        if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
+            return room
+    return None
+
+
+def _free_first(
+    free: dict[int, SlotSet], nbytes: int, superseded: list[Slot], writer: int, *, can_be_new: bool
+) -> list[Slot | None]:
+    """Free slots that fit, a new one, then those that must be made again; a small file leaves large slots alone.
+
+    Of each size there is one. Superseded ones go before a new one is made.
+    """
+    each = [_one_of(slots, writer) for slots in free.values()]
+    of_each = [slot for slot in each if slot is not None]
+    fitting = sorted((slot for slot in of_each if slot.takes(nbytes)), key=lambda slot: slot.capacity)
+    wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
+    superseded = [slot for slot in superseded if not _is_much_larger(slot, nbytes)]
+    new: list[Slot | None] = [None] if can_be_new else []
+    without = [slot for slot in of_each if not slot.capacity]
+    unfit = [slot for slot in of_each if slot.capacity and not slot.takes(nbytes)]
+    rest = [slot for slot in fitting if slot not in wasted]
+    return [*rest, *superseded, *(without if can_be_new else []), *new, *unfit, *wasted]
+
+
+def _one_of(free: SlotSet, writer: int) -> Slot | None:
+    """One that nobody reads; of the first few, one that this writer filled last: what is unchanged is there already."""
+    few = list(itertools.islice((slot for slot in free if not slot.readers), _FEW))
+    return next((slot for slot in few if slot.writer == writer), few[0] if few else None)
+
+
+def _is_much_larger(slot: Slot, nbytes: int) -> bool:
+    return slot.capacity > _MUCH_LARGER * nbytes + _SMALL_BYTES
+
+
+def _try(
+    slots: Slots,
+    candidate: Slot | None,
+    free: dict[int, SlotSet],
+    idle: list[Slot],
+    nbytes: int,
+    capacity: int,
+    limits: Limits,
+) -> Placement | None:
+    if candidate is not None and candidate.takes(nbytes):
+        return Placement(candidate)
+    more = capacity - (candidate.capacity if candidate is not None else 0)
+    over = slots.nbytes + more - limits.memory_bytes
+    room = Placement(candidate, release=[candidate] if candidate is not None and candidate.capacity else [])
+    others = itertools.chain(_each(free), idle)
+    for other in (slot for slot in others if slot is not candidate and slot.capacity):
+        if over <= 0:
+            break
+        over -= other.capacity
+        room.release.append(other)
+        if other in idle:
+            room.forget.append(other)
+    return room if over <= 0 else None

@@ -1,0 +1,208 @@
+"""What a server asks of another one, beyond what every store can do, and how the tiers below are doing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from lightning_spot.errors import FencedError
+from lightning_spot.server.ring import FindEarlier, nothing_earlier
+from lightning_spot.server.runs import Opened, RunInfo, key_of
+from lightning_spot.snapshot.coming import Coming
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.untrusted import texts
+
+
+@dataclass(slots=True)
+class Sent:
+    """How the parts went of snapshots that were committed at a server.
+
+    Attributes:
+        whole_bytes: of parts that were sent whole.
+        delta_bytes: that were sent for parts of which only what changed was.
+        same_bytes: of parts that were not sent, since the server had them.
+    """
+
+    whole_bytes: int = 0
+    delta_bytes: int = 0
+    same_bytes: int = 0
+
+    def add(self, other: Sent) -> None:
+        """Count more."""
+        self.whole_bytes += other.whole_bytes
+        self.delta_bytes += other.delta_bytes
+        self.same_bytes += other.same_bytes
+
+    @property
+    def bytes(self) -> int:
+        """All that was sent."""
+        return self.whole_bytes + self.delta_bytes
+
+
+class Listed(NamedTuple):
+    """What a server says of a snapshot or file that it holds.
+
+    Attributes:
+        manifest: of the snapshot; or of a shard, or why there will be none, of one of which not all is there.
+        dirty: URLs of the tiers to which it is still to be brought.
+        safe: URLs of those that have it.
+    """
+
+    manifest: Manifest
+    dirty: list[str]
+    safe: list[str]
+
+    @classmethod
+    def all_of(cls, listing: dict[str, Any]) -> list[Listed]:
+        """All that a server has answered."""
+        return [
+            cls(Manifest.from_dict(item["manifest"]), texts(item, "dirty"), texts(item, "safe"))
+            for item in listing["snapshots"]
+        ]
+
+
+@runtime_checkable
+class NodeTier(Protocol):
+    """Another server, for one run. Methods may be called from any thread; each ends within bounds of its own.
+
+    Attributes:
+        sent: how the parts of snapshots went so far.
+    """
+
+    sent: Sent
+
+    def open_run(self, info: RunInfo) -> Opened:
+        """Let an attempt write the run there; once more by the same attempt does nothing, and tells how things are.
+
+        Raises:
+            FencedError: if a later attempt holds the run.
+            TierError: if the server does not answer, or refuses.
+        """
+
+    def know(self, info: RunInfo) -> None:
+        """Take note of the run: its token is shown, and a restarted server, which has forgotten it, is told all."""
+
+    def listing(self) -> list[Listed]:
+        """Everything it holds of the run."""
+
+    def settle(self, manifest: Manifest, attempt: int) -> None:
+        """Say that a snapshot is durable which it did not bring there: it, and older ones of its lineage, may go."""
+
+    def send(
+        self,
+        coming: Coming,
+        *,
+        attempt: int,
+        earlier: FindEarlier = nothing_earlier,
+        floats: Sequence[Floats] = (),
+    ) -> Manifest:
+        """Send a file part by part as each becomes final, and commit it there once it is committed here.
+
+        Args:
+            coming: the file.
+            attempt: on whose behalf.
+            earlier: finds earlier snapshots that are here: of those that are there too, only changes are sent.
+            floats: where in it numbers lie that may be approximated; none for a file that is to be there exactly.
+
+        Returns:
+            the sealed manifest of what is there now: its own, or that of an approximation.
+
+        Raises:
+            SnapshotNotFoundError: if the file was given up meanwhile.
+        """
+
+    def fail(self, manifest: Manifest) -> None:
+        """Note there why a shard will never be, see :attr:`ShardOf.failed`. Nothing happens if that is known there."""
+
+    def flush(self, wait_s: float) -> list[str]:
+        """Have everything of the run brought further down; what was not reached in time, one line each."""
+
+
+_SMOOTHING = 0.3
+
+
+@dataclass(slots=True)
+class TierHealth:
+    """How a tier below is doing.
+
+    Attributes:
+        kind: ``"node"`` or ``"durable"``.
+        carried: whether nothing goes there from here at present, because a server behind this one writes there.
+        error: what fails there at present, ``""`` while everything works.
+        refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
+        refused_run, refused_attempt: whose that was: a run's key, and the attempt that was taken over.
+        silent: that no byte has moved on a connection to the store, see :mod:`~lightning_spot.store.fsspec_client`.
+        dropped, dropped_name: why a snapshot was dropped last instead of being brought there, since it was damaged in
+            memory, and its name.
+        failures: failures in a row.
+        failures_total: failures so far, of every kind.
+        flushed: snapshots and files brought there so far.
+        inexact: approximations of snapshots brought there so far; they do not count as these.
+        flushed_bytes: bytes of what was flushed.
+        flush_s: seconds that took.
+        drain_s: seconds that one snapshot takes at present (a moving average); 0 before the first.
+        whole_bytes, delta_bytes, same_bytes: at a server, see :class:`~lightning_spot.server.tier.Sent`.
+    """
+
+    kind: str = "durable"
+    carried: bool = False
+    error: str = ""
+    refused: str = ""
+    refused_run: str = ""
+    refused_attempt: int = 0
+    silent: str = ""
+    dropped: str = ""
+    dropped_name: str = ""
+    failures: int = 0
+    failures_total: int = 0
+    flushed: int = 0
+    inexact: int = 0
+    flushed_bytes: int = 0
+    flush_s: float = 0.0
+    drain_s: float = 0.0
+    whole_bytes: int = 0
+    delta_bytes: int = 0
+    same_bytes: int = 0
+
+    @classmethod
+    def of(cls, url: str) -> TierHealth:
+        """Of a tier at which nothing was done yet."""
+        return cls(kind="node" if url.startswith("spot://") else "durable")
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> TierHealth:
+        """As a server tells it; what a newer one tells besides is left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in figures.items() if name in known})
+
+    def refuses(self, error: FencedError, run: str, attempt: int) -> None:
+        """Note that the tier takes nothing of an attempt any more.
+
+        Args:
+            error: as which the tier said so.
+            run: key of the attempt's run.
+            attempt: that was taken over.
+        """
+        self.refused, self.refused_run, self.refused_attempt = str(error), run, attempt
+
+    def took(self, put: Manifest, seconds: float, sent: Sent | None) -> None:
+        """Note that something was brought there.
+
+        Args:
+            put: what is there now.
+            seconds: that took.
+            sent: how its parts, and those of everything before it, went to a server.
+        """
+        if self.refused_run == key_of(put):  # what was refused while its trainer lived is brought when that is gone
+            self.refused = ""
+        if put.exact:  # from these it is told how long an urgent snapshot will take
+            self.flushed += 1
+            self.flushed_bytes += put.nbytes
+            self.flush_s += seconds
+        else:
+            self.inexact += 1
+        self.drain_s += (_SMOOTHING if self.drain_s else 1.0) * (seconds - self.drain_s)
+        if sent is not None:
+            self.whole_bytes, self.delta_bytes, self.same_bytes = sent.whole_bytes, sent.delta_bytes, sent.same_bytes

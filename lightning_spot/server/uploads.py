@@ -1,0 +1,546 @@
+"""Uploads: slots on their way to become snapshots, filled on this host or received over the network.
+
+Each has one writer. Of a snapshot that several ranks write, each puts its shard, or why it will have none: a register
+that is written once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from lightning_spot.config import KEEP
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    ServerUnreachableError,
+    SettingsError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+    TierError,
+)
+from lightning_spot.say import say
+from lightning_spot.server.registry import Registry
+from lightning_spot.server.ring import Base, Ring, SlotsAhead
+from lightning_spot.server.runs import is_own_folder, key_of
+from lightning_spot.server.slots import Making, Slot
+from lightning_spot.server.upload import Upload, writer_of
+from lightning_spot.snapshot.coming import Coming, Sealing, sealing_threads
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import part_ranges
+from lightning_spot.snapshot.ranges import Floats, Ranges
+from lightning_spot.store.fences import check_fence
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""How often a thread that waits for a change at the ring looks by itself."""
+
+_ABANDONED_S = 0.25  # less than a killed server's successor takes to begin, more than a sender from part to part
+
+UPLOAD_IDLE_S = 120.0
+"""An upload over the network that receives nothing for so long is given up and its slot freed."""
+
+
+class Uploads:
+    """The uploads of a server. All methods may be called from any thread.
+
+    Args:
+        ring: gives the slots, and holds what is committed.
+        registry: tells who may write.
+        committed: called with each snapshot, shard or file that was committed, and the key of its run.
+
+    Attributes:
+        closing: whether the server is shutting down, and takes no new snapshots.
+    """
+
+    def __init__(self, ring: Ring, registry: Registry, committed: Callable[[str, Manifest], None]) -> None:
+        self.closing = False
+        self._uploads: dict[str, Upload] = {}
+        self._ring, self._registry, self._committed = ring, registry, committed
+        self._lock = registry.lock
+        self._ahead = SlotsAhead(ring)
+
+    def __len__(self) -> int:
+        return len(self._uploads)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._uploads))
+
+    def close(self) -> None:
+        """Take no new snapshots, and send on nothing that is not here yet."""
+        self.closing = True
+        with self._lock:
+            for upload in self._uploads.values():
+                if upload.coming is not None:
+                    upload.coming.give_up()
+        self._ahead.close()
+
+    # -- they begin -----------------------------------------------------------------------------------------------
+
+    def lease(
+        self,
+        run: str,
+        attempt: int,
+        nbytes: int,
+        *,
+        manifest: Manifest | None = None,
+        wait_s: float = 0.0,
+        session: str = "",
+        upload_id: str = "",
+        making: Making = Making.NOW,
+        writer: int = 0,
+        committed: str = "",
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Upload:
+        """Take a slot for a new snapshot, shard or file.
+
+        Args:
+            run: the run, as in URLs.
+            attempt: who writes.
+            nbytes: size of it.
+            manifest: without checksums, if it will come over the network: its parts go on to the tiers below as they
+                arrive, and nothing else can be committed in the slot.
+            wait_s: how long to wait for a slot.
+            session: live connection of the trainer, if it is on this host. When it closes the slot is freed.
+            upload_id: 32 hexadecimal digits chosen by who asks, so that it can ask once more, or give the upload up,
+                when the answer was lost; ``""`` has one made.
+            making: whether its memory is made, see :class:`Making`.
+            writer: number of the rank on this host that will fill it.
+            committed: name of the newest snapshot of the run that counts, as who asks knows; ``""`` for none.
+            cancelled: asked while waiting: whether nobody wants the slot any more.
+
+        Raises:
+            FencedError: if ``attempt`` no longer holds the run.
+            SnapshotFailedError: if it can never fit, or no slot became available in time.
+            SnapshotNotFoundError: if this server does not know the run.
+            TierError: if the host has no memory for it.
+        """
+
+        def gone() -> bool:
+            return cancelled() or self.closing or bool(session and session not in self._registry.sessions)
+
+        key = self._admit(run, attempt)
+        self._ring.raise_watermark(key, committed)
+        upload_id, announced = upload_id or uuid.uuid4().hex, _plain(manifest)
+        if (known := self._uploads.get(upload_id)) is not None:
+            return _same(known, (key, attempt, nbytes, announced))
+        if announced is not None:
+            if (announced.nbytes, key_of(announced)) != (nbytes, key):
+                raise SettingsError(f"{announced.name} is not what is asked for a slot: {nbytes} bytes of {key!r}")
+            writer = writer_of(announced)
+            self._give_up_abandoned(key, announced)
+            self._ahead.wait(key, writer)
+        slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
+        try:
+            upload = Upload(upload_id, key, attempt, slot, nbytes, session, time.monotonic(), writer, announced)
+            upload.held, slot.buffer.held, slot.buffer.checked_s = slot.buffer.held, "", float("-inf")
+            if announced is not None and not announced.is_file:
+                self._prepare(upload, announced)
+        except BaseException:  # nobody knows of the slot yet
+            self._ring.abort(slot)
+            raise
+        return self._begin(upload, gone)
+
+    def _admit(self, run: str, attempt: int) -> str:
+        """Refuse a writer whose attempt is not the latest, or who comes too late; the key of its run."""
+        if self.closing:
+            raise TierError("this server is shutting down and takes no new snapshots")
+        known = self._registry.find(run)
+        check_fence(known.info.name, attempt, self._registry.highest(known.info.key))
+        self.expire()
+        return known.info.key
+
+    def _slot(
+        self,
+        key: str,
+        nbytes: int,
+        wait_s: float,
+        cancelled: Callable[[], bool],
+        *,
+        reuse: bool,
+        making: Making,
+        writer: int,
+    ) -> Slot:
+        """Take a slot and mark it as being filled; see :meth:`lease`."""
+        ring, deadline_s = self._ring, time.monotonic() + wait_s
+        while True:
+            seen = ring.changes
+            if (slot := ring.try_lease(key, nbytes, reuse=reuse, making=making, writer=writer)) is not None:
+                return slot
+            if ring.is_jammed(key, writer):
+                raise SnapshotFailedError(
+                    "the memory for slots holds the shards of some ranks of a snapshot, and has no room for the others;"
+                    " raise memory_limit=",
+                    reason=FailureReason.TOO_LARGE,
+                )
+            with ring.changed:
+                while seen == ring.changes:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0 or cancelled():
+                        raise SnapshotFailedError(ring.why_full(key, nbytes), reason=FailureReason.RING_FULL)
+                    ring.changed.wait(min(left_s, LOOK_S))
+
+    def _prepare(self, upload: Upload, manifest: Manifest) -> None:
+        """It comes over the network: from what it may be made, where its parts go, and where the next one goes."""
+        if manifest.shard is None and not self._ring.find(upload.run, manifest.name):
+            upload.coming = Coming(manifest, upload.slot.view(upload.nbytes))
+        upload.base = Base.newest(self._ring, upload.run, upload.writer if manifest.shard is not None else None)
+        info = self._registry.info(upload.run)
+        kept = max(1, info.keep if info is not None else KEEP)
+        self._ahead.make(upload.run, upload.nbytes, 1 + kept, upload.writer)
+
+    def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
+        """Note an upload whose slot was leased, unless it is wanted no more.
+
+        Meanwhile, who asked for it may have ended or asked twice, or a later attempt begun, which has given up what was
+        noted by then.
+        """
+        with self._lock:
+            known, highest = self._uploads.get(upload.id), self._registry.highest(upload.run)
+            if known is None and highest <= upload.attempt and not gone():
+                self._uploads[upload.id] = upload
+                return upload
+        upload.ended = True
+        upload.let_go()
+        self._ring.abort(upload.slot)
+        if known is not None:
+            return _same(known, (upload.run, upload.attempt, upload.nbytes, upload.announced))
+        check_fence(upload.run, upload.attempt, highest)
+        if upload.session and upload.session not in self._registry.sessions:
+            raise ServerUnreachableError(
+                "the connection of who asked for this slot has closed: another one is to be made"
+            )
+        raise SnapshotNotFoundError("who asked for this slot has ended")
+
+    def _give_up_abandoned(self, key: str, newer: Manifest) -> None:
+        """A writer's server sends one snapshot at a time: one that nobody is connected for was left by a killed server.
+
+        The tiers below wait for the rest of it, and would take nothing newer.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            for upload in list(self._uploads.values()):
+                is_meant = upload.run == key and upload.is_replaced_by(newer)
+                if is_meant and not upload.in_use and now_s - upload.touched_s > _ABANDONED_S:
+                    text = "{about} was abandoned by its sender. Its slot is free for a newer upload."
+                    say(logging.INFO, "upload-superseded", text, about=upload.name)
+                    self.abort(upload.id)
+
+    # -- they are filled ------------------------------------------------------------------------------------------
+
+    def find(self, upload_id: str) -> Upload:
+        """The upload of that id, marked as alive.
+
+        Raises:
+            SnapshotNotFoundError: if there is none (given up, or never begun).
+        """
+        upload = self._uploads.get(upload_id)
+        if upload is None:
+            raise SnapshotNotFoundError(f"upload {upload_id!r} does not exist (any more)")
+        upload.touched_s = time.monotonic()
+        return upload
+
+    @contextlib.contextmanager
+    def streaming(self, upload: Upload, connection: socket.socket) -> Iterator[None]:
+        """Note that a connection receives into the slot of an upload.
+
+        Raises:
+            SnapshotNotFoundError: if the upload is gone.
+        """
+        with self._lock:
+            self.find(upload.id)
+            upload.streams.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                upload.touched_s = time.monotonic()
+                upload.streams.discard(connection)
+                self._free_if_given_up(upload)
+
+    def arriving(self, upload: Upload, start: int, stop: int, connection: socket.socket | None = None) -> None:
+        """Bytes are about to be received into the slot; call :meth:`arrived` or :meth:`lost` afterwards.
+
+        Raises:
+            SnapshotNotFoundError: if nothing more may come.
+            CorruptSnapshotError: if they overlap others.
+        """
+        upload.received.begin(start, stop, connection)
+        if upload.coming is not None:
+            upload.coming.arriving(start, stop)
+
+    def lost(self, upload: Upload, start: int) -> None:
+        """Bytes were not received, or are not what was announced: there is nothing at that place now."""
+        upload.received.end(start, None)
+
+    def arrived(self, upload: Upload, start: int, digest: str) -> None:
+        """Bytes were received; they go on to the tiers below if they are a part of a snapshot."""
+        upload.received.end(start, digest)
+        if upload.coming is None:
+            return
+        upload.coming.arrived(start, digest)
+        with self._lock:
+            if upload.slot.coming is None and self._uploads.get(upload.id) is upload:
+                self._offer(upload.slot, upload.coming)
+
+    # -- they become snapshots ------------------------------------------------------------------------------------
+
+    def seal(
+        self,
+        upload_id: str,
+        manifest: Manifest,
+        destinations: list[str] | None = None,
+        floats: tuple[Floats, ...] = (),
+        written: Ranges | None = None,
+        *,
+        followed: bool = False,
+    ) -> Manifest:
+        """Commit a slot that was filled on this host: checksum every part, commit.
+
+        Its parts go on to the next server as they are sealed.
+
+        Args:
+            upload_id: the lease.
+            manifest: without checksums.
+            destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
+            floats: where in it numbers lie that may be approximated on their way to a server behind.
+            written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
+            followed: whether another snapshot is to follow within :data:`~lightning_spot.server.reconcile.FOLLOWED_S`.
+
+        Returns:
+            the sealed manifest.
+        """
+        with self._lock:
+            upload = self.find(upload_id)
+            self._check(upload, manifest)
+            if manifest.nbytes > upload.slot.capacity:
+                raise CorruptSnapshotError(
+                    f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}"
+                )
+            upload.sealing, upload.slot.commit.floats = True, floats
+        # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
+        before = upload.before(manifest, written)
+        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
+        try:
+            if not manifest.is_file:
+                self._offer(upload.slot, sealing)
+            began_s = time.monotonic()
+            sealed = sealing.run(sealing_threads())
+            upload.slot.buffer.checked_s = began_s if before is None else float("-inf")
+            places = tuple(destinations) if destinations is not None else None
+            self._commit(upload, sealed, places, followed=followed)
+            sealing.commit(sealed)
+        finally:
+            sealing.give_up()
+            with self._lock:
+                self._take_back(upload.slot, sealing)
+                upload.sealing = False
+                self._free_if_given_up(upload)
+        return sealed
+
+    def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
+        """Commit a slot that was received in parts: every part must be there with the checksum of the manifest.
+
+        Nothing more may come from here on: what was checked stays what it is.
+
+        Raises:
+            CorruptSnapshotError: if a part is missing or differs. The slot is freed, as with the errors below.
+            SettingsError: if it is not what the upload was opened for.
+            SnapshotFailedError: if it is a shard that has failed, or is there as another one.
+        """
+        upload = self.find(upload_id)
+        if manifest.nbytes != upload.nbytes:
+            self.abort(upload_id)
+            raise SettingsError(
+                f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
+            )
+        received = upload.received.close()
+        ranges = list(part_ranges(manifest.nbytes, manifest.part_bytes))
+        if not manifest.checksums:
+            checksums = tuple(received.get(start, (0, ""))[1] for start, _ in ranges)
+            manifest = replace(manifest, checksums=checksums)
+        for index, ((start, stop), noted) in enumerate(zip(ranges, manifest.checksums, strict=True)):
+            if received.get(start) != (stop - start, noted):
+                self.abort(upload_id)
+                raise CorruptSnapshotError(
+                    f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
+                )
+        self._commit(upload, manifest, None)
+        if upload.coming is not None:
+            upload.coming.commit(manifest)
+        return manifest
+
+    def fail(self, run: str, attempt: int, manifest: Manifest) -> None:
+        """Put the register of a writer that will never have its shard; what it has put before stands.
+
+        Args:
+            run: the run, as in URLs.
+            attempt: who writes.
+            manifest: of the shard; its ``shard.failed`` says why.
+
+        Raises:
+            FencedError: if ``attempt`` no longer holds the run.
+            SettingsError: if it is no such manifest, or of another run or attempt.
+            SnapshotNotFoundError: if this server does not know the run.
+        """
+        key = self._admit(run, attempt)
+        if not manifest.why_failed or key_of(manifest) != key or manifest.attempt > attempt:
+            raise SettingsError(f"{manifest.name} is no shard of attempt {attempt} of {run!r} that failed")
+        with self._lock:
+            check_fence(run, attempt, self._registry.highest(key))
+            self._ring.fail(key, manifest)
+        self._committed(key, manifest)
+
+    def _commit(
+        self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None, *, followed: bool = False
+    ) -> None:
+        with self._lock:
+            self.find(upload.id)  # its trainer may have been killed meanwhile
+            self._check(upload, manifest)
+            try:
+                with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
+                    self._check_register(upload, manifest)
+                    self._ring.commit(upload.slot, manifest, places, followed=followed)
+                    upload.slot.coming = None
+                    upload.slot.buffer.held, upload.slot.buffer.held_as = upload.id, manifest
+            except BaseException:
+                self.abort(upload.id)
+                raise
+            del self._uploads[upload.id]
+            upload.ended = True
+            upload.let_go()
+        self._committed(upload.run, manifest)
+
+    def _check(self, upload: Upload, manifest: Manifest) -> None:
+        """Refuse what the upload was not opened for, and a writer that is no longer the latest; its slot is freed."""
+        try:
+            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
+            if (
+                key_of(manifest) != upload.run
+                or manifest.attempt > upload.attempt
+                or writer_of(manifest) != upload.writer
+                or upload.announced not in (None, _plain(manifest))
+            ):
+                raise SettingsError(
+                    f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
+                    f" opened for: {upload.name} of attempt {upload.attempt} of {upload.run!r}"
+                )
+            if manifest.is_file and is_own_folder(manifest.name):
+                raise SettingsError(
+                    f"{manifest.name!r} cannot name a file: a run has a directory of that name. Save it under another"
+                )
+        except SpotError:
+            self.abort(upload.id)
+            raise
+
+    def _check_register(self, upload: Upload, manifest: Manifest) -> None:
+        """A register is written once, and fits the others: whoever saw it, and counts on it, is not to be wrong."""
+        if manifest.shard is None:
+            return
+        known = self._ring.find(upload.run, manifest.name)
+        if known is not None and known.manifest not in (None, manifest):
+            raise SnapshotFailedError(
+                f"{manifest.name} is there already, and is another one", reason=FailureReason.SHARD_MISSING
+            )
+        self._ring.check_fits(upload.run, manifest)
+
+    # -- they end -------------------------------------------------------------------------------------------------
+
+    def abort(self, upload_id: str, *, untouched: bool = False) -> None:
+        """Give an upload up; its slot becomes free. Nothing happens if it is gone.
+
+        Args:
+            upload_id: of the upload.
+            untouched: whether its trainer has written nothing into the slot, which holds what it held before.
+        """
+        with self._lock:
+            upload = self._uploads.pop(upload_id, None)
+            if upload is None:
+                return
+            upload.ended = upload.given_up = True
+            if untouched and not upload.in_use:
+                upload.slot.buffer.held = upload.held
+            if upload.coming is not None:
+                upload.coming.give_up()
+                self._take_back(upload.slot, upload.coming)
+            for connection in upload.streams:
+                with contextlib.suppress(OSError):  # it has broken already
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._free_if_given_up(upload)
+
+    def end_session(self, session: str) -> None:
+        """The connection of a rank has closed: its half-filled slots are freed, and the others need not wait for it."""
+        with self._lock:
+            gone = [item for item in self._uploads.values() if item.session == session]
+            for upload in gone:
+                self.abort(upload.id)
+            for run, attempt, writer in {(upload.run, upload.attempt, upload.writer) for upload in gone}:
+                self._ring.fail_missing(run, attempt, writer, "it ended before its shard was there")
+
+    def fence(self, run: str, attempt: int) -> None:
+        """Give up what earlier attempts are still sending: it will not be committed.
+
+        What is sealed here, or of which parts still come, is refused when it is to be committed.
+        """
+        with self._lock:
+            for upload in list(self._uploads.values()):
+                if upload.run != run or upload.attempt >= attempt:
+                    continue
+                if upload.coming is not None:
+                    upload.coming.give_up()
+                if upload.announced is not None and upload.announced.shard is not None:
+                    self.abort(upload.id)  # who sends it may be gone
+
+    def expire(self, unconnected_s: float | None = None) -> None:
+        """Free slots of network uploads whose sender fell silent.
+
+        Args:
+            unconnected_s: for how long, where nobody is connected to send parts of it: so it is of a sender that has
+                been killed; ``None`` for as long as with a connection.
+        """
+        now_s = time.monotonic()
+        for upload in list(self._uploads.values()):
+            silent_s = now_s - upload.touched_s
+            most_s = UPLOAD_IDLE_S if upload.in_use or unconnected_s is None else unconnected_s
+            if not upload.session and silent_s > most_s:
+                text = "an upload of run {about} got nothing for {silent_s:.0f} s. It is aborted. Check its sender."
+                say(logging.WARNING, "upload-silent", text, about=upload.run, silent_s=silent_s)
+                self.abort(upload.id)
+
+    def _offer(self, slot: Slot, coming: Coming) -> None:
+        """Let the parts of a snapshot that is coming in go on to the tiers below."""
+        with self._ring.changed:
+            slot.coming = coming
+            self._ring.touch(slot.run)
+
+    def _take_back(self, slot: Slot, coming: Coming) -> None:
+        """Let them go on no longer. Once the snapshot is committed, the slot may be another's already."""
+        with self._ring.changed:
+            if slot.coming is coming:
+                slot.coming = None
+                self._ring.touch(slot.run)
+
+    def _free_if_given_up(self, upload: Upload) -> None:
+        """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""
+        upload.let_go()
+        if upload.given_up and not upload.in_use:
+            self._ring.abort(upload.slot)
+
+
+def _plain(manifest: Manifest | None) -> Manifest | None:
+    return replace(manifest, checksums=()) if manifest is not None else None
+
+
+def _same(known: Upload, asked: tuple[str, int, int, Manifest | None]) -> Upload:
+    """The upload that was begun under an id before, if the very same is asked for once more."""
+    if (known.run, known.attempt, known.nbytes, known.announced) != asked:
+        raise SettingsError(f"upload {known.id} was begun for something else")
+    known.touched_s = time.monotonic()
+    return known

@@ -1,0 +1,731 @@
+"""The workers that do what a run is still to have: one for each place, and one for questions to each server.
+
+Each has a pace and a back-off of its own. It takes what :mod:`~lightning_spot.server.reconcile` says is to be done at
+its place now, does it, and notes what it has seen. What failed is still to be done then.
+
+A snapshot server gets each shard of a snapshot by itself. Storage gets a snapshot as one where all its shards are here;
+of any other snapshot, each place brings what it has, see :mod:`~lightning_spot.store.commit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_spot.config import KEEP
+from lightning_spot.errors import (
+    CorruptSnapshotError,
+    FailureReason,
+    FencedError,
+    SnapshotFailedError,
+    SnapshotNotFoundError,
+    SpotError,
+)
+from lightning_spot.say import UNEXPECTED, recovered, say
+from lightning_spot.server.observations import Observations, Questions
+from lightning_spot.server.reconcile import (
+    LAST_LOOK_S,
+    SURPASSED_S,
+    Action,
+    Brought,
+    Deletion,
+    Kind,
+    Servers,
+    actions,
+    owed_names,
+    withdrawn,
+)
+from lightning_spot.server.ring import Ring, glance
+from lightning_spot.server.runs import RunInfo, key_of
+from lightning_spot.server.slots import ORPHANED_S, Group, Held, Mark, Slot
+from lightning_spot.server.tier import NodeTier, TierHealth
+from lightning_spot.snapshot.coming import Coming
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.shards import assemble
+from lightning_spot.store import commit
+from lightning_spot.store.fences import Standing
+from lightning_spot.store.store import SETTLED_S, Store, check_claimed, on_behalf, retain
+
+logger = logging.getLogger(__name__)
+
+CHECKED_S = 5.0
+"""A snapshot that was sealed longer ago than this is read again, and checked, before a tier takes it."""
+
+_IDLE_S = 5.0  # a thread with nothing to do ends after so long
+_JOIN_S = 30.0
+_AGAIN_S = 1.0  # how often who waits tries again to have a thread for a tier
+
+Lane = tuple[str, bool]
+"""What a worker does: the URL of its place, and whether it only asks there."""
+
+
+class PutOff(SpotError):
+    """An upload waits for what others do; its tier works.
+
+    Attributes:
+        there: files of the snapshot that are there, of all places.
+    """
+
+    def __init__(self, why: str, there: int = 0) -> None:
+        super().__init__(why)
+        self.there = there
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    thread: threading.Thread
+    wake: threading.Condition  # of its own: one change wakes one, and not hundreds
+
+
+class Reconciler(Observations):
+    """Brings the snapshots of a ring to where they are to be, and keeps the servers of its runs up to date.
+
+    Any thread may call it.
+
+    Args:
+        ring: where snapshots come from.
+        open_store: makes the store of a tier's URL.
+        run: what is known of a run, by its key; ``None`` if nothing is.
+        noted: called after each try at a tier.
+        standing: what may be done for a run (its key) at a tier's URL.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        open_store: Callable[[str], Store],
+        run: Callable[[str], RunInfo | None],
+        noted: Callable[[], None] = lambda: None,
+        standing: Callable[[str, str], Standing] = lambda _run, _url: Standing(),
+    ) -> None:
+        super().__init__(ring, run)
+        self._open_store, self._noted, self._standing = open_store, noted, standing
+        self._upload = TierUpload(self, ring)
+        self._questions = Questions(self, ring, open_store)
+        self._plans: dict[Lane, dict[str, list[Action]]] = {}
+        self._workers: dict[Lane, _Worker] = {}
+        self._stores: dict[str, Store] = {}  # of servers
+        self._refused: dict[str, dict[str, Manifest]] = {}
+        self._is_planning = self._closed = False
+        ring.watch(self._serve)
+        with ring.changed:
+            self._serve()
+
+    # -- what is wanted -------------------------------------------------------------------------------------------
+
+    def delete(self, url: str, manifest: Manifest) -> None:
+        """Delete a snapshot at ``url``, after what is under way there (it cannot reappear) or owed of its run."""
+        run = key_of(manifest)
+        with self._ring.changed:
+            self.place(url).deletions.append(Deletion(manifest, owed_names(self._ring.view(run), url)))
+            self._refused.get(run, {}).pop(manifest.name, None)
+            self._ring.touch(run)
+
+    def keep(self, run: str, name: str) -> None:
+        """Delete nothing of that name any more: it is committed again, and will be written over."""
+        with self._ring.changed:
+            for place in self._places.values():
+                meant = [e for e in place.deletions if key_of(e.manifest) == run and e.manifest.name == name]
+                if meant:
+                    place.deletions[:] = [each for each in place.deletions if each not in meant]
+                    self._ring.touch(run)
+            self._refused.get(run, {}).pop(name, None)
+
+    def serve(self, run: str, servers: Servers | None) -> None:
+        """Say which servers a run may be kept at from now on; ``None`` for none."""
+        with self._ring.changed:
+            before = self.servers.pop(run, None)
+            if servers is not None:
+                self.servers[run] = servers
+            elif before is not None:
+                self._questions.forget(before)
+            self._ring.touch(run)
+
+    def forget(self, run: str, urls: Iterable[str]) -> None:
+        """Forget a run, and how tiers did that nothing goes to any more."""
+        with self._ring.changed:
+            self._refused.pop(run, None)
+            self.serve(run, None)
+            for url in urls:
+                if (url, False) not in self._workers and not self.place(url).deletions:
+                    self.health.pop(url, None)
+                    self._places.pop(url, None)
+                    self._stores.pop(url, None)
+
+    def leave(self) -> None:
+        """This server is about to end: what it has of snapshots that are not complete here is waited for, too."""
+        with self._ring.changed:
+            self._leaves_s = time.monotonic()
+            self._touch(None)
+
+    def wait_clean(self, run: str | None, wait_s: float) -> list[str]:
+        """Retry failing tiers now and wait until nothing of ``run`` (``None``: of any run) is owed to any tier.
+
+        Returns:
+            URLs of the tiers that were not reached in time, each with its last error; empty when all is safe.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._ring.changed:
+            self._urge(run)
+            try:
+                while owed := self.owed(run):
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return [f"{url}: {self._problem(url)}" for url in sorted(owed)]
+                    self._ring.changed.wait(min(left, _AGAIN_S))
+                    self._start()  # a tier for which there was no thread
+            finally:
+                self._waited_for -= Counter({run: 1})  # of none that nobody waits for anything stays
+                self._touch(run)
+        return []
+
+    def _urge(self, run: str | None) -> None:
+        """Somebody waits for a run: nothing of it is put off, what fails is tried soon."""
+        self._waited_for[run] += 1
+        for place in self._places.values():
+            place.backoff.shorten()
+        now_s = time.monotonic()
+        for key, servers in self.servers.items():
+            for server in servers.used if run in (None, key) else ():
+                server.doubted |= now_s - server.asked_s >= LAST_LOOK_S
+        self._touch(run)
+
+    # -- what is so -----------------------------------------------------------------------------------------------
+
+    def refused(self, run: str) -> list[Manifest]:
+        """Files of a run that a tier has refused for good, and that were not saved again since."""
+        with self._ring.changed:
+            slots = self._ring.committed(run)
+            refused = [slot.manifest for slot in slots if slot.manifest is not None and slot.refused]
+            found = {item.name: item for item in [*refused, *self._refused.get(run, {}).values()] if item.is_file}
+            return list(found.values())
+
+    def deletions(self, run: str) -> tuple[tuple[str, Manifest], ...]:
+        """What is still to be deleted of a run, and where."""
+        with self._ring.changed:
+            found = ((url, each.manifest) for url, place in self._places.items() for each in place.deletions)
+            return tuple((url, manifest) for url, manifest in found if key_of(manifest) == run)
+
+    def _problem(self, url: str) -> str:
+        health = self.health.get(url)
+        return (health.error if health else "") or "not done in time"
+
+    # -- who does it ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop after what is under way. Does not drain: see :meth:`wait_clean`."""
+        with self._ring.changed:
+            self._closed = True
+            workers = list(self._workers.values())
+            for worker in workers:
+                worker.wake.notify()
+            self._ring.notify()
+        deadline_s = time.monotonic() + _JOIN_S
+        for worker in workers:
+            worker.thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _touch(self, run: str | None) -> None:
+        self._ring.stale |= {run} if run is not None else self._runs()
+        self._ring.notify()
+
+    def _serve(self) -> None:
+        """Find out what is to be done of runs of which something has changed, and by whom. Under the ring's lock."""
+        if self._closed or self._is_planning:
+            return
+        self._is_planning, lanes = True, set()
+        try:
+            while self._ring.stale:
+                lanes |= self._plan(self._ring.stale.pop())
+        finally:
+            self._is_planning = False
+        for lane in lanes & self._workers.keys():
+            self._workers[lane].wake.notify()
+        self._start()
+
+    def _replan(self, run: str) -> None:
+        self._ring.stale.add(run)
+        self._serve()
+
+    def _plan(self, run: str) -> set[Lane]:
+        """Find out what is to be done for a run; the lanes at which it has changed."""
+        if (info := self._run(run)) is not None:
+            self._ring.trim(run, info.keep)
+        if (servers := self.servers.get(run)) is not None:
+            self._ring.set_tiers(run, servers.tiers())
+        found: dict[Lane, list[Action]] = {}
+        for action in actions(self.desired(run), self.observed(run), time.monotonic()):
+            found.setdefault((action.url, action.kind.is_question), []).append(action)
+        self._ring.stale.discard(run)
+        lanes = {lane for lane, plans in self._plans.items() if run in plans} | found.keys()
+        for lane in lanes:
+            plans = self._plans.setdefault(lane, {})
+            plans.pop(run, None)
+            if lane in found:
+                plans[run] = found[lane]
+            if not plans:
+                del self._plans[lane]
+        return lanes
+
+    def _start(self) -> None:
+        """Have a worker for every lane on which something is to be done."""
+        for lane in self._plans.keys() - self._workers.keys() if not self._closed else ():
+            url, asks = lane
+            if not asks:
+                self.health.setdefault(url, TierHealth.of(url))
+            name = f"spot-{'asker' if asks else 'uploader'}-{url}"
+            thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
+            self._workers[lane] = _Worker(thread, threading.Condition(self._ring.lock))
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads can be had now: it is tried again with the next change
+                del self._workers[lane]
+                self.place(url).errors["thread", "", ""] = str(error)
+                if not asks:
+                    self.health[url].error = str(error)
+
+    def _work(self, lane: Lane) -> None:
+        """Do what is to be done at a place, whatever fails: nothing would be safe after that."""
+        url, asks = lane
+        store: Store | None = None
+        while True:
+            try:
+                if (found := self._next(lane)) is None:
+                    break
+                action, servers = found
+                if servers is not None and asks:
+                    self._questions.ask(action, servers)
+                elif not asks:
+                    store = self._work_on(action, store)
+            except Exception as error:  # such as want of memory: there may be some again in a moment
+                say(logging.ERROR, "unexpected", UNEXPECTED, about=f"working at {url}", exc_info=True)
+                if not asks:
+                    self.health[url].error = f"{type(error).__name__}: {error}"
+                time.sleep(_AGAIN_S)
+        if asks:
+            self._last_word(lane)
+
+    def _last_word(self, lane: Lane) -> None:
+        """Tell a server what is durable: what it holds would stay there for ever."""
+        with self._ring.changed:
+            told = [(each, self.servers.get(each.run)) for each in self._planned(lane) if each.kind is Kind.TELL]
+        for action, servers in told if self._closed else ():
+            if servers is not None:
+                self._questions.ask(action, servers)
+
+    def _next(self, lane: Lane) -> tuple[Action, Servers | None] | None:
+        """The next thing to do at a place, its slots pinned; ``None`` when this worker is not needed any more."""
+        url, asks = lane
+        idle_until_s, wake = time.monotonic() + _IDLE_S, self._workers[lane].wake
+        with wake:
+            while not self._closed:
+                now_s = time.monotonic()
+                if (action := self._due(lane, now_s)) is not None:
+                    servers = self.servers.get(action.run)
+                    self._begin(action, servers, now_s)
+                    return action, servers
+                plan = self._planned(lane)
+                if not asks:
+                    self.place(url).only({each.key for each in plan})
+                    self.health[url].error = self.health[url].error if plan else ""  # it is not wanted any more
+                if plan:
+                    idle_until_s = now_s + _IDLE_S
+                elif now_s >= idle_until_s:
+                    break
+                until_s = min((each.due_s for each in plan), default=idle_until_s)
+                wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # what waits for something else has no time
+            if not asks:
+                self.place(url).rest()
+            del self._workers[lane]
+            return None
+
+    def _planned(self, lane: Lane) -> list[Action]:
+        return [each for plan in self._plans.get(lane, {}).values() for each in plan]
+
+    def _due(self, lane: Lane, now_s: float) -> Action | None:
+        """What comes first at a place of what may be done now; ``None`` if nothing may, or that may have changed."""
+        due = [each for each in self._planned(lane) if each.due_s <= now_s]
+        first = min(due, key=lambda each: each.rank, default=None)
+        if first is None or first.due_s == 0:
+            return first
+        self._replan(first.run)  # it was put off: things may be different now
+        return next((each for each in self._plans.get(lane, {}).get(first.run, ()) if each.due_s <= now_s), None)
+
+    def _begin(self, action: Action, servers: Servers | None, now_s: float) -> None:
+        if action.kind is Kind.ASK:
+            if servers is not None and (server := servers.find(action.url)) is not None:
+                servers.asks(server, now_s)
+            self._replan(action.run)  # nobody else is asked for it
+        elif not action.kind.is_question:
+            self.place(action.url).begins(action, now_s)
+            for slot in action.slots:
+                slot.readers += 1
+
+    # -- one thing ------------------------------------------------------------------------------------------------
+
+    def _work_on(self, action: Action, store: Store | None) -> Store | None:
+        """Do one thing; the tier's store, opened if it was not, is given back."""
+        attempt = action.about.attempt
+        try:
+            attempt = self._attempt(action)
+            found: Store = store or self._stores.get(action.url) or self._open_store(action.url)
+            if isinstance(found, NodeTier):
+                self._stores[action.url] = found  # it has learned how fast the server is
+            store = found
+            self._do(found, action, attempt)
+        except FencedError as error:
+            self._fenced(action, attempt, error)
+        except PutOff as error:
+            self._put_off(store, action, error)
+        except Exception as error:
+            if isinstance(error, SnapshotFailedError) and error.reason is FailureReason.SHARD_MISSING:
+                self._give_up(action, error)
+            else:  # whatever it is, it is tried again
+                if not isinstance(error, SpotError):
+                    say(logging.ERROR, "unexpected", UNEXPECTED, about=f"uploading to {action.url}", exc_info=True)
+                self._failed(action, error)
+                store = None  # a new one reads credentials again, which may have been renewed
+        finally:
+            with self._ring.changed:
+                for slot in action.slots:
+                    slot.readers -= 1
+                self._ring.touch(action.run)
+        return store
+
+    def _attempt(self, action: Action) -> int:
+        """The attempt on whose behalf something is done: this server's own, if it has a trainer."""
+        info = self._run(action.run)
+        return max(info.attempt if info is not None else 0, action.about.attempt)
+
+    def _do(self, store: Store, action: Action, attempt: int) -> None:
+        url, run = action.url, action.run
+        started_s, standing, info = time.monotonic(), self._standing(run, url), self._run(run)
+        if isinstance(store, NodeTier) and info is not None:
+            # Of several servers one is asked which brings the run on; this one may have forgotten the run.
+            committed = self._ring.newest_committed(run, elsewhere=True)
+            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1, committed=committed))
+        if action.kind is Kind.DELETE:
+            on_behalf(store, standing, lambda: store.delete(action.about))
+        elif action.kind is Kind.RETAIN:
+            keep = info.keep if info is not None else KEEP
+            if unseen := on_behalf(store, standing, lambda: retain(store, keep, action.about)):
+                facts: dict[str, Any] = {"why": unseen, "snapshot": action.name}
+                say(logging.WARNING, "upload-not-listed", "{why} ({snapshot})", about=f"{run} {unseen}", **facts)
+        elif action.kind is Kind.WITHDRAW:
+            on_behalf(store, standing, lambda: self._upload.withdraw(store, action, attempt))
+        else:
+            if standing.owner is not None and standing.is_lent and action.about.attempt != standing.owner.attempt:
+                check_claimed(store, action.about.attempt)
+            put = on_behalf(store, standing, lambda: self._upload.put(store, action, attempt))
+            with self._ring.changed:
+                if put is None:
+                    self.place(url).dropped(action)
+                    return
+                seconds = time.monotonic() - started_s
+                self.health[url].took(put, seconds, store.sent if isinstance(store, NodeTier) else None)
+                self.place(url).took_s[run] = seconds
+        with self._ring.changed:
+            self.place(url).done(action)
+            self._succeeded(url)
+        self._heard(action)
+
+    def _heard(self, action: Action, error: Exception | None = None) -> None:
+        with self._ring.changed:
+            servers = self.servers.get(action.run)
+            server = servers.find(action.url) if servers is not None else None
+            if servers is not None and server is not None:
+                self.hear(servers, server, str(error) if error is not None else "")
+        self._noted()
+
+    def _succeeded(self, url: str) -> None:
+        health, place = self.health[url], self.place(url)
+        if health.failures and not place.backoff.failing:
+            recovered("upload-failing", "{about} works again", about=url)
+            health.failures = 0
+        health.error = place.error
+
+    def _failed(self, action: Action, error: Exception) -> None:
+        with self._ring.changed:
+            health, place = self.health[action.url], self.place(action.url)
+            why = f"{action.kind.value} {action.name}: {error or type(error).__name__}"
+            # A failing server is logged with the number of servers that are left.
+            if health.kind != "node" or any(slot.commit.places is not None for slot in action.slots):
+                text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
+                say(logging.WARNING, "upload-failing", text, about=action.url, why=why)
+            place.failed(action, why, time.monotonic())
+            health.error = place.error
+            health.failures, health.failures_total = health.failures + 1, health.failures_total + 1
+        self._heard(action, error)
+
+    def _put_off(self, store: Store | None, action: Action, error: PutOff) -> None:
+        """An upload waits for the shards that others bring. In the end it is given up there."""
+        with self._ring.changed:
+            now_s = time.monotonic()
+            since_s = self.place(action.url).waits_for(action, error.there, now_s)
+            waited_s = now_s - max(since_s, self.desired(action.run).left_s)
+            self._succeeded(action.url)
+        is_over = waited_s >= ORPHANED_S
+        if waited_s >= SURPASSED_S and store is not None and not is_over:
+            try:
+                is_over = has_newer(store, action.about)
+            except SpotError as failure:  # it is looked at again
+                logger.debug("%s does not tell whether it has something newer: %s", action.url, failure)
+        if is_over:
+            self._give_up(action, error)
+        self._heard(action)
+
+    def _give_up(self, action: Action, error: SpotError) -> None:
+        """A tier will never have the whole of a snapshot."""
+        with self._ring.changed:
+            text = "{error}. No host uploads the rest; the snapshot makes room for newer ones."
+            say(logging.WARNING, "upload-abandoned", text, about=action.url, error=error)
+            self.place(action.url).done(action)
+            self._ring.mark(Held.of(action.slots), action.url, Mark.REFUSED)
+            self._succeeded(action.url)
+
+    def _fenced(self, action: Action, attempt: int, error: FencedError) -> None:
+        url = action.url
+        if self._attempt(action) >= error.current > attempt:
+            with self._ring.changed:  # the later attempt has just become this server's own, which writes it at once
+                self.place(url).dropped(action)
+            return
+        say_refused(action.run, attempt, error)
+        if action.coming is not None:
+            action.coming.give_up()
+        with self._ring.changed:
+            self.place(url).done(action)
+            self.place(url).brought.pop((action.run, action.name), None)  # it is swept by the later attempt
+            if action.kind.is_upload:
+                self.health[url].refuses(error, action.run, attempt)
+                self._ring.mark(Held.of(action.slots), url, Mark.REFUSED)
+                if action.about.is_file:
+                    self._refused.setdefault(action.run, {})[action.about.name] = action.about
+        self._heard(action, error)
+
+
+def say_refused(run: str, attempt: int, error: FencedError) -> None:
+    """Log that a later attempt has taken over a run, so that the uploads of this one are refused."""
+    text = "{error}. Snapshots of attempt {attempt} are no longer uploaded. End its trainer."
+    say(logging.WARNING, "attempt-refused", text, about=f"{run} {attempt}", attempt=attempt, error=error)
+
+
+def has_newer(store: Store, than: Manifest) -> bool:
+    """Whether storage has a newer snapshot of that run."""
+    return any(m.run_id == than.run_id and m.order > than.order for m in store.survey().manifests)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+class TierUpload:
+    """Brings to a tier what an action says. Called by the worker of each tier.
+
+    Args:
+        seen: what was seen; more is noted there.
+        ring: where snapshots come from.
+    """
+
+    def __init__(self, seen: Observations, ring: Ring) -> None:
+        self._seen, self._ring = seen, ring
+        self._earlier = functools.partial(glance, ring)
+
+    def put(self, store: Store, action: Action, attempt: int) -> Manifest | None:
+        """Bring it; what is at the tier now, ``None`` if there was nothing to bring.
+
+        Raises:
+            PutOff: if it waits for others.
+            FencedError: if a later attempt has claimed the run there, and this is not what a trainer has left that is
+                gone.
+        """
+        while True:  # one more attempt may claim the run meanwhile
+            try:
+                return self._put(store, action, attempt)
+            except FencedError as error:
+                if error.current <= attempt or not self._is_left_over(store, action, error):
+                    raise
+                attempt = error.current
+                text = "{about} is uploaded to {url} for a trainer that is gone: nothing there is newer"
+                say(logging.INFO, "orphan-uploaded", text, about=action.name, url=action.url)
+
+    def withdraw(self, store: Store, action: Action, attempt: int) -> None:
+        """Remove from storage what was brought there of a snapshot that will never be complete."""
+        key = action.run, action.name
+        with self._ring.changed:
+            brought = self._seen.place(action.url).brought.get(key)
+            group = self._group(*key)
+        if brought is None:
+            return
+        gone = withdrawn(group, brought)
+        if gone:
+            commit.withdraw(store, gone, attempt=attempt)
+        with self._ring.changed:
+            self._brought(action, tuple(each for each in brought.manifests if each not in gone), brought.at_s)
+
+    def _group(self, run: str, name: str) -> Group | None:
+        return next((each for each in self._ring.view(run).groups if each.manifest.snapshot == name), None)
+
+    def _brought(self, action: Action, manifests: tuple[Manifest, ...], at_s: float) -> None:
+        with self._ring.changed:
+            place = self._seen.place(action.url)
+            place.brought.pop((action.run, action.name), None)
+            if manifests:
+                place.brought[action.run, action.name] = Brought(manifests, at_s)
+
+    def _is_left_over(self, store: Store, action: Action, fence: FencedError) -> bool:
+        """Whether what a later attempt fences off is the newest of its run all the same, and its trainer is gone.
+
+        That attempt may have ended before it had a snapshot, and before this server heard of it.
+
+        Raises:
+            PutOff: if that is not known yet.
+        """
+        info = self._seen.info(action.run)
+        is_snapshot = action.coming is None and not action.about.is_file
+        if not is_snapshot or isinstance(store, NodeTier) or (info is not None and info.session):
+            return False
+        with self._ring.changed:
+            is_left = time.monotonic() >= self._seen.desired(action.run).left_s
+        if not is_left:
+            say_refused(action.run, action.about.attempt, fence)
+            raise PutOff(f"{fence}, and its trainer may live")
+        return not has_newer(store, action.about)
+
+    def _put(self, store: Store, action: Action, attempt: int) -> Manifest | None:
+        if action.coming is not None:
+            return self._while_it_comes(store, action, action.coming, attempt)
+        with self._ring.changed:
+            held = Held.of(action.slots)
+        if len(held.slots) < len(action.slots) or held.manifests[0].snapshot != action.about.snapshot:
+            return None  # some of it has just left memory
+        fresh_s = time.monotonic() - CHECKED_S
+        # A snapshot server checks every part that it receives anyway.
+        is_checked = isinstance(store, NodeTier) or all(slot.buffer.checked_s > fresh_s for slot in held.slots)
+        if not is_checked and not self._is_intact(action, held):
+            return None
+        try:
+            if isinstance(store, NodeTier):
+                return self._to_server(store, action, held, attempt)
+            return self._to_storage(store, action, held, attempt)
+        except CorruptSnapshotError:
+            if not self._is_intact(action, held):
+                return None
+            raise
+
+    def _to_server(self, store: NodeTier, action: Action, held: Held, attempt: int) -> Manifest:
+        """Bring what slots hold to a snapshot server, one after the other; shards exactly."""
+        is_exact = action.about.shard is not None or self._must_be_exact(action)
+        nbytes, brought = 0, action.about
+        for slot, manifest in held.each():
+            if manifest.why_failed:
+                store.fail(manifest)
+                brought = manifest
+            else:
+                coming, floats = Coming(manifest, slot.view(manifest.nbytes)), () if is_exact else slot.commit.floats
+                brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
+                nbytes += brought.nbytes
+            self._note(slot, manifest, brought, action.url)
+        return replace(brought, nbytes=nbytes)
+
+    def _to_storage(self, store: Store, action: Action, held: Held, attempt: int) -> Manifest | None:
+        """Bring what slots hold to storage: as one if that is all of a snapshot; ``None`` if it is aborted.
+
+        Raises:
+            PutOff: if other shards are still to come there.
+            SnapshotFailedError: if they never will.
+        """
+        whole: Manifest | None
+        if action.kind is Kind.PUT:
+            whole = action.about if action.about.shard is None else assemble(held.manifests)
+            store.put(whole, held.image(), attempt=attempt)
+        else:
+            views = [slot.view(manifest.nbytes) for slot, manifest in held.each()]
+            self._brought(action, held.manifests, time.monotonic())
+            found = commit.put_shards(store, list(zip(held.manifests, views, strict=True)), attempt=attempt)
+            self._ring.see(action.run, action.name, found.registers)
+            whole = found.manifest
+            if found.why_aborted:
+                failed = tuple(each for each in held.manifests if each.why_failed)
+                self._brought(action, failed, time.monotonic())
+                self._ring.mark(held, action.url, Mark.REFUSED)
+                return None
+            if whole is None:
+                raise PutOff(f"{action.name} is at {store.url} as far as this server has it", len(found.sizes))
+            self._brought(action, (), 0.0)
+        self._retain(action, whole)
+        self._ring.mark(held, action.url, Mark.SAFE)
+        if whole.is_file:
+            self._sweep_files(store, action)
+        elif action.about.shard is not None:
+            self._ring.mark_committed(action.run, whole.lineage, whole.order)
+        return whole
+
+    def _while_it_comes(self, store: Store, action: Action, coming: Coming, attempt: int) -> Manifest | None:
+        """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
+        slot = action.slots[0]
+        floats = () if self._must_be_exact(action) else slot.commit.floats
+        try:
+            if isinstance(store, NodeTier):
+                brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
+            else:
+                store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
+                brought = coming.committed()
+        except SnapshotNotFoundError:
+            if coming.given_up:
+                return None
+            raise
+        manifest = coming.committed()
+        if not isinstance(store, NodeTier):
+            self._retain(action, manifest)
+        self._note(slot, manifest, brought, action.url)
+        return brought
+
+    def _must_be_exact(self, action: Action) -> bool:
+        with self._ring.changed:
+            return self._seen.desired(action.run).must_be_exact(action.about)
+
+    def _retain(self, action: Action, newest: Manifest) -> None:
+        """Older snapshots of the run are to go where it has just come, if nobody else sees to that."""
+        with self._ring.changed:
+            if not newest.is_file and action.url not in self._ring.tiers(action.run).carried:
+                self._seen.place(action.url).newest[action.run] = newest
+
+    def _note(self, slot: Slot, manifest: Manifest, brought: Manifest, url: str) -> None:
+        """A tier has what a slot holds, or an approximation of it."""
+        mark = Mark.INEXACT if manifest.exact and not brought.exact else Mark.SAFE
+        self._ring.mark(Held((slot,), (manifest,)), url, mark)
+
+    def _is_intact(self, action: Action, held: Held) -> bool:
+        """Whether slots still hold what was committed; what is not is dropped, never carried further."""
+        is_intact = True
+        for slot, manifest in held.each():
+            try:
+                manifest.verify(slot.view(manifest.nbytes), "memory")
+            except CorruptSnapshotError as error:
+                text = "{error}. {about} is dropped; the snapshot before it counts. Check the memory of this host."
+                say(logging.ERROR, "snapshot-dropped", text, about=manifest.name, error=error)
+                is_intact = False
+                with self._ring.changed:
+                    self._seen.dropped(action.url, manifest.name, str(error))
+                    slot.buffer.held = ""  # nothing that is in it counts as known
+                    with contextlib.suppress(SnapshotNotFoundError):  # it has left memory already
+                        self._ring.drop(action.run, manifest.name)
+        return is_intact
+
+    def _sweep_files(self, store: Store, action: Action) -> None:
+        """Remove what killed writers left beside a user's files: with the first put there, and now and then."""
+        with self._ring.changed:
+            swept_s, now_s = self._seen.place(action.url).swept_s, time.monotonic()
+            if now_s - swept_s.get(action.run, float("-inf")) < SETTLED_S:
+                return
+            swept_s[action.run] = now_s
+        try:
+            store.sweep_files()
+        except SpotError as error:
+            text = "files that killed writers left at {about} could not be removed. It is retried: {error}"
+            say(logging.WARNING, "leftovers-stay", text, about=store.url, error=error)

@@ -1,0 +1,365 @@
+"""The snapshot that a ``fit`` goes on from: selected by rank 0, read on all ranks; resumes of it that have failed."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
+
+import torch
+
+from lightning_spot.config import format_bytes
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError
+from lightning_spot.goodput.records import read_records
+from lightning_spot.run.choice import open_newest
+from lightning_spot.run.identity import starts_between
+from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.survey import Survey, look_again
+from lightning_spot.say import say
+from lightning_spot.session.collectives import Agreement, Failed
+from lightning_spot.session.restore import Restore, SharedOpening
+from lightning_spot.sharded.metadata import REST_FILE
+from lightning_spot.sharded.plan import EXTRA
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.shards import Image
+from lightning_spot.state.dump import KEY, read_checkpoint, with_ranks
+from lightning_spot.state.loadability import check_resumable
+from lightning_spot.state.rank_states import states_in_files
+from lightning_spot.state.sharded import is_sharded, put_back
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+logger = logging.getLogger(__name__)
+
+Checkpoint = dict[str, Any]
+
+_SMALL_BYTES = 1024 * 1024
+
+
+_STARTS_EACH = 2
+"""How often each snapshot is gone on from, with ``"older"``: one start may have ended for another reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedFrom:
+    """The snapshot a run was resumed from.
+
+    Attributes:
+        name: of the snapshot.
+        step: its ``global_step``.
+        epoch: its ``current_epoch``.
+        attempt: that took it.
+        tier: ``"host"``, ``"storage"`` or the URL of a snapshot server.
+        url: where exactly.
+        complete: whether the run had reached its end.
+        exact: whether it has the very bits of its step.
+    """
+
+    name: str
+    step: int
+    epoch: int
+    attempt: int
+    tier: str
+    url: str
+    complete: bool
+    exact: bool = True
+
+    @classmethod
+    def of(cls, snapshot: OpenSnapshot) -> ResumedFrom:
+        """What is known of a snapshot that was read."""
+        manifest = snapshot.manifest
+        return cls(
+            name=manifest.name,
+            step=manifest.step,
+            epoch=manifest.epoch,
+            attempt=manifest.attempt,
+            tier=snapshot.tier,
+            url=snapshot.url,
+            complete=manifest.complete,
+            exact=manifest.exact,
+        )
+
+
+def choose(
+    ranks: Agreement,
+    hosts: SharedOpening,
+    look: Callable[[], Survey],
+    load: Callable[[OpenSnapshot], Checkpoint],
+) -> tuple[ResumedFrom, Checkpoint] | None:
+    """Read the newest snapshot that is whole, on all ranks; see :func:`open_newest`. Every rank calls it.
+
+    Args:
+        ranks: all of them.
+        hosts: theirs.
+        look: what the tiers have; on rank 0.
+        load: reads a snapshot, see :func:`load_snapshot`.
+
+    Returns:
+        the snapshot and its checkpoint; ``None`` if there is none.
+    """
+    begun_s = time.monotonic()
+
+    restore = Restore(ranks, hosts, load)
+    if ranks.rank != 0:
+        said, checkpoint = restore.follow()
+        if isinstance(said, Failed):
+            raise said.error()
+        return None if said is None or checkpoint is None else (said, checkpoint)
+    try:
+        opened = _newest(look(), restore)
+    except Exception as error:
+        ranks.tell(Failed.of(error))
+        raise
+    chosen = ResumedFrom.of(opened[0]) if opened is not None else None
+    ranks.tell(chosen)
+    if opened is None or chosen is None:
+        return None
+    if ranks.size > 1:
+        on = "one host" if hosts.count == 1 else f"{hosts.count} hosts"
+        size = format_bytes(opened[0].manifest.stored_bytes)
+        say(
+            logging.INFO,
+            "restored-together",
+            "{ranks} ranks on {on} have found and read {size} in {took_s:.1f} s, once on each host",
+            about=opened[0].manifest.name,
+            only_rank_zero=True,
+            ranks=ranks.size,
+            on=on,
+            size=size,
+            took_s=time.monotonic() - begun_s,
+        )
+    return chosen, opened[1]
+
+
+def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, Checkpoint] | None:
+    try:
+        return open_newest(restore.announced(found), restore.use, stays=False)
+    except (CorruptSnapshotError, SnapshotNotFoundError) as error:
+        again = look_again(found)
+        if isinstance(error, CorruptSnapshotError) and [item[0] for item in again.candidates] == [
+            item[0] for item in found.candidates
+        ]:
+            raise
+        # A write that was under way when the run was claimed took their place, or what left a snapshot server is
+        # durable.
+        return open_newest(restore.announced(again), restore.use)
+
+
+def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) -> Checkpoint:
+    """Read a snapshot on this rank; one of a sharded model into the model and its optimizers.
+
+    Args:
+        trainer: that goes on from it.
+        snapshot: which.
+        trusts: whether to load objects of any class; else nothing in it runs code.
+
+    Returns:
+        the checkpoint; of a sharded model, the rest of it.
+
+    Raises:
+        SpotError: if it can't be read or used, see :func:`load_shards`.
+    """
+    manifest = snapshot.manifest
+    if manifest.is_sharded:
+        with snapshot.image() as image:
+            return load_shards(trainer, image, manifest, trusts=trusts)
+    checkpoint = _load(snapshot, trusts=trusts, is_shared=trainer.world_size > 1)
+    shared = checkpoint.get(KEY)
+    if shared is not None and manifest.files:
+        with snapshot.image() as image:
+            shared["ranks"] = states_in_files(trainer, shared, lambda name: _file(image, manifest, name))
+    return checkpoint
+
+
+def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:
+    """Read the checkpoint of a snapshot. What could not be read raises as such."""
+    mapped = f"/proc/self/fd/{snapshot.fds[0]}" if is_shared and snapshot.sealed else ""
+    with snapshot.reader() as reader:
+        try:
+            checkpoint = _read(reader.as_file(), snapshot.manifest, mapped, trusts=trusts)
+            reader.finish()
+        except Exception:
+            if reader.problem is not None:  # torch may have made something else of it
+                raise reader.problem from None
+            raise
+    return own_small(checkpoint) if mapped else checkpoint
+
+
+def _read(file: IO[bytes], manifest: Manifest, mapped: str, *, trusts: bool) -> Checkpoint:
+    """Read a checkpoint whose tensors look at the file that is ``mapped``, if there is one."""
+    if trusts:
+        by_path = bool(mapped) and not manifest.files
+        what: Any = mapped if by_path else file
+        trusted: Checkpoint = torch.load(what, map_location="cpu", weights_only=False, mmap=by_path)
+        return cast(Checkpoint, with_ranks(trusted, _read_trusted))
+    checkpoint = read_checkpoint(file, mapped=mapped)
+    if not isinstance(checkpoint, dict):
+        raise CorruptSnapshotError(f"{manifest.name} was committed so, and is no checkpoint of Lightning's")
+    return checkpoint
+
+
+def _read_trusted(file: IO[bytes]) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=False)
+
+
+# -- how it is loaded -------------------------------------------------------------------------------------------------
+
+
+def own_small(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Copy the storages below 1 MiB of a checkpoint that looks at mapped memory.
+
+    That memory is kept for as long as one tensor looks at it.
+    Weights and moments are copied into the model and the optimizer, but a callback may keep a score for the whole run.
+    Tensors that share a storage share it still.
+
+    Returns:
+        the same checkpoint.
+    """
+    _Owner().visit(checkpoint)
+    return checkpoint
+
+
+class _Owner:
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._copies: dict[int, torch.UntypedStorage] = {}
+
+    def visit(self, item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            self._own(item)
+        elif isinstance(item, (dict, list, tuple, set)) and id(item) not in self._seen:
+            self._seen.add(id(item))
+            for value in item.values() if isinstance(item, dict) else item:
+                self.visit(value)
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return
+        if tensor.device.type != "cpu" or tensor.is_quantized:
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= _SMALL_BYTES or not storage.nbytes() or id(tensor) in self._seen:
+            return
+        self._seen.add(id(tensor))
+        copy = self._copies.get(storage.data_ptr())
+        if copy is None:
+            copy = self._copies[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            tensor.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts: bool) -> dict[str, Any]:
+    """Load a sharded snapshot on this rank.
+
+    Args:
+        trainer: whose model and optimizers are set up.
+        image: of the snapshot, checked.
+        manifest: of the snapshot.
+        trusts: whether to load objects of any class.
+
+    Returns:
+        the checkpoint without the states of the model and its optimizers.
+
+    Raises:
+        SettingsError: if the strategy of this trainer has no shards.
+        ModelChangedError: if it is the snapshot of another model.
+        NotSerializableError: if a module's extra state was not loaded.
+    """
+    if not is_sharded(trainer):
+        raise SettingsError(
+            f"snapshot {manifest.name} is sharded, and {type(trainer.strategy).__name__} is not: make one plain file of"
+            " it (`lightning-spot cp DIRPATH --consolidate FILE`) for fit(ckpt_path=FILE), or go on with"
+            " ModelParallelStrategy"
+        )
+    data = io.BytesIO(_file(image, manifest, REST_FILE))
+    rest: dict[str, Any] = torch.load(data, "cpu", weights_only=False) if trusts else read_checkpoint(data)
+    shared = rest.get(KEY)
+    extra = shared.get(EXTRA, {}) if shared is not None else {}
+    check_resumable(trainer, {KEY: {EXTRA: extra}})  # the rest, once hooks have their own objects
+    put_back(trainer, image, manifest, extra)
+    if shared is not None:
+        shared["ranks"] = states_in_files(trainer, shared, lambda name: _file(image, manifest, name))
+    return rest
+
+
+def _file(image: Image, manifest: Manifest, name: str) -> memoryview:
+    span = manifest.span_of(name)
+    return image[span.offset : span.stop]
+
+
+OnResumeFailure = Literal["error", "older"]
+
+
+def check_on_resume_failure(value: object) -> OnResumeFailure:
+    """Check what the user gave.
+
+    Raises:
+        SettingsError: if it is no choice.
+    """
+    choices = get_args(OnResumeFailure)
+    if value not in choices:
+        raise SettingsError(f"on_resume_failure={value!r}: it is one of {', '.join(map(repr, choices))}")
+    return value  # type: ignore[return-value] # one of them
+
+
+def without_failed(found: Survey, attempt: int, on_failure: OnResumeFailure) -> Survey:
+    """Leave the snapshots out from which resumes have failed, if older ones are to be tried, and say what is done.
+
+    Args:
+        found: what the tiers hold.
+        attempt: that begins; 0 if it is not known.
+        on_failure: what the user wants.
+    """
+    names = list(dict.fromkeys(manifest.name for manifest, _ in found.candidates))
+    failed = _failed_since(found, found.candidates[0][0], attempt) if names else 0
+    if not failed:
+        return found
+    gone = min(failed // _STARTS_EACH, len(names) - 1) if on_failure == "older" else 0
+    starts = "1 start of this run has" if failed == 1 else f"{failed} starts of this run have"
+    if gone:
+        way_on = "Pass resume=False to start afresh"
+    elif len(names) == 1:
+        way_on = "No older snapshot is there: pass resume=False to start afresh if this start fails, too"
+    elif on_failure == "older":
+        way_on = f"The next start tries an older one, {names[1]}"
+    else:
+        way_on = "If this start fails, too, pass on_resume_failure='older' to try the one before, or resume=False"
+    again = names[gone] if gone else "it again"
+    say(
+        logging.WARNING,
+        "resumes-failing",
+        "{starts} ended without a snapshot since {about}. This one resumes from {again}. {way_on}",
+        about=names[0],
+        only_rank_zero=True,
+        starts=starts,
+        again=again,
+        way_on=way_on,
+    )
+    left_out = set(names[:gone])
+    answers = [
+        (source, replace(holdings, manifests=[each for each in holdings.manifests if each.name not in left_out]))
+        for source, holdings in found.answers
+    ]
+    return replace(found, answers=answers)
+
+
+def _failed_since(found: Survey, newest: Manifest, attempt: int) -> int:
+    """How many attempts have ended since a snapshot was taken, and had none: not those that a notice ended."""
+    count = starts_between(newest.attempt, attempt) - 1
+    if count < 1:
+        return 0
+    try:
+        records = read_records(found.location.url)
+    except SpotError as error:  # a record is no condition of a resume
+        logger.debug("records of attempts cannot be read: %s", error)
+        return count
+    others = [
+        record
+        for record in records
+        if newest.attempt < record.attempt < attempt and (record.end in ("preempted", "complete") or record.snapshots)
+    ]
+    return max(0, count - len(others))

@@ -1,0 +1,458 @@
+"""What our callbacks share in one trainer: its resume, the snapshotters, and how the ``fit`` ends.
+
+A notice stops a ``fit`` at a step boundary, an exception breaks it off, or it comes to its end. In each case snapshots
+are uploaded first; then exact state, watchers and leases are released. One :class:`Deadline` bounds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from lightning_spot.capture.unexpected import STILL_ENDS, THE_END
+from lightning_spot.config import read_environment
+from lightning_spot.errors import PreemptedError, SpotError, TierError
+from lightning_spot.interval.deadline import Deadline
+from lightning_spot.preemption.notice import Notice
+from lightning_spot.preemption.signals import is_of_dead_worker
+from lightning_spot.run.location import local_file_system
+from lightning_spot.say import say, show
+from lightning_spot.session import run_lookup
+from lightning_spot.session.collectives import Agreement
+from lightning_spot.session.preflight import check_alike, parts_of
+from lightning_spot.session.ranks import is_requeued_by_slurm, requeue_slurm_job
+from lightning_spot.session.resume import Resume
+from lightning_spot.session.snapshotter import Snapshotter
+from lightning_spot.state import namespaces
+from lightning_spot.state.dump import Dump
+from lightning_spot.state.fit_state import FitState
+from lightning_spot.state.loops import StepBoundary
+from lightning_spot.state.per_trainer import PerTrainer
+from lightning_spot.state.sharded import is_sharded
+from lightning_spot.store.fsspec_client import forget_listings
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_spot.session.coordinator import Coordinator
+
+_LEAVE = "all ranks leave, and the run goes on from the snapshot before"
+
+EXIT_CODE = 143
+"""128 + SIGTERM: what a process that was terminated exits with, and what job schedulers know as such."""
+
+RANKS_WAIT_S = 300.0
+"""How long ranks wait at least for the first one to secure the snapshot, where the notice names no end."""
+
+
+C = TypeVar("C")
+
+
+class FitSession(PerTrainer):
+    """One ``fit``, whether :class:`SpotCheckpoint` holds our callbacks or the user lists them.
+
+    Every rank has one. It begins with the first of our callbacks' ``setup``, and ends with :meth:`end`.
+
+    Attributes:
+        resume: what it goes on from.
+        snapshotters: those who take its snapshots, one for each :class:`RemoteSnapshot`.
+        deadline: by when all has to be safe; ``None`` while no notice stops the run.
+        summarize: logs the summary of the run; where the end is an error, that comes last.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self._renew()
+
+    def _renew(self) -> None:
+        self._has_begun, self._is_complete, self._pid = False, False, os.getpid()
+        self.snapshotters: list[Snapshotter] = []
+        self.resume = Resume(self._trainer)
+        self.deadline: Deadline | None = None
+        self.summarize: Callable[[], object] = bool
+
+    def begin(self) -> None:
+        """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
+
+        Raises:
+            SettingsError: if ranks differ.
+        """
+        if not self._has_begun:
+            show()
+            check_alike(self._trainer)
+            self._has_begun = True
+        FitState.of(self._trainer).attach()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, whose end is not that of the ``fit``."""
+        return os.getpid() != self._pid
+
+    def callbacks(self, kind: type[C]) -> list[C]:
+        """Our callbacks of one kind, also those that another one is composed of."""
+        return [part for part in parts_of(self._trainer) if isinstance(part, kind)]
+
+    # -- notices --------------------------------------------------------------------------------------------------
+
+    def expect_stop(self) -> None:
+        """Somebody watches for notices: the state in front of a validation is kept at hand from now on."""
+        for snapshotter in self.snapshotters:
+            snapshotter.current_state.keeps = True
+
+    def warn_of_passing_folder(self) -> None:
+        """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
+
+        Of a ``ModelCheckpoint`` that is given none, the folder is the logger's, which is another one in each start. In
+        a bucket, Lightning does not find what is there.
+        """
+        found, loggers = _model_checkpoint(self._trainer), self._trainer.loggers
+        if found is not None and "://" in str(found.dirpath or ""):
+            # Lightning takes the scheme off what it lists, and looks for it on the disk.
+            say(
+                logging.WARNING,
+                "last-not-found",
+                "fit(ckpt_path='last') finds nothing in {about}: Lightning looks on the disk. After a notice, pass"
+                " ckpt_path={path!r}; or use SpotCheckpoint, which resumes by itself",
+                about=found.dirpath,
+                only_rank_zero=True,
+                path=_preempted(found),
+            )
+        if found is None or found.dirpath or not loggers:
+            return
+        kinds = namespaces.classes("loggers", "CSVLogger", "TensorBoardLogger")
+        if isinstance(loggers[0], kinds) and isinstance(loggers[0].version, str):
+            return  # the user has named it: those that the logger counts are numbers
+        say(
+            logging.WARNING,
+            "folder-changes",
+            "ModelCheckpoint has no dirpath and writes to the logger's folder, which changes at each start. After a"
+            " notice, fit(ckpt_path='last') finds nothing. Set dirpath, or the logger's version",
+            only_rank_zero=True,
+        )
+
+    def warn_of_local_dirpath(self, cloud: str) -> None:
+        """Warn, on a VM of a cloud, of a run that is stored on the disk of the VM only.
+
+        Args:
+            cloud: that was found.
+        """
+        for snapshotter in self.snapshotters:
+            url = snapshotter.location.url
+            if (kind := local_file_system(url)) is not None and read_environment().drill_dir is None:
+                say(
+                    logging.WARNING,
+                    "dirpath-local",
+                    "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}), and lost with it. Use a"
+                    " bucket, or a disk that outlives the VM",
+                    about=url,
+                    only_rank_zero=True,
+                    kind=kind,
+                    cloud=cloud,
+                )
+
+    def warn_of_short_grace(self, grace_period_s: float) -> bool:
+        """Say early that a notice would come too late for an urgent snapshot.
+
+        Args:
+            grace_period_s: seconds that a notice leaves.
+
+        Returns:
+            whether enough was measured to tell.
+        """
+        measured = [safe_s for item in self.snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
+        for safe_s in measured:
+            if safe_s > grace_period_s:
+                say(
+                    logging.WARNING,
+                    "grace-too-short",
+                    "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload: too long. Use a"
+                    " snapshot server nearby, or a shorter interval",
+                    only_rank_zero=True,
+                    grace_s=grace_period_s,
+                    safe_s=safe_s,
+                )
+        return bool(measured)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def stop(
+        self, notice: Notice, seam: StepBoundary, *, cut_short: Callable[[], bool], part: Callable[[float], None]
+    ) -> NoReturn:
+        """Secure the state before the deadline of a notice and leave. Every rank calls it, at the same place.
+
+        Args:
+            notice: why.
+            seam: where training is.
+            cut_short: asked while waiting: whether to give up waiting at once.
+            part: waits, so many seconds at most, until rank 0 has left; on rank 0, not at all.
+
+        Raises:
+            PreemptedError: always; the process exits with :data:`EXIT_CODE`.
+        """
+        trainer = self._trainer
+        text = "{notice}; all ranks stop after step {step}"
+        say(logging.INFO, "stopping", text, only_rank_zero=True, notice=notice.text, step=trainer.global_step)
+        longest_s = max((item.settings.upload_timeout_s for item in self.snapshotters), default=0.0)
+        self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
+        for snapshotter in self.snapshotters:
+            bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
+            if safe := snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE):
+                say(logging.INFO, "secured", "{safe}", about=snapshotter.location.url, only_rank_zero=True, safe=safe)
+        if not self.snapshotters:
+            _save_beside_model_checkpoint(trainer, seam)
+        part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
+        raise self._preempted(notice)
+
+    def workers_ended(self, notice: Notice, error: BaseException) -> NoReturn:
+        """Leave, since the signal of a notice has ended workers of a loader, too. In mid-step nothing can be secured.
+
+        Args:
+            notice: that came by a signal.
+            error: that training met where it waited for a worker.
+
+        Raises:
+            PreemptedError: always; the process exits with :data:`EXIT_CODE`.
+        """
+        say(
+            logging.WARNING,
+            "workers-ended",
+            "{notice}. The signal has ended workers of a DataLoader, too, so no snapshot can be taken now. Send signals"
+            " to the main process only",
+            notice=notice.text,
+        )
+        raise self._preempted(notice) from error
+
+    def _preempted(self, notice: Notice) -> PreemptedError:
+        """What ends the process; the job's scheduler is asked for another turn."""
+        if self._trainer.is_global_zero and is_requeued_by_slurm(self._trainer):
+            requeue_slurm_job()
+        return PreemptedError(notice.text, EXIT_CODE)
+
+    def complete(self) -> None:
+        """Return when everything committed is durable, within the time allowed. A second call does nothing."""
+        if self._is_complete:
+            return
+        self._is_complete = True
+        self._finish(complete=True)
+        for named in self.resume.all_named:
+            run_lookup.finished(named)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Upload what is committed, and let the trainer go; the one way out. A second call does nothing.
+
+        The state of a ``fit`` that an exception ends may be in mid-step: no snapshot is taken of it.
+
+        Args:
+            error: that ends the ``fit``.
+        """
+        if self.is_forked:
+            return
+        try:
+            with ExitStack() as ends:  # from the last one on, whatever fails in one
+                ends.callback(self._renew)
+                ends.callback(self.resume.let_go)
+                ends.callback(FitState.of(self._trainer).detach)
+                if error is not None:
+                    self._interrupt(error, ends)
+                ends.callback(self._finish, complete=False)
+        except BaseException as raised:
+            raised.__context__ = raised.__context__ or error  # a stack drops what is being handled around it
+            raise
+
+    def _interrupt(self, error: BaseException, ends: ExitStack) -> None:
+        """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
+        is_first = self._trainer.is_global_zero
+        begun = [each for each in self.snapshotters if is_first and each.writing.attempt is not None]
+        for named in self.resume.all_named:
+            ends.callback(run_lookup.interrupted, named, error)
+        if self.deadline is None or not isinstance(error, PreemptedError):  # else more was said
+            ends.callback(self._say_interrupted, error, begun)
+        for snapshotter in begun:
+            run_lookup.node_was_left(snapshotter.location, snapshotter.writing.number, error)
+
+    def _say_interrupted(self, error: BaseException, begun: list[Snapshotter]) -> None:
+        for snapshotter in begun:
+            is_none = snapshotter.writing.committed is None and not self.resume.snapshots
+            can_go_on = not (is_none or _would_come_again(error))
+            way_on = ". The same command goes on from the newest one" if can_go_on else ""
+            if can_go_on and snapshotter.writing.committed is None and (chosen := self.resume.chosen) is not None:
+                way_on = f". The same command goes on from {chosen.name} again, as this start did"
+            say(
+                logging.INFO,
+                "run-interrupted",
+                "{error} has ended run {about!r} at step {step}; {safe}{way_on}",
+                about=snapshotter.location.name,
+                only_rank_zero=True,
+                error=_what(error),
+                step=self._trainer.global_step,
+                safe=snapshotter.writing.what_is_safe(),
+                way_on=way_on,
+            )
+
+    def _finish(self, *, complete: bool) -> None:
+        with ExitStack() as ends:
+            for snapshotter in reversed(self.snapshotters):
+                ends.callback(self._finish_one, snapshotter, complete=complete)
+
+    def _finish_one(self, snapshotter: Snapshotter, *, complete: bool) -> None:
+        wait_s = snapshotter.settings.upload_timeout_s
+        if self.deadline is not None:
+            wait_s = min(wait_s, self.deadline.left_s)
+        finish = partial(snapshotter.finish, wait_s, complete=complete)
+        otherwise = False if complete else None
+        durable = snapshotter.best_effort.run(THE_END, finish, otherwise, still=STILL_ENDS)
+        forget_listings(snapshotter.location.url)  # of what is read next in this program
+        if durable is not None:
+            self._say_end(snapshotter, durable=durable)
+
+    def _say_end(self, snapshotter: Snapshotter, *, durable: bool) -> None:
+        """Say that the run has ended, and where its last snapshot is: of what was seen there only.
+
+        Raises:
+            TierError: if it was not seen, with ``strict``.
+        """
+        location, step = snapshotter.location, self._trainer.global_step
+        where = (
+            f"step {step}" if step else f"the end of epoch {self._trainer.current_epoch}"
+        )  # steps may not be counted
+        if durable:
+            say(
+                logging.INFO,
+                "run-complete",
+                "run {name!r} is complete at {where}; its last snapshot is in {about}",
+                about=location.url,
+                only_rank_zero=True,
+                name=location.name,
+                where=where,
+            )
+            return
+        self.summarize()
+        text = (
+            "run {name!r} has ended at {where}, but {about} does not have its last snapshot, which may be lost. Fix"
+            " what the warnings name, then run the same command again"
+        )
+        if snapshotter.settings.ring.strict:
+            raise TierError(text.format(about=location.url, name=location.name, where=where), tier=location.url)
+        say(logging.ERROR, "end-not-durable", text, about=location.url, name=location.name, where=where)
+
+
+def _would_come_again(error: BaseException) -> bool:
+    """Whether the same command would meet an error again: settings that cannot be used, which it names by itself."""
+    return isinstance(
+        error, (SpotError, *namespaces.classes("fabric.utilities.exceptions", "MisconfigurationException"))
+    )
+
+
+def _what(error: BaseException) -> str:
+    """What has ended a run, for people."""
+    if isinstance(error, PreemptedError):
+        return "a signal to the process group"
+    return "a DataLoader worker that died" if is_of_dead_worker(error) else type(error).__name__
+
+
+def _model_checkpoint(trainer: pl.Trainer) -> Any:
+    kinds = namespaces.classes("callbacks", "ModelCheckpoint")
+    return next((item for item in trainer.checkpoint_callbacks if isinstance(item, kinds)), None)
+
+
+def _preempted(found: Any) -> str:
+    """The checkpoint that is saved at a notice."""
+    return f"{found.dirpath}/{found.CHECKPOINT_NAME_LAST}-preempted{found.FILE_EXTENSION}"
+
+
+def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: StepBoundary) -> None:
+    """Save what ``fit(ckpt_path="last")`` will find, in the directory of the user's ``ModelCheckpoint``."""
+    found = _model_checkpoint(trainer)
+    if found is None or not found.dirpath or seam not in (StepBoundary.AFTER_BATCH, StepBoundary.BEFORE_VALIDATION):
+        text = "nothing was saved now; the run resumes from its last checkpoint"
+        say(logging.INFO, "secured", text, only_rank_zero=True)
+        return
+    path = _preempted(found)
+    dump = FitState.of(trainer).dump(before_validation=seam is StepBoundary.BEFORE_VALIDATION)
+    trainer.strategy.save_checkpoint(dump.gathered(trainer), path)
+    trainer.strategy.barrier("lightning_spot.preempted")
+    forget_listings(str(found.dirpath))
+    text = "step {step} is saved in {about}"
+    say(logging.INFO, "secured", text, about=path, only_rank_zero=True, step=trainer.global_step)
+
+
+# -- the urgent snapshot ----------------------------------------------------------------------------------------------
+
+
+def secure(
+    trainer: pl.Trainer, snapshotter: Snapshotter, seam: StepBoundary, deadline: Deadline, cut_short: Callable[[], bool]
+) -> str:
+    """Bring the training state of all ranks to safety: an urgent snapshot if there is something new and time.
+
+    Args:
+        trainer: that fits.
+        snapshotter: takes its snapshots.
+        seam: where training is.
+        deadline: by when all has to be safe.
+        cut_short: asked while waiting: whether to give up waiting at once.
+
+    Returns:
+        one line on what is safe where, on rank 0; empty on the others.
+    """
+    writing, ranks, step = snapshotter.writing, Agreement(trainer), trainer.global_step
+    attempt = writing.attempt
+    # What each rank does by itself is agreed on: where it fails on one, the others would wait in what follows.
+    ranks.together(partial(_stand_still, snapshotter))
+    taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
+    differs = taken and any(ranks.everyones(lambda: attempt is not None and attempt.writer.newest_differs()))
+    # Of several files, or several ranks': what places have of the snapshot of a step would get into a second one.
+    is_one = (ranks.size > 1 or is_sharded(trainer)) and writing.begun_step == step
+    dump = _newest(snapshotter, ranks, seam) if (differs or not taken) and not is_one else None
+    if not all(ranks.gather(dump is not None)):
+        dump = None
+    plan = ranks.on_rank_zero(lambda: attempt.safety.plan(deadline) if attempt is not None else None)
+    take = ranks.tell(plan is not None and plan.take)
+    again: Callable[[], None] | None = None
+    if dump is not None and take:
+        ranks.together(writing.warm)  # of a run that was resumed in front of a validation there was no step yet
+        former = writing.committed
+        write = partial(writing.write, dump, writing.decide_last(urgent=True), wait_s=deadline.wait_s)
+        write()
+        writing.copied()
+        if ranks.size == 1 and attempt is not None:
+            again = write
+            # The server was lost, or more was found that differs.
+            if not _has_taken(writing, step, deadline.left_s) or writing.committed is former:
+                attempt.writer.link.wait(deadline.left_s)
+                write()
+    if attempt is None or plan is None:
+        return ""
+    return attempt.safety.bring(deadline, plan, cut_short, again)
+
+
+def _stand_still(snapshotter: Snapshotter) -> None:
+    snapshotter.wait_copied()
+    if (iterations := snapshotter.writing.iterations) is not None:  # none comes over which to spread it
+        iterations.end()
+
+
+def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: StepBoundary) -> Dump | None:
+    """The newest state of this rank, see :meth:`CurrentState.newest`; an error of one rank is an error of all."""
+    take = partial(snapshotter.current_state.newest, seam)
+    # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
+    return take() if snapshotter.writing.hold_their_own else ranks.together(take)
+
+
+def _has_taken(writing: Coordinator, step: int, wait_s: float) -> bool:
+    """Whether a snapshot of a step is committed. One that was begun may have been skipped, or be dropped yet.
+
+    Args:
+        writing: of this rank.
+        step: of the snapshot.
+        wait_s: how long to wait for one that is on its way, seconds.
+    """
+    attempt = writing.attempt
+    if attempt is None or writing.begun_step != step:
+        return False
+    attempt.writer.settle(wait_s)
+    committed = writing.committed
+    return committed is not None and committed.step == step

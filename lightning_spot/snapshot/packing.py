@@ -1,0 +1,52 @@
+"""zstd, where this Python has it: with it deltas can be compressed, see :mod:`~lightning_spot.snapshot.delta`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any, Literal
+
+from lightning_spot.errors import SettingsError
+from lightning_spot.renamed import refuse_old
+
+logger = logging.getLogger(__name__)
+
+Compression = Literal["auto", "always", "off", "topk"]
+"""How what changed is sent: packed where that is faster, always packed, as it is, or not exactly."""
+
+
+def _find() -> Any:
+    for name in ("compression.zstd", "backports.zstd"):  # the first comes with Python 3.14
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    logger.debug("this Python has no zstd: what changed goes to snapshot servers as it is")
+    return None
+
+
+zstd: Any = _find()
+
+
+def can_pack() -> bool:
+    """Whether deltas can be compressed, and read, here."""
+    return zstd is not None
+
+
+def chosen_compression(compression: object, lossy: object) -> Compression:
+    """What the settings ``compression`` and ``lossy`` ask for.
+
+    Raises:
+        SettingsError: if it is none, or needs what is missing here.
+    """
+    refuse_old(f"compression={compression!r}")
+    if compression not in ("auto", "always", "off"):
+        raise SettingsError(f"compression={compression!r} is none of 'auto', 'always' and 'off'")
+    if lossy not in (None, "topk"):
+        raise SettingsError(f"lossy={lossy!r} is neither None nor 'topk'")
+    if compression == "always" and not can_pack():
+        raise SettingsError(
+            "compression='always' needs zstd, which this Python lacks: pip install backports.zstd, or use"
+            " compression='auto', which does without"
+        )
+    return "topk" if lossy is not None else compression

@@ -1,0 +1,125 @@
+"""Cuts a file into parts of fixed size and checks them with xxh3-128. Not for choosing what is copied when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from lightning_spot.errors import CorruptSnapshotError, TierError
+
+if TYPE_CHECKING:
+    from lightning_spot.snapshot.shards import Image
+
+_READ_BYTES = 512 * 1024  # stays in the processor's cache until it is checksummed
+
+
+def part_ranges(nbytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ``(start, stop)`` of every part of a file of ``nbytes`` bytes; an empty file has no part."""
+    for start in range(0, nbytes, part_bytes):
+        yield start, min(start + part_bytes, nbytes)
+
+
+def checksum(data: memoryview | bytes | bytearray) -> str:
+    """xxh3-128 of ``data`` as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def checksum_parts(image: memoryview, part_bytes: int) -> tuple[str, ...]:
+    """Checksum of every part of ``image``."""
+    return tuple(checksum(image[start:stop]) for start, stop in part_ranges(len(image), part_bytes))
+
+
+def verify_parts(image: Image, checksums: tuple[str, ...], part_bytes: int, where: str, first: int = 0) -> None:
+    """Compare every part of ``image`` with its checksum.
+
+    Args:
+        image: the whole file, or a run of its parts.
+        checksums: expected xxh3-128 of each of these parts.
+        part_bytes: size of a part.
+        where: what to call the place in the error.
+        first: place of ``image`` in the file.
+
+    Raises:
+        CorruptSnapshotError: at the first part that differs.
+    """
+    ranges = list(part_ranges(len(image), part_bytes))
+    if len(ranges) != len(checksums):
+        raise CorruptSnapshotError(f"{where}: {len(ranges)} parts found, {len(checksums)} expected", where=where)
+    for index, ((start, stop), expected) in enumerate(zip(ranges, checksums, strict=True)):
+        if checksum(image[start:stop]) != expected:
+            raise _damaged(where, first + start, first + stop, first // part_bytes + index)
+
+
+def verify_file(
+    fd: int,
+    nbytes: int,
+    checksums: Sequence[str],
+    part_bytes: int,
+    where: str,
+    progress: Callable[[int], None] | None = None,
+    threads: int = 1,
+) -> None:
+    """Compare every part of an open file with its checksum.
+
+    It is read, not mapped: where the disk fails or the file is cut meanwhile, that is an error and no SIGBUS.
+
+    Args:
+        fd: the file; its position is neither used nor moved. It may be longer than ``nbytes`` (a slot).
+        nbytes: bytes to check.
+        checksums: expected xxh3-128 of each part.
+        part_bytes: size of a part.
+        where: what to call the place in the error.
+        progress: called with the number of bytes just checked, by any of the threads.
+        threads: that read at once.
+
+    Raises:
+        CorruptSnapshotError: at a part that differs, or if the file is shorter.
+        TierError: if it cannot be read.
+    """
+    parts = -(-nbytes // part_bytes)
+    if parts != len(checksums):
+        raise CorruptSnapshotError(f"{where}: {parts} parts found, {len(checksums)} expected", where=where)
+
+    def check(first: int) -> None:
+        buffer = memoryview(bytearray(min(_READ_BYTES, part_bytes, nbytes)))
+        for index in range(first, parts, threads):
+            start, stop = index * part_bytes, min((index + 1) * part_bytes, nbytes)
+            digest, place = xxhash.xxh3_128(), start
+            while place < stop:
+                count = _read(fd, buffer[: stop - place], place, nbytes, where)
+                digest.update(buffer[:count])
+                place += count
+                if progress is not None:
+                    progress(count)
+            if digest.hexdigest() != checksums[index]:
+                raise _damaged(where, start, stop, index)
+
+    if threads == 1:
+        check(0)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(check, range(threads)))
+
+
+def _read(fd: int, into: memoryview, place: int, nbytes: int, where: str) -> int:
+    try:
+        count = os.preadv(fd, [into], place)
+    except OSError as error:
+        raise TierError(
+            f"{where} cannot be read at byte {place}: {error.strerror}; another copy is needed", tier=where
+        ) from error
+    if count == 0:
+        raise CorruptSnapshotError(f"{where} is cut short: {place} of {nbytes} bytes are there", where=where)
+    return count
+
+
+def _damaged(where: str, start: int, stop: int, index: int) -> CorruptSnapshotError:
+    return CorruptSnapshotError(
+        f"{where}: bytes {start}–{stop} (part {index}) do not have the checksum they were committed with",
+        where=where,
+        part=index,
+    )

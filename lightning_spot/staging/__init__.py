@@ -1,1 +1,0 @@
-"""Memory that snapshots are copied into, and the copying. No sockets, no Lightning."""

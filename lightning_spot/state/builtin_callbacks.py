@@ -1,0 +1,299 @@
+"""Callbacks that Lightning ships, where their ``state_dict`` is not all that a resume in mid-epoch needs.
+
+Each has a function that captures and one that puts back; ``state_parts`` lists them. Read from Lightning 2.6.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_spot.patches import Patches
+from lightning_spot.say import say
+from lightning_spot.state import buffers, compat, logged_values, namespaces
+from lightning_spot.state.compare import is_drawn
+from lightning_spot.store.fsspec_client import forget_listings
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+State = dict[str, Any]
+
+
+def _callbacks(trainer: pl.Trainer, *names: str) -> Iterator[tuple[str, Any]]:
+    """Callbacks of these kinds, each with a name that another attempt finds again."""
+    kinds = namespaces.classes("callbacks", *names)
+    seen: dict[str, int] = {}
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    for callback in callbacks:
+        if isinstance(callback, kinds):
+            number = seen[callback.state_key] = seen.get(callback.state_key, 0) + 1
+            yield f"{callback.state_key}#{number}", callback
+
+
+# -- ModelCheckpoint: its state_dict is saved in full and loaded in part --------------------------------------------
+
+_OF_CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+def capture_checkpoints(trainer: pl.Trainer) -> State:
+    """What its ``state_dict`` has and does not load."""
+    saved: State = {}
+    for key, callback in _callbacks(trainer, "ModelCheckpoint"):
+        score = callback.current_score
+        saved[key] = {name: getattr(callback, name) for name in _OF_CHECKPOINTS if hasattr(callback, name)}
+        saved[key]["current_score"] = score.detach().clone() if isinstance(score, torch.Tensor) else score
+    return saved
+
+
+def restore_checkpoints(trainer: pl.Trainer, saved: State) -> None:
+    """Put that back."""
+    for key, callback in _callbacks(trainer, "ModelCheckpoint"):
+        for name, value in saved.get(key, {}).items():
+            setattr(callback, name, value)
+
+
+# -- metrics of callbacks, and buffers of averaged models that no checkpoint holds ----------------------------------
+
+
+def _callback_modules(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Module]]:
+    for key, callback in _callbacks(trainer, "Callback"):
+        for name, value in list(vars(callback).items()):
+            if logged_values.is_metric(value) or isinstance(value, AveragedModel):
+                yield f"{key}.{name}", value
+
+
+def capture_modules(trainer: pl.Trainer) -> State:
+    """States of metrics, and buffers that no checkpoint has, by the names of their attributes."""
+    saved: State = {}
+    for key, module in _callback_modules(trainer):
+        kept = set(module.state_dict(keep_vars=True))
+        saved[key] = {
+            "metrics": logged_values.metrics_of(module) if logged_values.is_metric(module) else {},
+            "buffers": {
+                name: buffer.detach().clone()
+                for name, buffer in module.named_buffers()
+                if name not in kept and isinstance(module, AveragedModel)
+            },
+        }
+    return saved
+
+
+def restore_modules(trainer: pl.Trainer, saved: State) -> None:
+    """Put those back."""
+    for key, module in _callback_modules(trainer):
+        values = saved.get(key, {"metrics": {}, "buffers": {}})
+        logged_values.restore_metrics_of(module, values["metrics"])
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in values["buffers"] and values["buffers"][name].shape == buffer.shape:
+                    buffer.copy_(values["buffers"][name])
+
+
+# -- StochasticWeightAveraging: its scheduler takes the place of the user's when its first epoch starts --------------
+
+
+def capture_averaging(trainer: pl.Trainer) -> State:
+    """Whether the scheduler is in its place, for each."""
+    return {
+        key: compat.SWA_SCHEDULER.of(callback) is not None
+        for key, callback in _callbacks(trainer, "StochasticWeightAveraging")
+    }
+
+
+def restore_averaging(trainer: pl.Trainer, saved: State) -> None:
+    """Have it take its place again."""
+    progress = compat.EPOCH_PROGRESS.of(trainer.fit_loop).current
+    for key, callback in _callbacks(trainer, "StochasticWeightAveraging"):
+        if saved.get(key) and compat.SWA_SCHEDULER.of(callback) is None:
+            groups = trainer.optimizers[0].param_groups
+            before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+            epoch = progress.completed  # it is trainer.current_epoch
+            progress.completed = min(epoch, callback.swa_end)
+            # Averages nothing: that this epoch was averaged is in its state_dict.
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+            progress.completed = epoch
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)  # a new scheduler sets its first rate
+            if epoch > callback.swa_end:
+                _update_batch_norm(trainer, callback)
+
+
+def _update_batch_norm(trainer: pl.Trainer, callback: Any) -> None:
+    """Have an epoch go on that only updates BatchNorm's statistics, with what there is of them."""
+    module = trainer.lightning_module
+    as_loaded = buffers.copied(module)
+    callback.on_train_epoch_start(trainer, module)  # gives it the averages, and empty statistics
+    buffers.put(module, as_loaded)
+
+
+def further_epochs(trainer: pl.Trainer) -> int:
+    """How many epochs more than ``max_epochs`` there may be: one in which BatchNorm is updated, once ``fit`` starts."""
+    return sum(1 for _ in _callbacks(trainer, "StochasticWeightAveraging"))
+
+
+def steps_without_backward(trainer: pl.Trainer) -> bool:
+    """Whether an epoch may follow whose one step is on the gradients that are left of this one.
+
+    That in which StochasticWeightAveraging updates BatchNorm: Lightning leaves out the backward passes, not the step.
+    """
+    is_over = compat.NO_MORE_BATCHES.of(trainer.fit_loop.epoch_loop)()
+    averaging = (callback for _, callback in _callbacks(trainer, "StochasticWeightAveraging"))
+    return is_over and any(callback.swa_end == trainer.current_epoch for callback in averaging)
+
+
+# -- the tuners: what they found is kept, and they do not look for it again ------------------------------------------
+
+
+def tuners(trainer: pl.Trainer) -> list[Any]:
+    """The callbacks that try something before training begins."""
+    return [callback for _, callback in _tuners(trainer)]
+
+
+def _tuners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    return _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder")
+
+
+def capture_found(trainer: pl.Trainer) -> State:
+    """The values that the tuners have given to attributes."""
+    parsing = namespaces.of(trainer, "utilities.parsing")
+    saved: State = {}
+    for key, callback in _tuners(trainer):
+        for name in _tuned(callback):
+            if parsing.lightning_hasattr(trainer.lightning_module, name):
+                saved.setdefault(key, {})[name] = parsing.lightning_getattr(trainer.lightning_module, name)
+    return saved
+
+
+def _tuned(callback: Any) -> list[str]:
+    if isinstance(callback, namespaces.classes("callbacks", "BatchSizeFinder")):
+        return [compat.BATCH_SIZE_NAME.of(callback)]
+    return [compat.RATE_NAME.of(callback)] if compat.RATE_NAME.of(callback) else ["lr", "learning_rate"]
+
+
+def rest_tuners(trainer: pl.Trainer, saved: State, patches: Patches) -> None:
+    """Before a resumed fit starts: give it what its tuners found, and have them not look for it again."""
+    for key, callback in _tuners(trainer):
+        for name, value in (saved or {}).get(key, {}).items():
+            namespaces.of(trainer, "utilities.parsing").lightning_setattr(trainer.lightning_module, name, value)
+        # Its trial would end with Lightning's own restore, and that would forget what is to be resumed.
+        patches.wrap(callback, "on_fit_start", lambda _: _nothing)
+
+
+def before_loading(trainer: pl.Trainer, checkpoint: State) -> None:
+    """Change in a checkpoint what a callback of Lightning cannot load, or would not. Every rank calls it."""
+    states: State = checkpoint.get("callbacks", {})
+    for _, callback in _callbacks(trainer, "SpikeDetection"):
+        if not hasattr(callback, "running"):  # its load_state_dict of Lightning 2.6 asks for that, and raises
+            states.pop(callback.state_key, None)
+    for _, callback in _callbacks(trainer, "ModelCheckpoint"):
+        saved = states.get(callback.state_key)
+        if saved and callback.monitor is not None and saved.get("dirpath", callback.dirpath) != callback.dirpath:
+            _keep_best(trainer, callback, saved)
+
+
+def _keep_best(trainer: pl.Trainer, callback: Any, saved: State) -> None:
+    """Have a ``ModelCheckpoint`` with another folder know the best models of the one before, if these are there.
+
+    Lightning knows the best path only, and none of the scores: whatever comes next is the best.
+    """
+    known = [saved.get("best_model_path"), saved.get("last_model_path"), *saved.get("best_k_models", ())]
+    paths = [path for path in dict.fromkeys(known) if path]
+    there = trainer.strategy.broadcast([path for path in paths if _exists(path)])  # other hosts may not see it
+    if not paths:
+        return
+    if saved.get("best_model_path") not in there:
+        text = (
+            "the best model of ModelCheckpoint in {about} is gone. It counts again from here on, in {now}."
+            " Give it a dirpath that stays."
+        )
+        say(logging.WARNING, "best-model-gone", text, about=saved["dirpath"], only_rank_zero=True, now=callback.dirpath)
+        saved["best_model_path"] = ""
+        return
+    best = {path: score for path, score in saved.get("best_k_models", {}).items() if path in there}
+    worst = (min if callback.mode == "max" else max)(best, key=best.__getitem__, default="")
+    saved.update(
+        dirpath=callback.dirpath,
+        best_k_models=best,
+        kth_best_model_path=worst,
+        kth_value=best.get(worst, saved.get("kth_value")),
+    )
+    if saved.get("last_model_path") not in there:
+        saved["last_model_path"] = ""
+
+
+def _exists(path: str) -> bool:
+    forget_listings(path)
+    files, inside = fsspec.core.url_to_fs(path)
+    return bool(files.exists(inside))
+
+
+def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence for each callback that cannot go on where it was."""
+    if any(True for _ in _callbacks(trainer, "ThroughputMonitor")):
+        yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
+
+
+def what_has_a_passing_folder(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence on the folders of best models that are likely to be others in the next start."""
+    for _, callback in _callbacks(trainer, "ModelCheckpoint"):
+        if callback.monitor is not None and is_drawn(str(callback.dirpath or "")):
+            yield (
+                f"ModelCheckpoint saves its best models in {callback.dirpath}, which looks like another folder in each"
+                " start: a resume knows them only while that is there. Give it a dirpath that stays"
+            )
+
+
+def what_goes_by_the_clock(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence for each thing that comes when the clock says, and so at another step in a resumed run."""
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        yield "val_check_interval by time: validations come when the clock says, not where they came before"
+    if any(getattr(callback, "_train_time_interval", None) for _, callback in _callbacks(trainer, "ModelCheckpoint")):
+        yield "ModelCheckpoint(train_time_interval=): it saves when the clock says, not where it saved before"
+
+
+def what_lightning_alone_keeps(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence for each callback that a resume cannot bring back to where it was."""
+    if any(True for _ in _callbacks(trainer, "ModelPruning")):
+        yield (
+            "ModelPruning: a resume has the weights as they were pruned, and neither the masks nor the weights behind"
+            " them; with make_pruning_permanent=False it cannot load them at all"
+        )
+    if any(True for _ in _callbacks(trainer, "SpikeDetection")):
+        yield "SpikeDetection: what it compares a loss with, and the batches that it has found, begin anew in a resume"
+
+
+def is_tuned(trainer: pl.Trainer) -> bool:
+    """Whether this ``fit`` is no training but a call of ``Tuner(trainer)``, which ends before its first step."""
+    return any(getattr(callback, compat.ENDS_EARLY.name, False) for callback in tuners(trainer))
+
+
+def is_of_a_tuner(trainer: pl.Trainer) -> bool:
+    """Whether the checkpoint that is being loaded is what a tuner saved before its trial."""
+    return os.path.basename(str(trainer.ckpt_path)).startswith((".lr_find_", ".scale_batch_size_"))
+
+
+def why_without_exact_state(trainer: pl.Trainer) -> str:
+    """What to say of a checkpoint that a fit goes on from, and that holds no exact state."""
+    path = trainer.ckpt_path
+    for _, callback in _callbacks(trainer, "OnExceptionCheckpoint"):
+        if path is not None and str(callback.ckpt_path) == str(path):
+            return (
+                f"OnExceptionCheckpoint: Lightning goes on from its {path}, which was written in the middle of a step,"
+                " and not from the newest snapshot: this is not exact. Remove the file or the callback"
+            )
+    return (
+        f"{path} holds what Lightning saves and no more: the position in the data, random numbers and running means are"
+        " not restored"
+    )
+
+
+def _nothing(*_: Any) -> None:
+    return None

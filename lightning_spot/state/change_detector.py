@@ -1,0 +1,307 @@
+"""Whether attributes are as they were: a stamp of each value, equal to a later one if nothing was written to it.
+
+What an object holds is looked at as well, to some depth: what training changes in a meter, a metric or a teacher of a
+module no checkpoint has. A digest tells the same to another process, from samples of the value.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import operator
+import pickle
+import random
+import types
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from enum import Enum
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from lightning_spot.state import namespaces
+from lightning_spot.state.compat import BUFFERS, PARAMETERS, writes_of
+from lightning_spot.state.logged_values import is_metric
+from lightning_spot.state.randomness import GENERATORS, is_of_process
+
+logger = logging.getLogger(__name__)
+
+SCALARS: frozenset[type] = frozenset((bool, int, float, str, bytes, type(None)))
+"""Kinds of values that are their own stamp."""
+
+_CONTAINERS = (list, tuple, dict, deque)
+_VALUES = (*_CONTAINERS, torch.Tensor, np.ndarray, np.generic, Enum, set, frozenset, complex, bytearray, *GENERATORS)
+_PROXIES = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+_CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, *_PROXIES)
+PACKAGES = frozenset(
+    ("asyncio", "concurrent", "fsspec", "lightning_spot", "logging", "multiprocessing", "pathlib", "threading")
+)
+"""Of whose objects nothing is looked at: those of a process, and caches of files."""
+
+_LIBRARIES = frozenset(("abc", "builtins", "lightning", "pytorch_lightning", "torch", "torchmetrics", "typing"))
+_MOST_ITEMS = 100_000
+_MOST_OF_OBJECTS = 64
+"""Attributes of an object that are looked at, and items of a container in there: it may be a tokenizer's vocabulary."""
+_MOST_TENSORS = 8
+_MOST_BYTES = 2**20
+"""Of an array that is compared whole; of a larger one, and of tensors whose writes torch does not count, some are."""
+_SAMPLES = 4096
+_MOST_DIGESTED = 2**16  # bytes of an array whose digest is not one of samples
+_ENDS = 16  # items at each end of a container that its digest tells of
+NESTED = 3
+"""So many containers within each other does the digest of an attribute tell of."""
+
+_PLAIN = (*SCALARS, complex)
+_DEEPEST = 3  # of objects
+_DEEPEST_NESTED = 8  # of containers
+
+
+def is_value(value: Any) -> bool:
+    """Whether a value is known by what is in it, whatever holds it; no object of a class of the user's."""
+    return type(value) in SCALARS or issubclass(type(value), _VALUES)
+
+
+def own_classes(kind: type) -> Iterator[type]:
+    """The classes of the user's that a class is made of."""
+    yield from (each for each in kind.__mro__ if each.__module__.split(".")[0] not in _LIBRARIES)
+
+
+def class_attributes(kind: type) -> dict[str, Any]:
+    """What a class holds for all of its instances, but for functions and the like."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith(("__", "_abc_"))
+        and not hasattr(type(value), "__get__")
+        and not isinstance(value, (type, types.ModuleType))
+    }
+
+
+class ChangeDetector:
+    """Stamps values, each object once, whoever holds it: one is made for each look at all of them.
+
+    Tensors of the module that is trained do not count: they are in a checkpoint, whoever else knows them.
+
+    Args:
+        modules: all parts of that module.
+        most_items: of one value, with all that is in it; of a container with more only its length is looked at.
+        looks: whether objects and generators are looked into; if not, they count as their digest or class, since they
+            are found by paths of their own, and a longer container as its digest.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, most_items: int = _MOST_ITEMS, looks: bool = True) -> None:
+        self._modules, self._most_items, self._looks = modules, most_items, looks
+        self._trained: set[int] | None = None
+        self._known: dict[int, Any] = {}
+        self._left = 0
+
+    def stamp(self, value: Any) -> Any:
+        """What a value is now. It holds the objects in it, so that no other takes their address; but no tensor."""
+        if type(value) in SCALARS:
+            return value
+        self._left = self._most_items
+        return self._stamp(value, 0, 0)
+
+    def _stamp(self, value: Any, depth: int, nested: int) -> Any:
+        kind: type = type(value)
+        if kind in SCALARS:
+            return value
+        try:
+            if issubclass(kind, torch.Tensor):
+                return _Tensor(value, None if self._is_trained(value) else writes_of(value))
+            if issubclass(kind, _CONTAINERS):
+                return self._container(value, depth, nested + 1)
+            if issubclass(kind, _VALUES):
+                return kind, _content(value) if self._looks or not issubclass(kind, GENERATORS) else None
+            if self._looks:
+                return self._object(value, depth)
+            return None if is_handle(value) else digest_of(value)
+        except Exception as error:  # of the user's class: its len(), its iteration, its attributes
+            logger.debug("lightning_spot: a %s cannot be looked into: %s", kind.__qualname__, error)
+            return _Same(value)
+
+    def _container(self, value: Any, depth: int, nested: int) -> Any:
+        kind, length = type(value), len(value)
+        self._left -= length
+        if self._left < 0 or nested > _DEEPEST_NESTED or (depth and length > _MOST_OF_OBJECTS):
+            return kind, length, _Same(value) if self._looks else digest_of(value)
+        if length > _ENDS and not isinstance(value, dict) and SCALARS.issuperset(map(type, value)):
+            return kind, list(value)
+        if isinstance(value, dict):
+            items = list(value.items())  # others may write to it
+            return kind, [(self._stamp(key, depth, nested), self._stamp(item, depth, nested)) for key, item in items]
+        return kind, [self._stamp(item, depth, nested) for item in list(value)]
+
+    def _object(self, value: Any, depth: int) -> Any:
+        if id(value) not in self._known:
+            self._known[id(value)] = _Same(value)  # it may hold itself
+            if depth <= _DEEPEST and _is_open(value):
+                self._known[id(value)] = _Same(value), self._look(value, depth + 1)
+        return self._known[id(value)]
+
+    def _look(self, value: Any, depth: int) -> Any:
+        if isinstance(value, nn.Module) and not is_metric(value):
+            found = [each for each in (*value.parameters(), *value.buffers()) if not self._is_trained(each)]
+            some = found[:: max(1, len(found) // _MOST_TENSORS)][:_MOST_TENSORS]
+            return [(_Tensor(each, writes_of(each)), _some_of(each)) for each in some]
+        own = list(vars(value).items())[:_MOST_OF_OBJECTS]
+        return [(name, self._stamp(item, depth, 0)) for name, item in own]
+
+    def _is_trained(self, tensor: torch.Tensor) -> bool:
+        if self._trained is None:
+            tables = [table for part in self._modules for table in (PARAMETERS.of(part), BUFFERS.of(part))]
+            self._trained = {id(each) for table in tables for each in table.values()}
+        return id(tensor) in self._trained
+
+
+class _Same:
+    """Equal to what is of the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    __hash__ = object.__hash__
+
+
+class _Tensor:
+    """Equal to what is of the same tensor, if torch has counted no write between."""
+
+    def __init__(self, tensor: torch.Tensor, writes: int | None) -> None:
+        self._of, self._writes = weakref.ref(tensor), writes
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Tensor) or (tensor := self._of()) is None:
+            return False
+        return other._of() is tensor and other._writes == self._writes
+
+    __hash__ = object.__hash__
+
+
+def _content(value: Any) -> Any:
+    """What one of ``_VALUES`` contains, that is no container and no tensor."""
+    if isinstance(value, GENERATORS):
+        return _Same(value) if is_of_process(value) else pickle.dumps(_state(value))
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or type(value) is not np.ndarray:  # one of a kind of its own may be mapped from a file
+            return value.shape, _Same(value)
+        part = value if value.nbytes <= _MOST_BYTES else value.flat[:: -(-value.size // _SAMPLES)]
+        return value.dtype.str, value.shape, xxhash.xxh3_128_digest(part.tobytes())
+    if isinstance(value, np.generic):
+        return value.tobytes()
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, (set, frozenset)):
+        is_plain = len(value) <= _SAMPLES and all(type(item) in SCALARS or isinstance(item, Enum) for item in value)
+        return frozenset(value) if is_plain else (len(value), _Same(value))
+    return bytes(value) if isinstance(value, bytearray) else value
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+
+
+def _some_of(tensor: torch.Tensor) -> bytes:
+    """Some of a tensor's numbers, on the host: averages are written past torch's counts, too."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return b""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-max(1, flat.numel()) // _SAMPLES)].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _is_open(value: Any) -> bool:
+    """Whether an object is looked into: one of the user's, or a module that is no part of the one that is trained."""
+    if issubclass(type(value), _CLOSED) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    package = type(value).__module__.split(".")[0]
+    if package in PACKAGES or isinstance(value, namespaces.classes("", "LightningModule", "LightningDataModule")):
+        return False
+    return isinstance(value, nn.Module) or package not in ("lightning", "pytorch_lightning", "torch")
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
+def digest_of(value: Any, nested: int = 1) -> str:
+    """What a value contains, equal in every process: of large arrays by samples, of containers by items at both ends.
+
+    Objects are their class: what they hold is not looked at. An open file or connection counts as ``None``, which it
+    takes the place of where a sample is read first: every process opens its own. An iterator is the place it is at, as
+    far as it shows that.
+
+    Args:
+        value: any.
+        nested: how many containers within each other are looked into.
+    """
+    if is_handle(value):
+        value = None
+    if isinstance(value, _PLAIN):
+        return repr(value)[:_ENDS] + format(zlib.crc32(repr(value).encode()), "x")
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{_crc_of(_sampled(value.detach()).cpu().view(torch.uint8).numpy())}"
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        return f"{value.dtype}{value.shape}{_crc_of(_sampled(value))}"
+    if isinstance(value, dict):
+        return f"dict{len(value)}{_ends(value, nested)}{_ends(value.values(), nested)}"
+    if isinstance(value, (list, tuple, deque)):
+        return f"{type(value).__name__}{len(value)}{_ends(value, nested)}"
+    if isinstance(value, (set, frozenset)):
+        known = sorted(map(repr, value)) if len(value) <= _SAMPLES and set(map(type, value)) <= set(_PLAIN) else []
+        return f"set{len(value)}{zlib.crc32(repr(known).encode()):x}"
+    if isinstance(value, Enum):
+        return str(value)
+    return type(value).__qualname__ + (_place_of(value) if hasattr(value, "__next__") else "")
+
+
+def _place_of(iterator: Iterator[Any]) -> str:
+    """Where an iterator is: what a count says, how many items a list has left, whether a generator has begun."""
+    if type(iterator) is itertools.count:
+        return repr(iterator)
+    if inspect.isgenerator(iterator):
+        own = inspect.getgeneratorlocals(iterator).values()
+        return inspect.getgeneratorstate(iterator) + digest_of([item for item in own if isinstance(item, _PLAIN)])
+    return str(operator.length_hint(iterator, -1))
+
+
+def is_handle(value: Any) -> bool:
+    """Whether a value is something to be closed that no other process could be given, and nothing to iterate over."""
+    if not callable(getattr(value, "close", None)) or hasattr(value, "__next__"):
+        return False
+    try:
+        value.__reduce_ex__(2)
+    except Exception:
+        return True
+    return False
+
+
+def _sampled(values: Any) -> Any:
+    """A flat part of an array or tensor: all of it, or numbers at equal distances."""
+    flat = values.reshape(-1)
+    part = flat if flat.nbytes <= _MOST_DIGESTED else flat[:: max(1, len(flat) // _SAMPLES)]
+    return np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part.contiguous()
+
+
+def _crc_of(values: Any) -> str:
+    return format(zlib.crc32(values.tobytes()), "x")
+
+
+def _ends(items: Collection[Any], nested: int) -> list[str]:
+    """Digests of a container's first items, and of its last ones."""
+    shown = [*islice(items, _ENDS), *islice(reversed(items), _ENDS)]  # type: ignore[call-overload]
+    too_deep = (dict, list, tuple) if nested <= 1 else ()
+    return [type(item).__name__ if isinstance(item, too_deep) else digest_of(item, nested - 1) for item in shown]

@@ -1,0 +1,305 @@
+"""Every private name of Lightning, torch and torchmetrics that this package uses, and what depends on it.
+
+They may be gone, or be something else, in another version. So each belongs to a part of the work, and is probed once,
+at ``setup``: a part that misses one is off, which is said once, and training goes on without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_spot.patches import Patches
+from lightning_spot.say import say
+from lightning_spot.state import namespaces
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+T = TypeVar("T")
+
+RESUME = "the resume"
+SNAPSHOTS = "Lightning's checkpoint for a snapshot"
+BOUNDARIES = "the ends of batches"
+PROGRESS = "the loops' progress"
+LOGGED = "logged values"
+METRICS = "metric states"
+LOADERS = "the position in the data"
+REQUESTS = "requests for loaders"
+WORKERS = "workers that persist"
+HOOKED = "what hooks changed"
+LOGGERS = "loggers"
+SIGNALS = "Lightning's signal handlers"
+ENVIRONMENT = "the ranks' address"
+BUCKETS = "DDP's buckets"
+SHARING = "DDP's sharing of buffers"
+AVERAGING = "StochasticWeightAveraging"
+TUNERS = "the tuners"
+TOGGLES = "toggled optimizers"
+
+WITHOUT = {
+    RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
+    SNAPSHOTS: "snapshots are taken in the way of Trainer.save_checkpoint",
+    BOUNDARIES: "snapshots are taken before what follows a batch: a resume from them is not exact",
+    SIGNALS: "with several ranks, a signal to one of them may hang the others",
+    ENVIRONMENT: "the ranks agree on no place to stop: after a notice, the run resumes from its last snapshot",
+}
+"""What is lost with a part, where it is more than that a resume is not exact."""
+
+RESULT_MODULE = "trainer.connectors.logger_connector.result"
+"""Where Lightning keeps what is logged in an epoch."""
+
+ALL: list[Name] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One private name.
+
+    Attributes:
+        part: that cannot do without it.
+        name: of the attribute.
+        sample: finds an object that has it, by a trainer at ``setup``; ``None`` if there is none in use.
+        kind: what the value is there.
+    """
+
+    part: str
+    name: str
+    sample: Callable[[pl.Trainer], Any]
+    kind: Any = object
+
+    def __post_init__(self) -> None:
+        ALL.append(self)
+
+    def of(self, owner: Any) -> Any:
+        """The value in ``owner``.
+
+        Raises:
+            AttributeError: if it has none.
+        """
+        return getattr(owner, self.name)
+
+    def set(self, owner: Any, value: Any) -> None:
+        """Set it in ``owner``."""
+        setattr(owner, self.name, value)
+
+    def wrap(self, patches: Patches, owner: Any, make: Callable[[Any], Any]) -> None:
+        """Replace it in ``owner`` by what ``make`` returns of it, see :meth:`Patches.wrap`."""
+        self.of(owner)
+        patches.wrap(owner, self.name, make)
+
+    def problem(self, trainer: pl.Trainer) -> str | None:
+        """What is wrong with it; ``None`` if nothing is, or nothing that has it is in use."""
+        try:
+            owner = self.sample(trainer)
+            value = self.of(owner) if owner is not None else None
+        except Exception as error:  # whatever a Lightning of other days makes of it
+            return f"{type(error).__name__}: {error}"
+        if owner is not None and not isinstance(value, self.kind):
+            return f"{type(owner).__name__}.{self.name} is of type {type(value).__name__} here"
+        return None
+
+
+def problems(trainer: pl.Trainer) -> dict[str, str]:
+    """Parts that cannot do their work with this Lightning and torch, each with the reason. At ``setup``."""
+    found: dict[str, str] = {}
+    for name in ALL:
+        if name.part not in found and (problem := name.problem(trainer)) is not None:
+            found[name.part] = problem
+    return found
+
+
+class Switches:
+    """Which parts of this module do their work in one ``fit``; all, until one fails."""
+
+    def __init__(self) -> None:
+        self._off: set[str] = set()
+
+    def probe(self, trainer: pl.Trainer) -> None:
+        """Turn off what misses a name, or finds something else by it."""
+        for part, reason in problems(trainer).items():
+            self._turn_off(part, reason)
+
+    def is_on(self, part: str) -> bool:
+        """Whether a part can do its work."""
+        return part not in self._off
+
+    def run(self, part: str, do: Callable[[], T], errors: tuple[type[Exception], ...] = (Exception,)) -> T | None:
+        """Do something of a part; ``None`` if that is off, or fails now. Training goes on without it.
+
+        Args:
+            part: of this module.
+            do: what.
+            errors: that may be the part's; others are raised: they come from what it calls.
+
+        Raises:
+            MemoryError: the part works, and this time there is not enough memory for it.
+        """
+        if part in self._off:
+            return None
+        try:
+            return do()
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise  # there may be enough the next time; what is missing here would be missing in every later snapshot
+        except errors as error:
+            self._turn_off(part, f"{type(error).__name__}: {error}")
+            return None
+
+    def _turn_off(self, part: str, reason: str) -> None:
+        self._off.add(part)
+        without = WITHOUT.get(part, "a resume is not exact there")
+        text = "{about} is off: {without} ({reason}). Report it with the versions of Lightning and torch."
+        say(logging.WARNING, "part-off", text, about=part, only_rank_zero=True, without=without, reason=reason)
+
+
+def _trainer(trainer: pl.Trainer) -> Any:
+    return trainer
+
+
+def _fit_loop(trainer: pl.Trainer) -> Any:
+    return trainer.fit_loop
+
+
+def _epoch_loop(trainer: pl.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop
+
+
+def _val_loop(trainer: pl.Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.val_loop
+
+
+def _first(*names: str) -> Callable[[pl.Trainer], Any]:
+    """The first callback of one of these kinds in the trainer."""
+
+    def find(trainer: pl.Trainer) -> Any:
+        kinds = namespaces.classes("callbacks", *names)
+        return next((item for item in trainer.callbacks if isinstance(item, kinds)), None)  # type: ignore[attr-defined]
+
+    return find
+
+
+def _first_logger(*names: str) -> Callable[[pl.Trainer], Any]:
+    def find(trainer: pl.Trainer) -> Any:
+        kinds = namespaces.classes("loggers", *names)
+        return next((item for item in trainer.loggers if isinstance(item, kinds)), None)
+
+    return find
+
+
+def _ddp(trainer: pl.Trainer) -> Any:
+    """DDP is there from ``on_train_start`` on only: it is looked for in a model that has it already."""
+    return trainer.model if hasattr(trainer.model, "reducer") else None
+
+
+@cache
+def _metric() -> Any:
+    return MeanMetric()
+
+
+@cache
+def _loader() -> Any:
+    return DataLoader(TensorDataset(torch.zeros(1)))
+
+
+def _of_results(trainer: pl.Trainer) -> Any:
+    return namespaces.of(trainer, RESULT_MODULE)
+
+
+# -- the trainer and its connectors -----------------------------------------------------------------------------------
+
+DUMPING_CONNECTOR = Name(SNAPSHOTS, "_checkpoint_connector", _trainer)
+DUMP_CHECKPOINT = Name(SNAPSHOTS, "dump_checkpoint", lambda t: DUMPING_CONNECTOR.of(t), Callable)
+RESUMING_CONNECTOR = Name(RESUME, "_checkpoint_connector", _trainer)
+RESUME_START = Name(RESUME, "resume_start", lambda t: RESUMING_CONNECTOR.of(t), Callable)
+LOADED_CHECKPOINT = Name(RESUME, "_loaded_checkpoint", lambda t: RESUMING_CONNECTOR.of(t), dict)
+MIGRATE = Name(RESUME, "migrate_checkpoint", lambda t: namespaces.of(t, "utilities.migration"), Callable)
+SIGNAL_CONNECTOR = Name(SIGNALS, "_signal_connector", _trainer)
+REGISTER_HANDLERS = Name(SIGNALS, "register_signal_handlers", lambda t: SIGNAL_CONNECTOR.of(t), Callable)
+RESTORE_HANDLERS = Name(SIGNALS, "teardown", lambda t: SIGNAL_CONNECTOR.of(t), Callable)
+ACCELERATOR_CONNECTOR = Name(ENVIRONMENT, "_accelerator_connector", _trainer)
+CLUSTER_ENVIRONMENT = Name(ENVIRONMENT, "cluster_environment", lambda t: ACCELERATOR_CONNECTOR.of(t))
+
+# -- the loops --------------------------------------------------------------------------------------------------------
+
+ADVANCE_END = Name(BOUNDARIES, "on_advance_end", _epoch_loop, Callable)
+SHOULD_VALIDATE = Name(BOUNDARIES, "_should_check_val_fx", _epoch_loop, Callable)
+SKIP_NEXT_VAL = Name(BOUNDARIES, "_skip_next_val", _epoch_loop, bool)
+RESTARTING = Name(PROGRESS, "_restarting", _fit_loop, bool)
+ADVANCE = Name(PROGRESS, "advance", _fit_loop, Callable)
+ADVANCE_IN_EPOCH = Name(PROGRESS, "advance", _epoch_loop, Callable)
+HAS_VALIDATED = Name(PROGRESS, "_has_run", _val_loop, bool)
+SHOULD_ACCUMULATE = Name(PROGRESS, "_should_accumulate", _epoch_loop, Callable)
+NO_MORE_BATCHES = Name(LOADERS, "_num_ready_batches_reached", _epoch_loop, Callable)
+BATCH_PROGRESS = Name(PROGRESS, "batch_progress", _epoch_loop)
+VAL_BATCH_PROGRESS = Name(PROGRESS, "batch_progress", _val_loop)
+BATCHES_THAT_STEPPED = Name(LOGGERS, "_batches_that_stepped", _epoch_loop, int)
+
+# -- loaders ----------------------------------------------------------------------------------------------------------
+
+PROCESS_DATALOADER = Name(LOADERS, "process_dataloader", lambda t: t.strategy, Callable)
+COMBINED_LOADER = Name(LOADERS, "_combined_loader", _fit_loop)
+VAL_COMBINED_LOADER = Name(LOADERS, "_combined_loader", _val_loop)
+DATA_FETCHER = Name(LOADERS, "_data_fetcher", _fit_loop)
+LAST_RELOAD = Name(LOADERS, "_last_train_dl_reload_epoch", _fit_loop, (int, float))
+LAST_VAL_RELOAD = Name(LOADERS, "_last_val_dl_reload_epoch", _val_loop, (int, float))
+LOADER_STATES = Name(LOADERS, "_combined_loader_states_to_load", _fit_loop, list)
+DATA_SOURCE = Name(REQUESTS, "_data_source", _fit_loop)
+REQUEST_LOADER = Name(REQUESTS, "dataloader", lambda t: DATA_SOURCE.of(_fit_loop(t)), Callable)
+EPOCH_PROGRESS = Name(REQUESTS, "epoch_progress", _fit_loop)
+WORKERS_ITERATOR = Name(WORKERS, "_iterator", lambda _: _loader())
+
+# -- logged values and metrics ----------------------------------------------------------------------------------------
+
+LOGGER_CONNECTOR = Name(LOGGED, "_logger_connector", _trainer)
+CALLBACK_METRICS = Name(LOGGED, "_callback_metrics", lambda t: LOGGER_CONNECTOR.of(t), dict)
+LOGGED_METRICS = Name(LOGGED, "_logged_metrics", lambda t: LOGGER_CONNECTOR.of(t), dict)
+BAR_METRICS = Name(LOGGED, "_progress_bar_metrics", lambda t: LOGGER_CONNECTOR.of(t), dict)
+FIRST_ITERATION = Name(LOGGED, "_first_loop_iter", lambda t: LOGGER_CONNECTOR.of(t), (bool, type(None)))
+RESULTS = Name(LOGGED, "_results", _epoch_loop, dict)
+METADATA = Name(LOGGED, "_Metadata", _of_results, type)
+SYNC = Name(LOGGED, "_Sync", _of_results, type)
+RESULT_METRIC = Name(LOGGED, "_ResultMetric", _of_results, type)
+DEFAULTS = Name(METRICS, "_defaults", lambda _: _metric(), dict)
+UPDATE_COUNT = Name(METRICS, "_update_count", lambda _: _metric(), int)
+FORWARD_CACHE = Name(METRICS, "_forward_cache", lambda _: _metric())
+COMPUTED = Name(METRICS, "_computed", lambda _: _metric())
+SHOULD_SYNC = "_should"  # of a _Sync, which has it as an argument
+
+# -- modules and DDP --------------------------------------------------------------------------------------------------
+
+NON_PERSISTENT = Name(HOOKED, "_non_persistent_buffers_set", lambda t: t.lightning_module, set)
+PARAMETERS = Name(HOOKED, "_parameters", lambda t: t.lightning_module, dict)
+BUFFERS = Name(HOOKED, "_buffers", lambda t: t.lightning_module, dict)
+COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
+REDUCER = Name(BUCKETS, "reducer", _ddp)
+SHARES_BUFFERS = Name(SHARING, "require_forward_param_sync", _ddp, bool)
+TOGGLED = Name(TOGGLES, "_param_requires_grad_state", lambda t: t.lightning_module, dict)
+
+COMPOSABLE = "__composable_api_state_key_"
+"""How the names of attributes begin in which torch keeps, at a module, what FSDP2 and its like do with it."""
+
+# -- callbacks and loggers that Lightning ships -----------------------------------------------------------------------
+
+SWA_SCHEDULER = Name(AVERAGING, "_swa_scheduler", _first("StochasticWeightAveraging"))
+BATCH_SIZE_NAME = Name(TUNERS, "_batch_arg_name", _first("BatchSizeFinder"), str)
+ENDS_EARLY = Name(TUNERS, "_early_exit", _first("BatchSizeFinder", "LearningRateFinder"), bool)
+RATE_NAME = Name(TUNERS, "_attr_name", _first("LearningRateFinder"), (str, type(None)))
+EXPERIMENT = Name(LOGGERS, "_experiment", _first_logger("TensorBoardLogger", "CSVLogger"))
+VERSION = Name(LOGGERS, "_version", _first_logger("TensorBoardLogger", "CSVLogger"))
+TENSORBOARD_OPTIONS = Name(LOGGERS, "_kwargs", _first_logger("TensorBoardLogger"), dict)
+
+
+def writes_of(tensor: torch.Tensor) -> int:
+    """Torch's count of the writes to a tensor. One made in inference mode has none, and counts as written to."""
+    return tensor._version if not tensor.is_inference() else next(_UNCOUNTED)
+
+
+_UNCOUNTED = itertools.count(-1, -1)  # like no count, and no two alike

@@ -1,0 +1,799 @@
+"""The position in the data: a loader that knows how far it got in its epoch, and can go there again.
+
+An epoch is one pass over a loader, or the rest of one that an earlier attempt has begun. What it was made of is written
+down with the position, and compared where another process goes on with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_spot.say import say
+from lightning_spot.state import compat
+from lightning_spot.state.change_detector import digest_of
+from lightning_spot.state.elastic import batch_of, dealt, order_of
+from lightning_spot.state.indices import (
+    Indices,
+    draws_at_once,
+    is_known,
+    is_stateful,
+    iterates_itself,
+    replacing,
+    sampler_name,
+)
+from lightning_spot.state.own_state import OwnState
+from lightning_spot.state.randomness import State, capture_random, restore_random
+from lightning_spot.state.workers import (
+    LastingWorkers,
+    are_made,
+    begin_watched,
+    lasts,
+    make_unnoticed,
+    watch_of,
+    watching,
+    why_not_asked,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+def say_not_exact(findings: Iterable[str]) -> None:
+    """Log what is not exact, if there is anything, on rank 0.
+
+    Args:
+        findings: each a cause, what follows, and what to do.
+    """
+    if found := tuple(dict.fromkeys(findings)):
+        text = "a resume is not exact in these points, of which each says what to do:{about}"
+        lines = "".join(f"\n  - {each}" for each in found)
+        say(logging.WARNING, "not-exact", text, about=lines, only_rank_zero=True, findings=found)
+
+
+def made_of(loader: Any) -> State:
+    """Length of the data set, workers, sampler and ``drop_last`` of a loader; ``None`` for what it has not."""
+    length = None
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        with suppress(TypeError, NotImplementedError):
+            length = len(loader.dataset)  # type: ignore[arg-type]
+    return {
+        "length": length,
+        "workers": getattr(loader, "num_workers", 0),
+        "sampler": type(sampler).__name__ if (sampler := _sampler_of(loader)) is not None else None,
+        "drop_last": getattr(loader, "drop_last", None),
+    }
+
+
+def _sampler_of(loader: Any) -> Any:
+    """The sampler that decides on the order: one of batches is that of another, or is of the user's own."""
+    batches = getattr(loader, "batch_sampler", None)
+    return batches if batches is not None and not hasattr(batches, "sampler") else getattr(loader, "sampler", None)
+
+
+def differences(position: State | None, loader: Any) -> Iterator[str]:
+    """What has changed since an epoch began, and what that means, for a loader that goes on at a position."""
+    if position is None:
+        return
+    was, now = position["made_of"], made_of(loader)
+    changed = {name for name, value in was.items() if value != now[name]}
+    within = "at_iter" in position and not position["exhausted"] and position["yielded"]
+    if "workers" in changed:
+        what = "random numbers drawn in loading (augmentation) are others"
+        if now["length"] is None:
+            what = "a stream deals its samples to them in another way, so that some are seen twice or not at all"
+        yield f"num_workers was {was['workers']} and is {now['workers']}: {what}"
+    if changed & {"length", "sampler"}:
+        facts = [f"{text} was {was[name]} and is {now[name]}" for name, text in _NAMES.items() if name in changed]
+        what = "epochs from here on are made of what there is now"
+        if within:
+            what = (
+                f"this epoch goes on behind batch {position['yielded']} in another order, so that some of its samples"
+                " are seen twice or not at all; the next epoch is a whole one"
+            )
+        yield f"{', '.join(facts)}: {what}"
+    if "drop_last" in changed:
+        yield f"drop_last was {was['drop_last']} and is {now['drop_last']}: epochs end with another batch"
+
+
+_NAMES = {"length": "the number of samples in the data set", "sampler": "the sampler"}
+
+
+DataResume = Literal["auto", "replay", "seek"]
+"""How a loader comes back to its position: ``"replay"`` loads the epoch's batches again and drops them, which is exact
+even with random augmentation inside workers; ``"seek"`` draws their indices only; ``"auto"`` seeks where there are no
+workers (exact, too) and replays where there are. A loader with a state of its own goes on from that, but with
+``"replay"``, and with ``"auto"`` where a shuffle buffer is in no state."""
+
+DATA_RESUMES = ("auto", "replay", "seek")
+
+_END = object()
+_BUFFERS = ("buffer_size", "bufsize", "shuffle_buffer", "shuffle_buffer_size")
+
+
+def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | None = None) -> Iterator[Any]:
+    """Have a loader begin an epoch: by its workers if they persist, else with ``indices`` in its sampler's place."""
+    if workers is not None:
+        return workers.begin_epoch()
+    if indices is None or iterates_itself(loader):
+        return begin_watched(loader, indices=indices)
+    with replacing(loader, {sampler_name(loader): indices, **watching(loader)}):
+        return iter(loader)
+
+
+class Epoch:
+    """One pass over a loader, from its start."""
+
+    def __init__(self, loader: Any, own: OwnState, workers: LastingWorkers | None) -> None:
+        self.loader, self.own, self.workers = loader, own, workers
+        self.yielded = 0
+        self.exhausted = False
+        self.at_iter = self._random()
+        self.data_at_iter = own.changed_data()
+        self.made_of = made_of(loader)
+        self.workers_draw = self._draws_at_start()
+        self.workers_changed: list[str] = []
+        self.expected: int | None = None
+        self.is_checked = False
+        self.at_first: State | None = None
+        self.first_batch: str | None = None
+        # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
+        self._ahead: Callable[[], State] | None = None if has_length(loader) else self._state
+        self.before: State | None = None
+        self.indices = _indices(loader, workers)
+        self.dealt: State | None = None
+        if self.indices is not None:
+            self.indices.instead = None  # of an epoch before: workers that persist keep their indices
+        self.inner = begin_epoch(loader, workers, self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at_first is None:
+            self.at_first = self._random()
+        if self._ahead is not None:
+            self.before = self._ahead()
+        try:
+            batch = next(self.inner)
+        except StopIteration:
+            self._say_if_short()
+            self.exhausted = True
+            raise
+        if self.yielded == 0:
+            self.first_batch = digest_of(batch)
+        self.yielded += 1
+        return batch
+
+    def follow(self, before: Epoch) -> None:
+        """Expect as many batches as the epoch before had; to have less is an error in a run that was resumed only."""
+        self.is_checked |= before.is_checked
+        if self.expected is None:
+            self.expected = before.whole
+
+    @property
+    def whole(self) -> int | None:
+        """So many batches an epoch has: by the loader's length, or else as many as the last one that ended."""
+        if has_length(self.loader):
+            return len(self.loader)
+        return self.yielded if self.exhausted else self.expected
+
+    def _say_if_short(self) -> None:
+        is_short = self.expected is not None and self.yielded < self.expected
+        if is_short and self.is_checked and not (self.exhausted or self.dealt):
+            why = (
+                f"an epoch ended after {self.yielded} of {self.expected} batches: {type(self.loader).__name__} is not"
+                ' back at its place. Set data_resume="replay": batches are loaded again in place of its state'
+            )
+            say_not_exact([why])
+
+    def leave(self) -> None:
+        """Before the loader begins another epoch."""
+
+    def at_end(self) -> State:
+        """Where a loader that keeps its state is when the run has come to its end, outside any epoch."""
+        data = {"data": self.own.changed_data(), "made_of": made_of(self.loader)}
+        if not is_stateful(self.loader):
+            return data
+        return {**data, "state": self._loader_state(), "ended": self.exhausted, "yielded": self.yielded}
+
+    def position(self, ahead: int, *, epoch_done: bool = False) -> State:
+        """See :func:`~lightning_spot.state.dataloader.position_of`."""
+        state = self.before if ahead and self.before is not None else self._state()
+        done = state["exhausted"] or epoch_done
+        workers = self.workers.saved(now=done) if self.workers is not None else None
+        position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
+        data: State = {"data": self.own.changed_data(), "data_at_iter": self.data_at_iter}
+        watch = watch_of(self.loader)
+        data |= {"made_of": self.made_of, "whole": self.whole, "first_batch": self.first_batch}
+        data |= {"workers_draw": True if watch is not None and watch.draws else self.workers_draw}
+        changed = [*self.workers_changed, *(watch.changed if watch is not None else ())]
+        data |= {"workers_changed": sorted(set(changed))}
+        along = self.indices is not None and self.indices.draws_along
+        lost = self.workers is not None and self.workers.is_lost
+        flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along, "workers_lost": lost}
+        order = self.dealt or order_of(self.loader, self.at_iter, self.at_first)
+        dealing = {"order": order, "dealt": self.dealt is not None, "batch": batch_of(self.loader)}
+        return {**state, **position, **flags, **dealing, **data}
+
+    def _state(self) -> State:
+        state: State = {"yielded": self.yielded, "exhausted": self.exhausted, "own": self.own.capture()}
+        if self._ahead is not None:
+            state["random"] = capture_random()
+        if is_stateful(self.loader):
+            state["state"] = self._loader_state()
+        return state
+
+    def _loader_state(self) -> Any:
+        return self.loader.state_dict()
+
+    def _random(self) -> State:
+        return {**capture_random(), "own": self.own.capture()}
+
+    def _draws_at_start(self) -> bool | None:
+        """Whether workers have been seen to draw numbers when an epoch begins; ``None`` if nobody looks."""
+        has_workers = getattr(self.loader, "num_workers", 0) > 0
+        return None if has_workers and watch_of(self.loader) is None else False
+
+
+class ResumedEpoch(Epoch):
+    """The rest of a pass over a loader: the same draws for samplers and workers, and as many batches passed over."""
+
+    def __init__(
+        self,
+        loader: Any,
+        own: OwnState,
+        workers: LastingWorkers | None,
+        resume: State,
+        restore_step: Callable[[bool], bool],
+        data_resume: DataResume,
+    ) -> None:
+        self.loader, self.own, self.workers = loader, own, workers
+        self.indices = _indices(loader, workers)
+        if self.indices is not None:
+            self.indices.draws_along = resume.get("draws_along", False)
+        if workers is not None:
+            workers.resume(resume.get("workers"))
+            workers.is_lost = resume.get("workers_lost", False)
+        self.yielded = resume.get("yielded", 0)
+        self.exhausted = resume.get("exhausted", False)
+        self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
+        self.data_at_iter = resume.get("data_at_iter", {})
+        self.workers_draw = resume["workers_draw"] if "at_iter" in resume else self._draws_at_start()
+        self.workers_changed = resume.get("workers_changed", [])
+        self.expected = len(loader) if has_length(loader) else resume.get("whole")
+        self.is_checked = True
+        self.made_of = resume["made_of"]
+        has_same_batches = resume.get("batch") in (None, batch_of(self.loader))
+        self.first_batch = resume.get("first_batch") if has_same_batches else None
+        self._ahead = None if has_length(loader) else self._state
+        self.before = None
+        self.resume: State | None = resume
+        self._restore_step = restore_step
+        self._data_resume = data_resume
+        self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
+        self._due_random = False
+        self._data: dict[str, str] = resume.get("data", {})
+        named = self.workers_changed if self.has_other_workers else []
+        self._lost = [name for name in (workers.lost() if workers is not None else []) if name not in named]
+        self._begins_otherwise = False
+        self._ended: Any = None
+        self._loaded: list[tuple[Any, str, Any, Any]] = []
+        self._has_loaded = False
+        self.dealt = resume["order"] if resume.get("dealt") else None
+        if self.dealt is not None:
+            self.indices = self.indices or Indices(getattr(loader, sampler_name(loader)))
+            self.indices.instead = dealt(self.dealt, loader)
+
+    def __next__(self) -> Any:
+        if self.resume is not None:
+            resume, self.resume = self.resume, None
+            self._begin(resume)
+        elif self._due_random:
+            self._due_random = False
+            self._restore_step(True)
+        return super().__next__()
+
+    def position(self, ahead: int, *, epoch_done: bool = False) -> State:
+        """See :func:`~lightning_spot.state.dataloader.position_of`."""
+        if self.resume is None:
+            return super().position(ahead, epoch_done=epoch_done)
+        return {**self.resume, "exhausted": self.resume.get("exhausted", False) or epoch_done}
+
+    def at_end(self) -> State:
+        """See :meth:`Epoch.at_end`."""
+        if self.resume is None:
+            return super().at_end()
+        resume = self.resume
+        kept: State = {name: resume.get(name) for name in ("state", "ended", "yielded")} if "state" in resume else {}
+        return {"data": self.own.changed_data(), "made_of": made_of(self.loader), **kept}
+
+    @property
+    def state_to_come(self) -> Any:
+        """The loader's state, while it has not begun: torchdata's would begin an epoch for it, and draw numbers."""
+        return self.resume.get("state") if self.resume is not None else self._ended
+
+    def _loader_state(self) -> Any:
+        return super()._loader_state() if self._ended is None else self._ended
+
+    def leave(self) -> None:
+        """Keep what loading a state has left behind out of the next epoch, which begins at its start.
+
+        A stream may begin each epoch from the state that it was given, until it is given another one. So what iterating
+        has not changed since is as it was before; and workers, which have a copy of it, are made again.
+        """
+        if self.resume is not None and self._goes_by_state(self.resume):  # Lightning asked for none of its batches
+            present, own = capture_random(), self.own.capture()
+            self._come_to_end(self.resume)
+            restore_random(present)
+            self.own.restore(own)
+        for item, name, before, loaded in self._loaded:
+            if vars(item).get(name) is loaded:
+                vars(item)[name] = before
+        if self._has_loaded and are_made(self.loader):
+            self.inner = iter(())
+            compat.WORKERS_ITERATOR.set(self.loader, None)
+            make_unnoticed(self.loader)
+        elif self.exhausted and self.workers is None:  # it may have gone to its end without them
+            make_unnoticed(self.loader)
+        self._loaded, self._has_loaded = [], False
+
+    def _begin(self, resume: State) -> None:
+        present = capture_random()
+        self._lost += self._lost_before()
+        by_state = self._goes_by_state(resume)
+        if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
+            if not self._restore_step(True):
+                restore_random(present)
+            self.own.restore(resume["own"], values=False)  # these came before hooks began this epoch
+            if by_state:
+                self._come_to_end(resume)
+                self.own.restore(resume["own"], values=False)
+                self.leave()
+            self.at_iter = self._random()
+            self.say_what_differs()
+            self.inner = begin_epoch(self.loader, self.workers, self.indices)
+            return
+        if by_state:  # streams have to be told their epoch first, and samplers without a state draw again
+            self._random_was(self.at_iter)
+            if self.exhausted:
+                self._come_to_end(resume)
+            else:
+                self.inner = self._load(resume["state"])
+        elif not self.exhausted:
+            self._random_was(self.at_iter)
+            self.inner = self._iter_from(resume["yielded"])
+            if self.indices is not None:
+                self.indices.at_start = None
+        if self.exhausted:
+            self.inner = iter(())
+            self._ended = None if by_state else resume.get("state")
+        self.own.restore(resume["own"])
+        self.say_what_differs()
+
+        if resume["ahead"]:  # this batch was fetched before the step ended, the next one after it
+            restore_random(resume["random"])
+            self._due_random = True
+        elif not self._restore_step(not self.exhausted):
+            restore_random(present)
+
+    @property
+    def has_other_workers(self) -> bool:
+        """Whether workers go on with other random numbers and data than those of the attempt before would have."""
+        resume = self.resume or {}
+        if "state" in resume:
+            return (self._goes_by_state(resume) and not self.exhausted) or lasts(self.loader)
+        are_there = 0 < self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
+        return are_there and self._seeks and self.yielded > 0 and not self.exhausted
+
+    @property
+    def _seeks(self) -> bool:
+        """Whether the loader goes to its place by indices, whatever that leaves out."""
+        return self._data_resume == "seek" and draws_at_once(self.loader)
+
+    def say_what_differs(self) -> None:
+        """Warn of what an attempt before had changed in the data, and that is not so now. Once."""
+        names = [*self._lost, *self.own.differing_data(self._data)]
+        self._data, self._lost = {}, []
+        say_changed(names)
+        if self._begins_otherwise and not names and made_of(self.loader) == self.made_of:
+            why = (
+                f"the first batch of this epoch, loaded again, differs: {type(self.loader).__name__} does not yield the"
+                " same twice, and the rest of this epoch is not exact. Give it a state_dict and a load_state_dict"
+            )
+            say_not_exact([why])
+        self._begins_otherwise = False
+
+    def _lost_before(self) -> list[str]:
+        """What earlier epochs had changed in the data, and this process has neither so nor as it was at the snapshot.
+
+        Objects look alike when the batches are loaded again, however they began.
+        """
+        changed = {name: told for name, told in self.data_at_iter.items() if name in self._data}
+        present = self.own.differing_data(self._data)
+        return [name for name in self.own.differing_data(changed) if name in present]
+
+    def _goes_by_state(self, resume: State) -> bool:
+        """Whether its own state brings the loader to its place: one of as many workers."""
+        workers = self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
+        return "state" in resume and is_stateful(self.loader) and self._by_state and workers
+
+    def _load(self, state: State) -> Iterator[Any]:
+        """Have a loader go on from its own state."""
+        before = [(item, dict(vars(item))) for _, item in self.own.items() if _can_load(item)]
+        self.loader.load_state_dict(state)
+        inner = begin_watched(self.loader, apart=True)
+        for item, attributes in before:
+            for name, value in vars(item).items():
+                # A loader counts on from its state; that one was loaded is a flag, as litdata's is.
+                is_left = item is not self.loader or type(value) is bool
+                if is_left and name in attributes and value is not attributes[name]:
+                    self._loaded.append((item, name, attributes[name], value))
+        self._has_loaded = True
+        return inner
+
+    def _come_to_end(self, resume: State) -> None:
+        """Bring a loader that keeps its state to the end of its epoch, where the next one begins at the start.
+
+        Whether its state is one of the end depends on whether it was asked for one batch more than there are, which
+        Lightning does not do where it knows how many there are.
+        """
+        inner = self._load(resume["state"])
+        is_asked = not resume.get("ended") and has_length(self.loader) and resume["yielded"] >= len(self.loader)
+        if is_asked and next(inner, _END) is not _END:  # litdata's has gone on to the next epoch by itself
+            self.loader.load_state_dict(resume["state"])
+
+    def _iter_from(self, batches: int) -> Iterator[Any]:
+        workers = getattr(self.loader, "num_workers", 0)
+        # With workers, a sampler draws its order where the epoch begins; without, where its first batch is asked for.
+        at_first = self.at_first if workers or not self.made_of["workers"] else None
+        if workers and not self.made_of["workers"] and at_first is not None and draws_at_once(self.loader):
+            self.indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
+            self.indices.at_start = lambda: self._random_was(at_first)
+        loads = workers or self._data != self.data_at_iter  # what reading changes in the data happens again
+        if self._seeks or (self._data_resume == "auto" and not loads and draws_at_once(self.loader)):
+            return self._iter_by_index(batches, at_first)
+        inner = begin_epoch(self.loader, self.workers, self.indices)
+        if at_first is not None:
+            self._random_was(at_first)
+        for passed in range(batches):
+            batch = next(inner, _END)
+            if passed == 0:
+                self._begins_otherwise = self.first_batch not in (None, digest_of(batch))
+            if batch is _END:
+                text = "the data has only {batches} batches now. This epoch ends there. Resume with the data of before."
+                say(logging.WARNING, "data-shorter", text, batches=passed)
+                break
+        return inner
+
+    def _iter_by_index(self, batches: int, at_first: State | None) -> Iterator[Any]:
+        indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
+        indices.first = batches
+        try:
+            inner = begin_epoch(self.loader, self.workers, indices)
+            if at_first is not None and self.loader.num_workers == 0:
+                self._random_was(at_first)
+            indices.pass_over()  # now, where no worker has made it draw: with the generators as they were there
+        finally:
+            indices.first = 0
+        return inner
+
+    def _random_was(self, state: State) -> None:
+        restore_random(state)
+        self.own.restore(state["own"])
+
+
+def say_changed(names: list[str]) -> None:
+    """Warn of what an attempt before had changed in the data, and that is not so now, if there is anything."""
+    if names:
+        why = (
+            f"training or reading had changed {', '.join(sorted(set(names)))}, which no snapshot holds: the data begin"
+            " as the program makes them. Keep such values in the state_dict of a data module, and set them when it is"
+            " loaded"
+        )
+        say_not_exact([why])
+
+
+def shuffle_buffers(own: OwnState) -> Iterator[str]:
+    """Shuffle buffers in a loader's data, of which no state holds the samples: the names of their sizes, and these."""
+    for path, item in own.items():
+        for name in _BUFFERS if path.startswith("dataset") else ():
+            size = getattr(item, "__dict__", {}).get(name)
+            if type(size) is int and size > 1:
+                yield f"{path}.{name}={size}"
+
+
+def _indices(loader: Any, workers: LastingWorkers | None) -> Indices | None:
+    """What stands in for the loader's sampler; none where that is torch's, and its iteration, too."""
+    if workers is not None:
+        return workers.indices
+    if iterates_itself(loader):
+        return Indices(getattr(loader, sampler_name(loader)))
+    sampler = getattr(loader, sampler_name(loader)) if draws_at_once(loader) else None
+    return None if sampler is None or is_known(sampler) else Indices(sampler)
+
+
+def has_length(loader: Any) -> bool:
+    """Whether a loader knows how many batches an epoch has."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _can_load(item: Any) -> bool:
+    """Whether a loader's state may be given on to this object."""
+    return callable(getattr(item, "load_state_dict", None)) and isinstance(getattr(item, "__dict__", None), dict)
+
+
+class FollowedLoader:
+    """Stands in for a loader; in everything it *is* that loader, but that its own state can be had and set.
+
+    Args:
+        loader: a ``DataLoader`` or any other iterable.
+        before: called with it just before an epoch begins.
+    """
+
+    def __init__(self, loader: Any, before: Callable[[FollowedLoader], None] | None = None) -> None:
+        own = OwnState.of(loader)
+        # Past __setattr__, which belongs to the loader.
+        self.__dict__.update(_loader=loader, _before=before, _own=own, _epoch=None, _why=why_not_asked(loader))
+        self.__dict__["_were_made"] = False
+        self.__dict__["_workers"] = LastingWorkers.of(loader, own)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(loader, DataLoader) stays true
+        return type(self.__dict__["_loader"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_loader"], name, value)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_loader"])
+
+    def __iter__(self) -> Iterator[Any]:
+        own = self.__dict__
+        if own["_before"] is not None:
+            own["_before"](self)
+        if own["_were_made"]:
+            own["_were_made"] = False
+            make_unnoticed(own["_loader"])
+        return begin_epoch(own["_loader"], own["_workers"])
+
+
+class PositionedLoader(FollowedLoader):
+    """Stands in for a training loader and counts what it yields.
+
+    In a resumed epoch nothing is drawn before the first batch is asked for: only then are samplers at the right epoch.
+
+    Args:
+        loader: a ``DataLoader`` or any other iterable.
+        resume: asked when an epoch begins: the position to begin it at, or ``None`` for its start.
+        restore_step: called just before the first batch after a resume is fetched: sets all generators to what they
+            were at the resumed step; ``False`` if there is nothing to set now, as for all loaders but the first that
+            asks. Told whether that batch is there at all: the epoch may have been at its end.
+        data_resume: how to get to a position.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        resume: Callable[[PositionedLoader], State | None],
+        restore_step: Callable[[bool], bool],
+        data_resume: DataResume = "auto",
+    ) -> None:
+        watch_of(loader, seeks=data_resume == "seek")
+        super().__init__(loader)
+        self.__dict__.update(_resume=resume, _restore_step=restore_step, _data_resume=data_resume)
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the loader; its state, while it is still to go to its place, is that of its place."""
+        epoch = self.__dict__["_epoch"]
+        state = epoch.state_to_come if name == "state_dict" and isinstance(epoch, ResumedEpoch) else None
+        return super().__getattr__(name) if state is None else lambda: state
+
+    def __iter__(self) -> Iterator[Any]:
+        own = self.__dict__
+        before = own["_epoch"]
+        if before is not None:
+            before.leave()
+        position = own["_resume"](self)
+        parts = own["_loader"], own["_own"], own["_workers"]
+        own["_epoch"] = (
+            Epoch(*parts)
+            if position is None
+            else ResumedEpoch(*parts, position, own["_restore_step"], own["_data_resume"])
+        )
+        if before is not None:
+            own["_epoch"].follow(before)
+        return own["_epoch"]  # type: ignore[no-any-return]
+
+
+def position_of(loader: Any, ahead: int = 0, *, epoch_done: bool = False, at_end: bool = False) -> State | None:
+    """Position of a :class:`PositionedLoader` that has begun an epoch, as plain values; ``None`` for other loaders.
+
+    Args:
+        loader: any loader.
+        ahead: 1 if a batch was fetched ahead and not trained on yet.
+        epoch_done: whether the epoch has no more batches; the loader itself may (``limit_train_batches``).
+        at_end: whether the run is at its end, outside any epoch.
+    """
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if epoch is None:
+        return None
+    if at_end:
+        return {**(state_of(loader) or {}), **epoch.at_end()}
+    position: State = epoch.position(ahead, epoch_done=epoch_done)
+    return position
+
+
+def state_of(loader: Any) -> State | None:
+    """State of a :class:`FollowedLoader` between two epochs, as plain values; ``None`` for other loaders."""
+    if type(loader) not in (FollowedLoader, PositionedLoader):
+        return None
+    own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
+    were_made = loader.__dict__["_were_made"] or (workers is None and are_made(loader.__dict__["_loader"]))
+    saved = workers.saved(now=True) if workers is not None else None
+    return {"own": own.capture(), "workers": saved, "were_made": were_made, "data": own.changed_data()}
+
+
+def restore_state(loader: Any, state: State | None, but: Collection[int] = ()) -> None:
+    """Set what :func:`state_of` returned, but in objects of these identities: training has gone on with them."""
+    if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
+        own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
+        own.restore(state["own"], but=but)
+        names = own.differing_data(state["data"])
+        if workers is not None:
+            workers.resume(state["workers"])
+            names += workers.lost()
+        say_changed(names)
+        loader.__dict__["_were_made"] = state["were_made"]
+
+
+def restore_own(loader: Any, *, begins: bool) -> None:
+    """Set what a loader that is to be resumed has of its own: its epoch may have no batch left to ask it for.
+
+    Args:
+        loader: any.
+        begins: whether training begins. Then values of a loader in front of a new epoch are set, before hooks set those
+            of the epoch; all else is set in front of the first step.
+    """
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if not isinstance(epoch, ResumedEpoch) or epoch.resume is None:
+        return
+    is_new = "at_iter" not in epoch.resume
+    if not begins:
+        epoch.own.restore(epoch.resume["own"], values=not is_new)
+        epoch.say_what_differs()
+    elif is_new:
+        epoch.own.restore(epoch.resume["own"])
+
+
+def identities_in(loader: Any) -> set[int]:
+    """Identities of the objects within reach of a loader."""
+    own = loader.__dict__["_own"] if type(loader) in (FollowedLoader, PositionedLoader) else OwnState({"": loader})
+    return {id(item) for _, item in own.items()}
+
+
+def batches_done(loader: Any) -> int | None:
+    """Batches of its epoch that count as done in a loader which is to go on in its middle; ``None`` for others."""
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    if not isinstance(epoch, ResumedEpoch) or epoch.resume is None or "at_iter" not in epoch.resume:
+        return None
+    if not has_length(loader) or (epoch.dealt is None and not epoch.exhausted):
+        return int(epoch.yielded)
+    left = len(dealt(epoch.dealt, epoch.loader)) - epoch.yielded if epoch.dealt is not None else 0
+    return max(0, len(loader) - (0 if epoch.exhausted else left))
+
+
+def other_batches(loader: Any, position: State | None) -> Iterator[str]:
+    """What to say where a loader goes on in the middle of its epoch with larger or smaller batches than before."""
+    if position is None or "at_iter" not in position or position["exhausted"]:
+        return
+    was, now = position.get("batch"), batch_of(loader_itself(loader))
+    passed = position["yielded"]
+    if was is None or now is None or was == now or not passed or "state" in position:
+        return
+    what = "passed over" if now > was else "seen twice"
+    yield (
+        f"the batch size was {was} when the snapshot was taken and is {now} now: this epoch goes on after as many"
+        f" batches as were trained on ({passed}), and {passed * abs(now - was)} of its samples are {what}, on each"
+        " rank. The next epoch is a whole one"
+    )
+
+
+def loader_itself(loader: Any) -> Any:
+    """The loader that a :class:`FollowedLoader` stands in for; others as they are."""
+    return loader.__dict__["_loader"] if type(loader) in (FollowedLoader, PositionedLoader) else loader
+
+
+def why_not_exact(loader: Any) -> Iterator[str]:
+    """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
+    inner = loader_itself(loader)
+    if is_stateful(inner):
+        yield from _why_its_state_is_not_exact(loader, inner)
+        return
+    if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
+        yield (
+            f"{_BEGINS_AGAIN} Use torchdata's"
+            " StatefulDataLoader (any loader with state_dict and load_state_dict), or a map-style data set"
+        )
+    if getattr(inner, "num_workers", 0) > 0 and not getattr(inner, "in_order", True):
+        yield "with in_order=False the order of batches is that of the workers' speed, which no resume can repeat"
+    yield from why_workers_are_not_exact(loader)
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    yield from _what_workers_lack(epoch, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
+    if epoch is not None and epoch.indices is not None and epoch.indices.draws_along:
+        yield (
+            f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
+            " the rest of an epoch may not be exact. Give it a generator of its own"
+        )
+
+
+_BEGINS_AGAIN = (
+    "the data position after a resume is not exact unless this stream yields the same samples each time: a resumed"
+    " epoch begins it again and drops as many batches as were trained on."
+)
+
+
+def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
+    """Why a loader's own state may not bring it back; nothing if it does, as far as is known."""
+    data = getattr(inner, "dataset", None)
+    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
+    kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
+    if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
+        yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
+    for buffer in shuffle_buffers(OwnState({"dataset": data})) if loader.__dict__.get("_data_resume") == "seek" else ():
+        yield (
+            f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may lose"
+            ' or repeat samples. Leave data_resume="seek" out: batches are loaded again'
+        )
+    yield from _what_workers_lack(
+        epoch, "its state does not hold", 'Set data_resume="replay", and persistent_workers=False'
+    )
+
+
+def _what_workers_lack(epoch: Epoch | None, why: str, do: str) -> Iterator[str]:
+    """What the workers of the attempt before had done in an epoch, and those that go on in it have not."""
+    if not isinstance(epoch, ResumedEpoch) or not epoch.has_other_workers:
+        return
+    what = ["draw random numbers"] if epoch.workers_draw else []
+    what += [f"change {', '.join(epoch.workers_changed)}"] if epoch.workers_changed else []
+    if epoch.workers_draw is None:
+        what = ["may draw random numbers or change the data"]
+    if what:
+        yield (
+            f"workers of {type(epoch.loader).__name__} {' and '.join(what)}, which {why}: what they load is not exact"
+            f" after this resume. {do}"
+        )
+
+
+def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
+    """Why the workers of this loader, for training or validation, may not come back as they were; what to do."""
+    if type(loader) not in (FollowedLoader, PositionedLoader):
+        return
+    reason, workers = loader.__dict__["_why"], loader.__dict__["_workers"]
+    if reason is None and workers is not None and workers.is_lost:
+        reason = "the loader makes them in a way of its own"
+    if reason is not None:
+        yield (
+            f"workers persist over epochs, and cannot be asked which random numbers they go on with, since {reason}:"
+            " random augmentation in them is not exact. Set persistent_workers=False"
+        )
+
+
+def _kind(loader: Any) -> str:
+    """Class of what draws: of the sampler, or of the loader if that is torch's."""
+    sampler = getattr(loader, sampler_name(loader))
+    while type(sampler).__module__.startswith("torch.") and hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    return type(loader if is_known(sampler) and iterates_itself(loader) else sampler).__name__

@@ -1,0 +1,198 @@
+"""A checkpoint of Lightning with the exact state beside it: what becomes a snapshot, and how it is read."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lightning_spot.capture.tensors import Glances, tensors_in
+from lightning_spot.capture.unexpected import as_failure
+from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.snapshot.safe_load import safe_load
+from lightning_spot.state.compat import writes_of
+from lightning_spot.state.rank_states import State, packed, share_of, unpacked
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+KEY = "lightning_spot"
+"""Key of the exact state in a checkpoint."""
+
+VERSION = 5
+"""Of the exact state's form."""
+
+_KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
+
+
+class _Noted(NamedTuple):
+    """How the tensors of a checkpoint were.
+
+    Attributes:
+        versions: torch's counts of the writes to them.
+        glances: some of their bytes: averages of weights are put in place past the counts, too.
+    """
+
+    versions: list[int]
+    glances: Glances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """Lightning's checkpoint of a step with the exact state of this rank; its tensors are still those of training.
+
+    Attributes:
+        checkpoint: of Lightning, the same on all ranks as far as rank 0's counts.
+        state: of this rank.
+        validation_progress: count of validation batches, if a validation follows the step; else ``None``.
+        loggers: where each logger is, on rank 0.
+        untracked: names of attributes that have changed and are in no ``state_dict``.
+        lost: likewise, of modules.
+        noted: how the checkpoint's tensors were; ``None`` if that was not noted.
+    """
+
+    checkpoint: dict[str, Any]
+    state: State
+    validation_progress: dict[str, int] | None
+    loggers: list[dict[str, Any]]
+    untracked: list[str]
+    lost: list[str]
+    noted: _Noted | None = None
+
+    def kept(self) -> Dump:
+        """The same to be held while training goes on; later it is known whether it :attr:`is_unchanged`.
+
+        Its tensors are still those of training. Its containers are its own: callbacks give theirs as they are, and fill
+        them on.
+        """
+        noted = _Noted(versions_of(self.checkpoint), Glances(_tensors_of(self.checkpoint)))
+        return replace(self, checkpoint=_with_own_containers(self.checkpoint, {}), noted=noted)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether no tensor was written to since it was :meth:`kept`, as weight averaging does around a validation."""
+        noted = self.noted
+        return noted is not None and noted.versions == versions_of(self.checkpoint) and not noted.glances.are_others
+
+    def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place.
+
+        Args:
+            trainer: whose checkpoint it is.
+
+        Raises:
+            SpotError: see :func:`gather`.
+        """
+        return self._with(trainer, [self.state, *gather(trainer, self.state)[1:]])
+
+    def with_own(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """The checkpoint with the state of this rank, rank 0; those of the others are kept in files of their own."""
+        return self._with(trainer, [self.state])
+
+    def apart(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """The checkpoint without the states of the ranks, which are kept in files of their own."""
+        return self._with(trainer, [])
+
+    def _with(self, trainer: pl.Trainer, ranks: list[Any]) -> dict[str, Any]:
+        self.checkpoint[KEY] = {
+            "version": VERSION,
+            "world_size": trainer.world_size,
+            "shares": share_of(trainer)[1],
+            "max_steps": trainer.max_steps,
+            "validation_progress": self.validation_progress,
+            "loggers": self.loggers,
+            "untracked": self.untracked,
+            "lost": self.lost,
+            "ranks": ranks,
+        }
+        return self.checkpoint
+
+
+def versions_of(checkpoint: dict[str, Any]) -> list[int]:
+    """Torch's counts of the writes to a checkpoint's tensors, without those of the exact state."""
+    return [writes_of(tensor) for tensor in _tensors_of(checkpoint)]
+
+
+def _tensors_of(checkpoint: dict[str, Any]) -> list[torch.Tensor]:
+    parts = (value for key, value in checkpoint.items() if key != KEY)
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:
+    """The same value; plain dicts, lists and what is like them are copies, what is in them is not.
+
+    Args:
+        value: any value.
+        made: copies so far, by the identity of what they are of: a container may hold itself.
+    """
+    kind = type(value)
+    if id(value) in made:
+        return made[id(value)]
+    if kind in _KEYED:
+        own = made[id(value)] = copy.copy(value)  # with its attributes, such as those of a ``state_dict``
+        own.update((key, _with_own_containers(item, made)) for key, item in value.items())
+        return own
+    if kind is list:
+        own = made[id(value)] = []
+        own += [_with_own_containers(item, made) for item in value]
+        return own
+    if kind is tuple:
+        return tuple(_with_own_containers(item, made) for item in value)
+    return copy.copy(value) if kind in (set, deque, bytearray) else value
+
+
+def gather(trainer: pl.Trainer, state: State | SpotError) -> list[Any]:
+    """The packed states of all ranks, on rank 0; its own is left out. Every rank calls this at the same place.
+
+    Args:
+        trainer: whose ranks they are.
+        state: of this one, or why it is not known.
+
+    Raises:
+        SpotError: of this rank; on rank 0 also that of another one.
+    """
+    if trainer.world_size == 1:
+        if isinstance(state, SpotError):
+            raise state
+        return [None]
+    mine = _told(state, trainer)
+    states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+    torch.distributed.gather_object(str(mine) if isinstance(mine, SpotError) else mine, states)
+    if isinstance(mine, SpotError):
+        raise mine
+    for rank, told in enumerate(states or ()):
+        if isinstance(told, str):
+            raise SnapshotFailedError(f"rank {rank}: {told}", reason=FailureReason.UNEXPECTED)
+    return states if states is not None else []
+
+
+def _told(state: State | SpotError, trainer: pl.Trainer) -> torch.Tensor | SpotError | None:
+    """What a rank tells rank 0, which waits for it whatever fails here."""
+    if isinstance(state, SpotError):
+        return state
+    try:
+        return None if trainer.is_global_zero else packed(state)
+    except Exception as error:  # of values of ours: no code of the user's is at work
+        return as_failure(error)
+
+
+def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str = "") -> Any:
+    """Read a checkpoint, and the states of ranks in it, as :func:`safe_load` does; see there."""
+    return with_ranks(safe_load(file, map_location, mapped=mapped), safe_load)
+
+
+def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any]) -> Any:
+    """The same checkpoint with the exact states of all ranks as values, if it has any.
+
+    Args:
+        checkpoint: changed in place.
+        read: reads the state of a rank.
+    """
+    exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
+    if isinstance(exact, dict) and isinstance(exact.get("ranks"), list):
+        exact["ranks"] = unpacked(exact["ranks"], read)
+    return checkpoint

@@ -1,0 +1,241 @@
+"""The loaders of a trainer's ``fit``: followed from where Lightning asks for them, and asked for again as they were.
+
+``train_dataloader()`` of a resumed run is called in another epoch, and after other numbers were drawn, than it was at
+first; with ``reload_dataloaders_every_n_epochs`` Lightning would also count from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_spot.patches import Patches
+from lightning_spot.state import compat
+from lightning_spot.state.dataloader import (
+    DataResume,
+    FollowedLoader,
+    PositionedLoader,
+    identities_in,
+    loader_itself,
+    position_of,
+    restore_own,
+    restore_state,
+    state_of,
+)
+from lightning_spot.state.randomness import State, capture_random, restore_random
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class Loaders:
+    """The loaders of one fit.
+
+    Args:
+        trainer: whose they are.
+        position_for: position at which a training loader begins its epoch, ``None`` for its start.
+        has_positions: whether there are some, of the snapshot that the fit goes on from.
+        restore_step: see :class:`PositionedLoader`.
+        data_resume: how a training loader gets to its position.
+        asking: entered while the program is asked for loaders.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        position_for: Callable[[PositionedLoader], State | None],
+        has_positions: Callable[[], bool],
+        restore_step: Callable[[bool], bool],
+        data_resume: Callable[[], DataResume],
+        asking: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._trainer = trainer
+        self._asking = asking
+        self._requests: dict[str, State] = {}
+        self._due: dict[str, State] = {}
+        self._states: list[State | None] = []
+        self._has_begun = False
+        self._patches = Patches()
+
+        def process_dataloader(original: Callable[[object], object], loader: object) -> object:
+            processed = original(loader)
+            if trainer.state.stage == "train":
+                if has_positions():  # given to loaders once these know their epoch: Lightning gives them before that
+                    compat.LOADER_STATES.set(trainer.fit_loop, [])
+                return PositionedLoader(processed, position_for, restore_step, data_resume())
+            if trainer.state.stage in ("validate", "sanity_check"):
+                return FollowedLoader(processed, self._before_validation)
+            return processed
+
+        compat.PROCESS_DATALOADER.wrap(self._patches, trainer.strategy, partial(partial, process_dataloader))
+
+    def end(self) -> None:
+        """Let the trainer go, and give it its loaders back: a ``CombinedLoader`` of the user's holds them, too."""
+        self._patches.close()
+        with suppress(AttributeError, ValueError):  # another Lightning may keep them elsewhere
+            for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
+                if (combined := compat.COMBINED_LOADER.of(loop)) is not None:
+                    combined.flattened = [loader_itself(loader) for loader in _flat(loop)]
+
+    @property
+    def training(self) -> list[Any]:
+        """Loaders that training draws from by now."""
+        return _flat(self._trainer.fit_loop)
+
+    @property
+    def validation(self) -> list[Any]:
+        """Loaders that validation draws from by now."""
+        return _flat(self._trainer.fit_loop.epoch_loop.val_loop)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def follow_requests(self) -> None:
+        """Note the epoch and the random numbers with which Lightning asks for loaders."""
+        fit_loop = self._trainer.fit_loop
+        for name, loop in (("training", fit_loop), ("validation", fit_loop.epoch_loop.val_loop)):
+            self._follow(name, loop, compat.DATA_SOURCE.of(loop))
+
+    def _follow(self, name: str, loop: Any, source: Any) -> None:
+        def dataloader(original: Callable[[], Any]) -> Any:
+            saved = self._due.pop(name, None)
+            if saved is None or (self._has_begun and self._is_reload_due(saved)):
+                self._requests[name] = self._request()
+                if name == "validation":
+                    self._states = []
+                with self._asking():
+                    return original()
+            if name == "validation":
+                compat.LAST_VAL_RELOAD.set(loop, saved["reloaded"])
+            return self._as_it_was(saved, original)
+
+        compat.REQUEST_LOADER.wrap(self._patches, source, partial(partial, dataloader))
+
+    def _request(self) -> State:
+        return {"epoch": self._trainer.current_epoch, "random": capture_random(), "data": self._data_state()}
+
+    def _data_state(self) -> State:
+        data = self._trainer.datamodule  # type: ignore[attr-defined] # Lightning's Trainer has it
+        try:
+            return dict(data.state_dict()) if data is not None else {}
+        except Exception:  # it may be about loaders that are not made yet
+            return {}
+
+    def _set_data_state(self, state: State) -> None:
+        if state:
+            with suppress(Exception):
+                self._trainer.datamodule.load_state_dict(dict(state))  # type: ignore[attr-defined]
+
+    def _is_reload_due(self, saved: State) -> bool:
+        every = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        return bool(every) and self._trainer.current_epoch - saved["reloaded"] >= every
+
+    def _as_it_was(self, saved: State, request: Callable[[], Any]) -> Any:
+        """Ask in the epoch, with the random numbers and the state of the data module, of the first time."""
+        present = self._request()
+        progress = compat.EPOCH_PROGRESS.of(self._trainer.fit_loop).current
+        restore_random(saved["random"])
+        progress.completed, epoch = saved["epoch"], progress.completed  # it is trainer.current_epoch
+        self._set_data_state(saved["data"])
+        try:
+            return request()
+        finally:
+            progress.completed = epoch
+            restore_random(present["random"])
+            self._set_data_state(present["data"])
+
+    # -- capture and resume -----------------------------------------------------------------------------------------
+
+    def capture(self) -> State:
+        """What is not a position: requests, loaders for validation, which of several loaders has ended once.
+
+        That last is all of them where the epoch has no batches left: Lightning asks for one more if it goes on there,
+        and one that had not ended would begin again for that. In the next epoch, none has ended.
+        """
+        fit_loop = self._trainer.fit_loop
+        reloaded = {
+            "training": compat.LAST_RELOAD.of(fit_loop),
+            "validation": compat.LAST_VAL_RELOAD.of(fit_loop.epoch_loop.val_loop),
+        }
+        consumed = getattr(_iterator(self._trainer), "_consumed", None)
+        if consumed is not None and self._epoch_done:
+            consumed = [True] * len(consumed)
+        return {
+            "requests": {
+                name: request if name in self._due else {**request, "reloaded": reloaded[name]}
+                for name, request in self._requests.items()
+            },
+            "validation": [state_of(loader) for loader in self.validation] or list(self._states),
+            "consumed": list(consumed) if consumed is not None else None,
+        }
+
+    @property
+    def _epoch_done(self) -> bool:
+        """Whether the epoch has no batches left."""
+        return bool(compat.NO_MORE_BATCHES.of(self._trainer.fit_loop.epoch_loop)())
+
+    def positions(self, *, at_end: bool) -> list[State | None]:
+        """Where each training loader is, see :func:`position_of`."""
+        ahead = len(getattr(compat.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ()))
+        return [position_of(loader, ahead, epoch_done=self._epoch_done, at_end=at_end) for loader in self.training]
+
+    def ask_again(self) -> None:
+        """Have Lightning ask for training loaders when training begins, also if it did before the checkpoint came.
+
+        It does for ``estimated_stepping_batches``, which may be read in ``setup`` or, where a strategy loads after it,
+        in ``configure_optimizers``. What it was given has begun at the start of an epoch.
+        """
+        fit_loop = self._trainer.fit_loop
+        if (combined := compat.COMBINED_LOADER.of(fit_loop)) is None:
+            return
+        if (fetcher := compat.DATA_FETCHER.of(fit_loop)) is not None:
+            fetcher.teardown()  # workers end
+        combined.flattened = [loader_itself(loader) for loader in combined.flattened]  # it may be the user's
+        compat.COMBINED_LOADER.set(fit_loop, None)
+
+    def resume(self, saved: State) -> None:
+        """Before loaders are asked for: ask as it was done when :meth:`capture` was called."""
+        self._requests, self._due = dict(saved["requests"]), dict(saved["requests"])
+
+    def restore(self, saved: State) -> None:
+        """When training begins: count epochs from where loaders were asked for, and know which has ended."""
+        self._has_begun = True
+        for loader in self.training:
+            restore_own(loader, begins=True)
+        request = saved["requests"].get("training")
+        if request is not None:
+            compat.LAST_RELOAD.set(self._trainer.fit_loop, request["reloaded"])
+        consumed = getattr(_iterator(self._trainer), "_consumed", None)
+        if consumed is not None and saved["consumed"] is not None and len(consumed) == len(saved["consumed"]):
+            consumed[:] = saved["consumed"]
+
+    def go_on(self, saved: State) -> None:
+        """Just before the step: set what loaders draw from of their own."""
+        for loader in self.training:
+            restore_own(loader, begins=False)
+        if "validation" not in saved["requests"] and not self._trainer.validating:
+            # Where an epoch that is resumed ends with a validation, Lightning asks before the epoch: the undisturbed
+            # run asks when the validation begins, after other numbers were drawn.
+            compat.VAL_COMBINED_LOADER.set(self._trainer.fit_loop.epoch_loop.val_loop, None)
+            self._requests.pop("validation", None)
+        self._states = list(saved["validation"])
+        for loader in self.validation:
+            self._before_validation(loader)
+
+    def _before_validation(self, loader: FollowedLoader) -> None:
+        """Set the own state of a loader for validation, once: it may be made long after training went on."""
+        number = next((number for number, item in enumerate(self.validation) if item is loader), len(self._states))
+        if number < len(self._states):
+            of_training = set().union(*map(identities_in, self.training))
+            restore_state(loader, self._states[number], of_training)
+            self._states[number] = None
+
+
+def _flat(loop: Any) -> list[Any]:
+    combined = compat.COMBINED_LOADER.of(loop)
+    return list(combined.flattened) if combined is not None else []
+
+
+def _iterator(trainer: pl.Trainer) -> Any:
+    return getattr(compat.COMBINED_LOADER.of(trainer.fit_loop), "_iterator", None)

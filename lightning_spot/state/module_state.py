@@ -1,0 +1,644 @@
+"""What hooks changed since training began and no checkpoint of Lightning holds: captured as plain values, put back.
+
+A resumed run does not call ``on_train_epoch_start`` of the epoch it goes on in, and never those of earlier epochs. So
+what they did is kept: which parameters are frozen, plain attributes of modules (``training``, a dropout's ``p``, a
+counter, a list of outputs) and of their classes, settings of the Trainer. What did not change is not kept: there the
+program's word counts. What is no plain value is named where training has changed it. A module that has made such a
+thing again (a cache, a file) keeps all of its attributes for itself: they belong together. Where it has made a data set
+of another class (in ``on_train_epoch_end``), a resumed run trains the rest of the epoch with that of its start: what
+modules within it have changed fits the next one, and comes back when that is made. What training has tied (weights,
+views of a tensor) is tied again.
+
+What changes in data modules, a user's callbacks and optimizers is named only.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, repeat
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.data import Dataset
+
+from lightning_spot.patches import Patches
+from lightning_spot.state import compat, namespaces
+from lightning_spot.state.aliases import Holders, Owners, Place, Sharing, are_tied, tie
+from lightning_spot.state.buffers import Buffers, Marks, marks_of
+from lightning_spot.state.builtin_callbacks import tuners
+from lightning_spot.state.change_detector import SCALARS, ChangeDetector, class_attributes, is_value, own_classes
+from lightning_spot.state.logged_values import is_metric
+from lightning_spot.state.per_trainer import OfTrainer
+from lightning_spot.state.plain_values import NotPlain, copy_of, is_generator, put
+from lightning_spot.state.randomness import GENERATORS
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+State = dict[str, Any]
+NamedModule = tuple[str, nn.Module]
+
+_SETTINGS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_train_batches",
+    "limit_val_batches",
+    "log_every_n_steps",
+    "reload_dataloaders_every_n_epochs",
+    "val_check_interval",
+)
+_LIMITS = ("max_epochs", "max_steps")
+"""Settings that the loops have."""
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of a module that are torch's."""
+
+_HUNG: frozenset[type] = frozenset((list, dict, set, np.ndarray))
+"""Kinds of what a program may hang on a module of torch, besides tensors: torch has such under private names."""
+
+_COMPUTED = ("_g", "_orig")
+"""What torch's weight norm, spectral norm and pruning call the parameters that they make an attribute of."""
+
+_MOST_OF_OTHERS = 1000
+"""Of a longer container of a callback's, only the length is looked at: it is named, but not kept."""
+
+_KEEPS_ITS_OWN = ("state_dict", "on_save_checkpoint")
+_OF_OPTIMIZERS = ("defaults", "param_groups", "state")
+_SHIPPED = ("lightning.", "pytorch_lightning.", "lightning_spot.")
+_MOST_NAMED = 8
+
+_NOT_THERE, _NOT_LOOKED_AT = object(), object()
+
+
+# -- what has changed -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Names:
+    """Names of values that were changed.
+
+    Attributes:
+        trains: of parameters.
+        attributes: of attributes, by the module's name.
+        settings: of the Trainer's settings.
+    """
+
+    trains: set[str] = field(default_factory=set)
+    attributes: dict[str, set[str]] = field(default_factory=dict)
+    settings: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, saved: State | None) -> Names:
+        """Those in what :meth:`saved`, or :meth:`ModuleState.capture`, returned; none of ``None``."""
+        if saved is None:
+            return cls()
+        attributes = {module: set(names) for module, names in saved["attributes"].items()}
+        return cls(set(saved["trains"]), attributes, set(saved["settings"]))
+
+    def saved(self) -> State:
+        """The names as values that load with ``weights_only=True``, always in one order."""
+        attributes = {module: sorted(names) for module, names in sorted(self.attributes.items())}
+        return {"trains": sorted(self.trains), "attributes": attributes, "settings": sorted(self.settings)}
+
+    def update(self, more: Names) -> None:
+        """Add those of ``more``."""
+        self.trains |= more.trains
+        self.settings |= more.settings
+        for module, names in more.attributes.items():
+            self.attributes.setdefault(module, set()).update(names)
+
+    def common(self, other: Names) -> Names:
+        """Those that are in both."""
+        attributes = {
+            module: names & other.attributes[module]
+            for module, names in self.attributes.items()
+            if module in other.attributes
+        }
+        return Names(self.trains & other.trains, attributes, self.settings & other.settings)
+
+
+class Attributes:
+    """The attributes of one module, or of a class, as they were.
+
+    Args:
+        part: the module, or a class of the user's.
+        detector: stamps their values.
+
+    Attributes:
+        lost: names of what has changed, as ``Class.attribute``, and is not kept.
+        has_made_data: whether a data set is among that, of another class than the one in its place before.
+    """
+
+    def __init__(self, part: Any, detector: ChangeDetector) -> None:
+        self._ignored = _not_the_users(part)
+        # Modules of torch keep nothing of their own that their numbers would have to agree with.
+        self._is_torchs = type(part).__module__.startswith("torch.nn")
+        own = {name: value for name, value in vars(part).items() if name not in self._ignored}
+        self._count = len(vars(part))
+        self._stamps = {name: self._stamp(name, value, detector) for name, value in own.items()}
+        self._generators = {(name, type(value)) for name, value in own.items() if issubclass(type(value), GENERATORS)}
+        self._not_plain = {
+            name: None if is_value(value) else value for name, value in own.items() if not _is_plain(value)
+        }
+        self.lost: set[str] = set()
+        self.has_made_data = False
+
+    def changed(self, part: Any, before: Collection[str], detector: ChangeDetector) -> State:
+        """Copies of what has changed; of ``training`` only, where something that is not plain was made again.
+
+        Args:
+            part: the module, or the class.
+            before: names of attributes that count as changed.
+            detector: stamps values.
+        """
+        kept: State = {}
+        lost: set[str] = set()
+        was_made = False
+        own = vars(part)
+        is_alike = len(own) == self._count and self._stamps.keys() <= own.keys()
+        for name in self._stamps if is_alike else own:
+            if name in self._ignored:
+                continue
+            value = own[name]
+            stamp = value if type(value) in SCALARS else self._stamp(name, value, detector)
+            is_as_before = self._stamps.get(name, _NOT_THERE) == stamp
+            if is_as_before and name not in before:
+                continue
+            try:
+                if issubclass(type(value), GENERATORS) and (name, type(value)) not in self._generators:
+                    raise NotPlain  # a process that has none there cannot have it drawn on
+                kept[name] = copy_of(value)
+            except NotPlain:
+                if not is_as_before and not _is_own_method(part, name, value):
+                    lost.add(name)
+                    was_made |= self._is_made(name, value)
+        if was_made:
+            lost |= kept.keys() - {"training"}
+            kept = {name: value for name, value in kept.items() if name == "training"}
+        kind = part if isinstance(part, type) else type(part)
+        self.lost |= {f"{kind.__qualname__.rpartition('.<locals>.')[2]}.{name}" for name in lost}
+        return kept
+
+    def _is_made(self, name: str, value: Any) -> bool:
+        """Whether a value that is not plain is another one than there was, which may have been plain."""
+        first = self._not_plain.get(name, _NOT_THERE)
+        kinds = type(first), type(value)
+        self.has_made_data |= kinds[0] is not kinds[1] and all(issubclass(kind, Dataset) for kind in kinds)
+        return first is not None and first is not value
+
+    def _stamp(self, name: str, value: Any, detector: ChangeDetector) -> Any:
+        kind = type(value)
+        is_hung = kind is torch.Tensor or (kind in _HUNG and not name.startswith("_"))
+        return detector.stamp(value) if is_hung or kind in SCALARS or not self._is_torchs else _NOT_LOOKED_AT
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in SCALARS:
+        return True
+    try:
+        copy_of(value)
+    except NotPlain:
+        return False
+    return True
+
+
+def _is_own_method(part: nn.Module, name: str, value: Any) -> bool:
+    """Whether a method was put back in its own place, as Lightning does with DDP."""
+    is_of_part = type(value) is MethodType and value.__self__ is part  # to a proxy of what is gone, isinstance fails
+    return is_of_part and value.__func__ is getattr(type(part), name, None)
+
+
+def _not_the_users(part: Any) -> frozenset[str]:
+    """Names of attributes of a module, or of a class, that a program does not set."""
+    if isinstance(part, type):
+        return frozenset(vars(part).keys() - class_attributes(part).keys())
+    own = _own_names() if isinstance(part, namespaces.classes("", "LightningModule")) else _OF_MODULES
+    parameters = compat.PARAMETERS.of(part).keys()
+    computed = {name.removesuffix(end) for end in _COMPUTED for name in parameters if name.endswith(end)}
+    return own | computed | {name for name in vars(part) if name.startswith(compat.COMPOSABLE)}
+
+
+def _own_names() -> frozenset[str]:
+    """Attributes that belong to Lightning."""
+    if not _LIGHTNINGS:
+        kind = namespaces.classes("", "LightningModule")[0]
+        _LIGHTNINGS.append(frozenset({*vars(kind()), "_hparams", "_hparams_initial"}) - {"training"})
+    return _LIGHTNINGS[0]
+
+
+_LIGHTNINGS: list[frozenset[str]] = []
+
+
+class ModuleState:
+    """Knows how everything was when training began, and so what was changed.
+
+    Attributes:
+        before: what was changed before that, and no resumed run repeats: it counts, too.
+        tied_before: likewise, parameters and buffers that were tied, as records of :func:`~aliases.tie`.
+        apart_before: likewise, names of what cannot be tied again.
+        lost: names of attributes that have changed, as ``Class.attribute``, and that no resumed run gets back.
+    """
+
+    def __init__(self) -> None:
+        self.before = Names()
+        self.tied_before: list[State] = []
+        self.apart_before: list[str] = []
+        self.lost: set[str] = set()
+        self._trains: dict[str, bool] = {}
+        self._modules: dict[str, Attributes] = {}
+        self._settings: State = {}
+        self._limits: State = {}  # that the program gave
+        self._makes_data: set[str] = set()  # modules of which data sets are not as they were when attributes were saved
+        self._waiting: dict[str, State] = {}  # attributes of modules, until the next data sets are made
+        self._kinds: dict[str, type] = {}
+        self._sharing = Sharing()
+        self._apart: list[str] = []  # of the training before
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
+        modules = dict(trainer.lightning_module.named_modules())
+        self._trains = _trains(modules.items())
+        detector = ChangeDetector(modules.values())
+        self._modules = {name: Attributes(part, detector) for name, part in _parts(modules.items())}
+        self._sharing.begin(_registered(trainer.lightning_module))
+        self._settings = _settings(trainer)
+        self._kinds = {name: type(part) for name, part in modules.items()}
+
+    def capture(self, trainer: pl.Trainer, modules: Iterable[NamedModule]) -> State:
+        """What differs by now, as values that load with ``weights_only=True``.
+
+        Args:
+            trainer: whose settings may differ.
+            modules: all of the trainer's module.
+        """
+        before, known, modules = self.before, self._modules, list(modules)
+        changed, detector = {}, ChangeDetector([part for _, part in modules])
+        for name, part in _parts(modules):
+            if name in known:
+                changed[name] = known[name].changed(part, before.attributes.get(name, ()), detector)
+                self.lost |= known[name].lost
+                self._makes_data |= {name} if known[name].has_made_data else set()
+        others = (name for name, part in modules if self._kinds.get(name) is not type(part))
+        self.lost |= {name for name in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
+        kept = {(name, key) for name, own in changed.items() for key, each in own.items() if type(each) not in SCALARS}
+        shared, apart = self._shared(trainer, kept)
+        for name, values in self._waiting.items():
+            changed[name] = {**changed.get(name, {}), **values}
+        trains, settings = _trains(modules).items(), _settings(trainer)
+        return {
+            "trains": {name: on for name, on in trains if self._trains.get(name, on) != on or name in before.trains},
+            "attributes": {name: values for name, values in changed.items() if values},
+            "shared": shared,
+            "apart": apart,
+            "made_data": sorted(self._makes_data),
+            "settings": {
+                name: value
+                for name, value in settings.items()
+                if name in before.settings or self._settings.get(name, _NOT_THERE) != value
+            },
+            "limits": self._limits,
+            "before": before.saved(),
+        }
+
+    def _shared(self, trainer: pl.Trainer, kept: Collection[Place]) -> tuple[list[State], list[str]]:
+        module = trainer.lightning_module
+        registered = _registered(module)
+        shared, apart = self._sharing.noted(lambda: owners_of(module), registered, kept, lambda: trainer.optimizers)
+        before = [record for record in self.tied_before if are_tied(record, registered)]
+        return [*before, *shared], [*self.apart_before, *apart]
+
+    def restore(self, trainer: pl.Trainer, saved: State, *, untrained: bool = False) -> None:
+        """Put back what :meth:`capture` returned, after :meth:`begin`.
+
+        Args:
+            trainer: whose module it is.
+            saved: what was captured.
+            untrained: whether nothing is left to train.
+        """
+        self.before.update(Names.of(saved["before"]))
+        module = trainer.lightning_module
+        parameters = dict(module.named_parameters())
+        for name, trains in saved["trains"].items():
+            if name in parameters:
+                parameters[name].requires_grad_(trains)
+        attributes = saved["attributes"]
+        if not untrained:
+            self._makes_data = set(saved["made_data"])
+            waits = {name: values for name, values in attributes.items() if self._fits_other_data(name)}
+            self._waiting = {name: {**values} for name, values in waits.items()}
+            modes = {
+                name: {"training": own.pop("training")} for name, own in self._waiting.items() if "training" in own
+            }
+            attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
+        self._put(module, attributes)
+        parts = dict(_parts(module.named_modules(remove_duplicate=False)))
+        self._apart = [*saved["apart"], *tie(parts, saved["shared"])]
+        for name, value in saved["settings"].items():
+            if name not in _LIMITS and hasattr(trainer, name):
+                setattr(trainer, name, value)
+
+    def _fits_other_data(self, name: str) -> bool:
+        return any(not owner or name == owner or name.startswith(f"{owner}.") for owner in self._makes_data)
+
+    def what_waits(self) -> Iterator[str]:
+        """One sentence on data sets that a resumed run does not have, if there are any."""
+        if self._makes_data:
+            names = sorted({name or "the LightningModule" for name in self._makes_data})
+            yield (
+                f"data sets of {', '.join(names)} were wrapped in training, and no snapshot has them: the rest of this"
+                " epoch is trained on those of this start. Make them in train_dataloader, from the epoch's number"
+            )
+
+    def what_is_apart(self) -> Iterator[str]:
+        """One sentence on what training had tied or made again, and is as the program makes it now, if there is any."""
+        if self._apart:
+            yield (
+                "training had changed which tensors of the module are one, or what a parameter is, and they are as the"
+                f" program makes them now: {_listed(self._apart)}. Tie or replace them where the module is made"
+            )
+
+    def end_epoch(self, trainer: pl.Trainer) -> None:
+        """Before hooks make the data sets of the next epoch: what fits these comes back. A second call does nothing."""
+        waiting, self._waiting = self._waiting, {}
+        self._makes_data.clear()
+        self._put(trainer.lightning_module, waiting)
+
+    @staticmethod
+    def _put(module: pl.LightningModule, attributes: dict[str, State]) -> None:
+        if not attributes:
+            return
+        parts = dict(_parts(module.named_modules()))
+        holders = Holders(owners_of(module))
+        for name, values in attributes.items():
+            for attribute, value in values.items():
+                if name in parts:
+                    is_shared = holders.are_several(getattr(parts[name], attribute, None))
+                    put(parts[name], attribute, value, module.device, is_shared=is_shared)
+
+    def note_limits(self, trainer: pl.Trainer) -> None:
+        """Note how long the program has training go on, before hooks may change that."""
+        self._limits = {name: value for name, value in _settings(trainer).items() if name in _LIMITS}
+
+    def restore_limits(self, trainer: pl.Trainer, saved: State) -> None:
+        """Put back how long training is to go on, as far as hooks had changed it: before its loops begin.
+
+        Where the program gives another limit than it gave to the training before, that one counts.
+        """
+        given = self._limits
+        before = saved["limits"]
+        names = [name for name in _LIMITS if name in saved["settings"] and given.get(name) == before.get(name)]
+        limits = {name: saved["settings"][name] for name in names}
+        self.before.settings |= limits.keys()
+        if "max_epochs" in limits:
+            trainer.fit_loop.max_epochs = limits["max_epochs"]
+        if "max_steps" in limits:
+            trainer.fit_loop.epoch_loop.max_steps = limits["max_steps"]
+
+    def restore_generators(self, trainer: pl.Trainer, saved: State) -> None:
+        """Set generators once more, just before the first step: a loader may draw from them when its epoch begins."""
+        kept = saved["attributes"].items()
+        generators = {name: {key: each for key, each in own.items() if is_generator(each)} for name, own in kept}
+        self._put(trainer.lightning_module, generators)
+
+
+def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:
+    """Which parameters are trained; one that has several names, by each."""
+    return {
+        f"{name}.{key}" if name else key: parameter.requires_grad
+        for name, part in modules
+        for key, parameter in compat.PARAMETERS.of(part).items()
+        if parameter is not None
+    }
+
+
+def _without_metrics(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
+    """Modules whose attributes are the user's: metrics have their own way."""
+    metrics: tuple[str, ...] = ()
+    for name, part in modules:
+        if is_metric(part):
+            metrics += (f"{name}.",)
+        elif not metrics or not name.startswith(metrics):
+            yield name, part
+
+
+def _parts(modules: Iterable[NamedModule]) -> Iterator[tuple[str, Any]]:
+    """Modules whose attributes are the user's, and their classes that are."""
+    classes: dict[str, type] = {}
+    for name, part in _without_metrics(modules):
+        yield name, part
+        classes.update((f"class {each.__module__}.{each.__qualname__}", each) for each in own_classes(type(part)))
+    yield from classes.items()
+
+
+def _registered(module: nn.Module) -> dict[Place, torch.Tensor]:
+    """Parameters and buffers, by each of their places."""
+    return {
+        (name, key): value
+        for name, part in module.named_modules(remove_duplicate=False)
+        for table in (compat.PARAMETERS.of(part), compat.BUFFERS.of(part))
+        for key, value in table.items()
+        if value is not None
+    }
+
+
+def owners_of(module: nn.Module) -> Owners:
+    """Parameters, buffers and attributes of all modules, by each of their names, and of classes."""
+    owners: dict[str, dict[str, Any]] = {}
+    for (name, key), value in _registered(module).items():
+        owners.setdefault(name, {})[key] = value
+    for name, part in _parts(module.named_modules(remove_duplicate=False)):
+        ignored = _not_the_users(part)
+        own = {key: value for key, value in vars(part).items() if key not in ignored and type(value) not in SCALARS}
+        owners.setdefault(name, {}).update(own)
+    return owners
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _settings(trainer: pl.Trainer) -> State:
+    values = {name: getattr(trainer, name, None) for name in (*_SETTINGS, *_LIMITS)}
+    return {name: value for name, value in values.items() if type(value) in SCALARS}
+
+
+class UntrackedAttributes:
+    """Knows how attributes of data modules, a user's callbacks and optimizers were, and so which training has changed.
+
+    No ``state_dict`` holds them: they come back as the script makes them, with Lightning's checkpoints too. They are
+    noted beside each snapshot, by name and without their values, so that a resumed run says it before training goes on.
+    """
+
+    def __init__(self) -> None:
+        self._stamps: dict[str, Any] = {}
+        self._changed: set[str] = set()
+
+    def begin(self, trainer: pl.Trainer, changed: Iterable[str]) -> None:
+        """Note how they are, after all ``on_train_start``: a resumed run calls those, too.
+
+        Args:
+            trainer: that trains.
+            changed: those that had changed when the snapshot was taken that this run goes on from.
+        """
+        self._stamps = dict(_attributes(trainer))
+        self._changed = self._stamps.keys() & changed
+
+    def names(self, trainer: pl.Trainer) -> list[str]:
+        """Those that have changed by now, or had at an earlier snapshot, as ``Class.attribute``."""
+        now = dict(_attributes(trainer, without=self._changed))
+        self._changed |= {name for name in now.keys() | self._stamps.keys() if self._stamps.get(name) != now.get(name)}
+        self._stamps = {name: stamp for name, stamp in self._stamps.items() if name not in self._changed}
+        return sorted(self._changed)
+
+    def begin_anew(self, lost: Iterable[str]) -> Iterator[str]:
+        """One sentence on those that a resumed run does not get back, if there are any.
+
+        Args:
+            lost: more of them, of modules.
+        """
+        if names := sorted({*self._changed, *lost}):
+            yield (
+                f"training had changed attributes that no state_dict holds, and they begin anew: {_listed(names)}."
+                " Give the class a state_dict and a load_state_dict (a module: get_extra_state and set_extra_state) if"
+                " training depends on them"
+            )
+
+
+def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Each that can be watched, with the stamp of its value; of two of a class, each has its number."""
+    seen: dict[str, int] = {}
+    detector = ChangeDetector(trainer.lightning_module.modules(), most_items=_MOST_OF_OTHERS)
+    owners: list[Any] = [trainer.datamodule, *trainer.callbacks]  # type: ignore[attr-defined] # Lightning's Trainer has them
+    owners = [owner for owner in owners if owner is not None and _is_to_be_named(owner)]
+    own_kinds = [each for each in trainer.optimizers if not type(each).__module__.startswith("torch.")]
+    for owner, saved in chain(zip(owners, repeat(())), zip(own_kinds, repeat(_OF_OPTIMIZERS))):
+        kind = type(owner).__qualname__.rpartition(".<locals>.")[2]
+        number = seen[kind] = seen.get(kind, 0) + 1
+        of_classes = ChainMap(*map(class_attributes, own_classes(type(owner))))
+        for attribute, value in {**of_classes, **vars(owner)}.items():
+            name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
+            if name in without or attribute in saved:
+                continue
+            if is_value(value):
+                yield name, detector.stamp(value)
+    yield from ((name, value) for name, value in _put_together(trainer) if name not in without)
+
+
+def _put_together(trainer: pl.Trainer) -> Iterator[tuple[str, list[Any]]]:
+    """What hooks may have replaced in the Trainer; their states would be loaded into what the script makes."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
+    yield "Trainer.callbacks", sorted(map(id, callbacks))
+    yield "Trainer.optimizers", [type(each) for each in trainer.optimizers]
+    if not any(isinstance(each, namespaces.classes("callbacks", "StochasticWeightAveraging")) for each in callbacks):
+        configs = trainer.lr_scheduler_configs
+        yield (
+            "Trainer.lr_scheduler_configs",
+            [[type(each.scheduler), each.interval, each.frequency] for each in configs],
+        )
+
+
+def _is_to_be_named(owner: Any) -> bool:
+    """Whether a class is the user's own, and keeps no state of its own in the checkpoint."""
+    bases = namespaces.classes("callbacks", "Callback") + namespaces.classes("", "LightningDataModule")
+    for kind in type(owner).__mro__:
+        if kind.__module__.startswith(_SHIPPED) and issubclass(kind, bases):
+            # What Lightning's own callbacks change is theirs, also in a class that adds something.
+            return kind in bases and not any(
+                getattr(type(owner), hook, None) is not getattr(kind, hook, None) for hook in _KEEPS_ITS_OWN
+            )
+    return False
+
+
+# -- before training begins ----------------------------------------------------------------------------------------
+
+
+class PreTrainingEffects(OfTrainer):
+    """What a run does once and a resumed one does not again (the sanity check, a tuner's trial): notes what it changed.
+
+    :class:`ModuleState` begins when training begins, and would take that for the way in which every attempt begins.
+
+    Args:
+        trainer: whose ``fit`` it is.
+        switches: which parts of the work are on.
+        hooked: is told which values were changed in what happens once.
+        buffers: is told which buffers were.
+    """
+
+    def __init__(self, trainer: pl.Trainer, switches: compat.Switches, hooked: ModuleState, buffers: Buffers) -> None:
+        super().__init__(trainer)
+        self._run = partial(switches.run, compat.HOOKED)
+        self._hooked, self._buffers = hooked, buffers
+        self._first: ModuleState | None = None
+        self._before = ModuleState()
+        self._since = Names()
+        self._lost: set[str] = set()
+        self._marks: Marks = {}
+
+    def begins(self) -> None:
+        """Note how everything is. Further calls do nothing until :meth:`ends`."""
+        if self._first is None:
+            self._since = Names()
+            self._run(self._begin)
+            self._first = self._before
+
+    def ends(self) -> None:
+        """Note what was changed since :meth:`begins`, and not back. A second call does nothing."""
+        first, self._first = self._first, None
+        if first is not None:
+            self._run(self._end)
+            self._run(lambda: self._note_since(first))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens within, since a resumed run does it, too: to ask for loaders."""
+        if self._first is not None:
+            self._run(self._end)
+        try:
+            yield
+        finally:
+            if self._first is not None:
+                self._run(self._begin)
+
+    def _begin(self) -> None:
+        self._before = ModuleState()
+        self._before.begin(self._trainer)
+        self._marks = marks_of(self._trainer.lightning_module)
+
+    def _end(self) -> None:
+        self._since.update(self._changed(self._before))
+        self._lost |= self._before.lost
+        self._buffers.note_changed(self._trainer.lightning_module, self._marks)
+
+    def _note_since(self, first: ModuleState) -> None:
+        hooked, found = self._hooked, self._captured(first)
+        hooked.before.update(self._since.common(Names.of(found)))
+        hooked.tied_before += found["shared"]
+        hooked.apart_before += found["apart"]
+        hooked.lost |= self._lost & first.lost
+
+    def _captured(self, values: ModuleState) -> State:
+        return values.capture(self._trainer, list(self._trainer.lightning_module.named_modules()))
+
+    def _changed(self, values: ModuleState) -> Names:
+        return Names.of(self._captured(values))
+
+    def follow_tuners(self, patches: Patches) -> None:
+        """Note what their trials change."""
+        for tuner in tuners(self._trainer):
+            patches.wrap(tuner, "on_fit_start", partial(partial, self._around))
+
+    def _around(self, trial: Callable[..., Any], *arguments: Any) -> None:
+        self.begins()
+        trial(*arguments)
+        self.ends()

@@ -1,0 +1,349 @@
+"""Workers that persist: processes of a loader that go on from epoch to epoch, with the generators they hold.
+
+Their seeds are drawn once, where the first epoch begins, and what they draw later nobody else sees. So they are asked
+for it between epochs, by a batch of no samples, and made again after a resume with the same seeds and generators. What
+they have changed in their copies of the data is asked for, too: it is named where it does not come back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from lightning_spot.say import say
+from lightning_spot.state import compat
+from lightning_spot.state.indices import Indices, is_stateful, random_now, replacing, sampler_name
+from lightning_spot.state.own_state import OwnState
+from lightning_spot.state.randomness import State, capture_random, restore_random
+from lightning_spot.trees import mapped
+
+
+class LastingWorkers:
+    """The workers of one loader with ``persistent_workers``, as this process knows them.
+
+    Args:
+        loader: that has them, or will.
+        own: what the loader draws from of its own.
+
+    Attributes:
+        indices: stand in for its sampler.
+        is_lost: whether the loader makes them behind our back, when it is asked for a batch: none can answer then.
+    """
+
+    def __init__(self, loader: DataLoader[Any], own: OwnState) -> None:
+        self._loader, self._own = loader, own
+        self._name = sampler_name(loader)
+        self.indices = Indices(vars(loader)[self._name])
+        self._watch = watch(loader)
+        self._watch.answers = True
+        self._made: State | None = None
+        self._states: list[State] | None = None
+        self.is_lost = False
+        self._asked = False
+        self._is_known = False
+        self._pending: State | None = None
+
+    def resume(self, saved: State | None) -> None:
+        """Have them made as they were when :meth:`saved` was called, where the next epoch begins."""
+        self._pending = saved
+
+    def lost(self) -> list[str]:
+        """Names of what workers of the attempt before had changed in the data, and those to be made will not have."""
+        states: list[State] = (self._pending or {}).get("workers") or []
+        return [name for state in states for name in self._own.differing_data(state["data"])]
+
+    def saved(self, *, now: bool) -> State | None:
+        """How to make them again, as plain values; ``None`` if they are to be made where an epoch begins.
+
+        Args:
+            now: as they are now, between epochs; otherwise as they were when this epoch began.
+        """
+        if self._pending is not None:
+            return self._pending
+        if now:
+            self._ask()
+        return {"made": self._made, "workers": self._states} if self._made is not None and self._asked else None
+
+    def begin_epoch(self) -> Iterator[Any]:
+        """``iter(loader)``, with workers as they are to be."""
+        pending, self._pending = self._pending, None
+        if self._is_made:
+            self._ask()
+        elif pending is not None:
+            self._make(pending)
+        else:
+            made = self._random()
+            iterator = self._make_iterator(None)
+            self.is_lost = not self._is_made
+            self._made = made if self._is_made else None
+            return iterator
+        self._is_known = False
+        return iter(self._loader)
+
+    @classmethod
+    def of(cls, loader: Any, own: OwnState) -> LastingWorkers | None:
+        """The workers of ``loader``; ``None`` where they do not persist, or cannot be asked (see `why_not_asked`).
+
+        Those at work already are known if we had them made: by a tuner's trial, which asks for the loader before
+        training does, or by a validation with the loader that training has.
+        """
+        if not lasts(loader) or why_not_asked(loader) is not None:
+            return None
+        return _known(loader) or cls(loader, own)
+
+    @property
+    def _is_made(self) -> bool:
+        return compat.WORKERS_ITERATOR.of(self._loader) is not None
+
+    def _random(self) -> State:
+        return {**capture_random(), "own": self._own.capture()}
+
+    def _make(self, saved: State) -> None:
+        """Make them without an epoch, from the numbers they were made from."""
+        present = self._random()
+        restore_random(saved["made"])
+        self._own.restore(saved["made"]["own"])
+        self.indices.rest = True
+        try:
+            self._make_iterator(saved["workers"])
+        finally:
+            self.indices.rest = False
+            restore_random(present)
+            self._own.restore(present["own"])
+        if self._is_made:
+            self._made, self._states, self._asked = saved["made"], saved["workers"], True
+
+    def _make_iterator(self, states: list[State] | None) -> Iterator[Any]:
+        """``iter(loader)`` for the first time: its iterator keeps our sampler, and its workers our function."""
+        self._watch.states = states or []
+        with replacing(self._loader, {self._name: self.indices, **self._watch.values(self._loader)}):
+            iterator = iter(self._loader)
+        if self._is_made:
+            vars(compat.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
+        return iterator
+
+    def _ask(self) -> None:
+        """Learn their generators, between two epochs. Batches of the last epoch that are on their way are dropped."""
+        if self._is_known or not self._is_made or self._made is None:
+            return
+        self._asked = self._is_known = True
+        self.indices.questions = self._loader.num_workers
+        try:
+            answers = list(DataLoader.__iter__(self._loader))
+            self._states = [_own_copy(answer[_STATE]) for answer in sorted(answers, key=lambda item: item["worker"])]
+        except Exception as error:
+            self._states = None
+            text = (
+                "the random numbers of persistent workers are unknown ({error}). With random augmentation in them, a"
+                " resume is not exact. Set persistent_workers=False."
+            )
+            say(logging.WARNING, "workers-unknown", text, error=f"{type(error).__name__}: {error}")
+        finally:
+            self.indices.questions = 0
+
+
+class WorkerWatch:
+    """Stands in for a loader's collate function, and by :meth:`begin` for its ``worker_init_fn``.
+
+    It notes what no snapshot holds: that workers draw numbers, or change their copies of the data.
+
+    Args:
+        loader: whose workers are made with :meth:`values`.
+
+    Attributes:
+        answers: whether a batch of no samples is a question for what a worker has by now.
+        states: that new workers go on with, each in place of the worker of its number.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._collate, self._init = loader.collate_fn, loader.worker_init_fn
+        self._by_state = is_stateful(loader)
+        self.answers = False
+        self.states: list[State] = []
+        self._draws = _shared(torch.zeros(1, dtype=torch.bool))
+        self._changed = _shared(torch.zeros(loader.num_workers, _MOST_TEXT, dtype=torch.uint8))
+        self._own: OwnState | None = None
+        self._random: Any = None
+        self._drawn: Any = None
+        self._batches = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether one of them was seen to draw numbers."""
+        return bool(self._draws)
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of attributes of the data that one of them was seen to change."""
+        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._changed]
+        return [name for text in texts for name in text.split()]
+
+    def values(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """What the loader's attributes are while it makes workers."""
+        self._collate, self._init = loader.collate_fn, loader.worker_init_fn
+        return {"collate_fn": self, "worker_init_fn": self.begin}
+
+    def begin(self, worker: int) -> None:
+        """In a worker, before it loads anything."""
+        if self._init is not None:
+            self._init(worker)
+        if (info := get_worker_info()) is None:
+            return
+        self._own = OwnState({"dataset": info.dataset, "collate_fn": self._collate}, by_state=self._by_state)
+        if worker < len(self.states):
+            restore_random(self.states[worker])
+            self._own.restore(self.states[worker]["own"])
+        self._random, self._drawn = random_now(), self._own.drawn()
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate, and note what was done until now; or answer."""
+        info = get_worker_info()
+        if info is None or self._own is None:
+            return self._collate(samples)
+        if self.answers and isinstance(samples, list) and not samples:
+            state = {**capture_random(), "own": self._own.capture(), "data": self._own.changed_data()}
+            return {"worker": info.id, _STATE: state}
+        batch = self._collate(samples)
+        self._note(self._own, info.id)
+        return batch
+
+    def _note(self, own: OwnState, worker: int) -> None:
+        self._batches += 1
+        looks = self._batches & (self._batches - 1) == 0  # into the data, in fewer and fewer batches
+        if not self._draws and (random_now() != self._random or (looks and own.drawn() != self._drawn)):
+            self._draws.fill_(True)
+        if looks and (changed := own.changed_names()):
+            text = list("\n".join(changed).encode()[:_MOST_TEXT])
+            self._changed[worker % len(self._changed), : len(text)] = torch.tensor(text, dtype=torch.uint8)
+
+
+def _shared(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor in memory that workers share."""
+    return tensor.share_memory_()  # type: ignore[no-untyped-call,no-any-return]
+
+
+_MOST_TEXT = 2**12
+_WATCHES: WeakKeyDictionary[Any, WorkerWatch] = WeakKeyDictionary()
+_MADE_LATE: WeakSet[Any] = WeakSet()
+"""Loaders whose workers an earlier attempt had by now, and which make theirs where the first batch is asked for."""
+
+
+def watch_of(loader: Any, *, seeks: bool = False) -> WorkerWatch | None:
+    """What is known of a loader's workers; ``None`` where a resume loads their batches again.
+
+    Args:
+        loader: any.
+        seeks: whether it goes to its place by indices, from now on.
+    """
+    if not (isinstance(loader, DataLoader) and loader.num_workers > 0):
+        return None
+    return watch(loader) if seeks or is_stateful(loader) else _WATCHES.get(loader)
+
+
+def watch(loader: DataLoader[Any]) -> WorkerWatch:
+    """Watch a loader's workers from now on."""
+    if loader not in _WATCHES:
+        _WATCHES[loader] = WorkerWatch(loader)
+    return _WATCHES[loader]
+
+
+def watching(loader: Any) -> dict[str, Any]:
+    """What a loader's attributes are where it begins an epoch, if its workers are watched."""
+    known = watch_of(loader)
+    return known.values(loader) if known is not None else {}
+
+
+def begin_watched(loader: Any, *, apart: bool = False, indices: Indices | None = None) -> Iterator[Any]:
+    """``iter(loader)``, with its workers and its own iteration watched where what these draw has to be known.
+
+    Args:
+        loader: any.
+        apart: whether one that begins only where its first batch is asked for draws the seed of workers apart from what
+            training draws from: an epoch that was begun before had it already.
+        indices: stand in for the sampler of one that iterates in a way of its own.
+    """
+    if indices is not None:
+        return indices.watched(loader, lambda values: _begun(loader, values, apart=apart))
+    return _begun(loader, watching(loader), apart=apart)
+
+
+def _begun(loader: Any, values: dict[str, Any], *, apart: bool) -> Iterator[Any]:
+    apart = apart or loader in _MADE_LATE
+    with replacing(loader, values) if values else nullcontext():
+        inner: Iterator[Any] = iter(loader)
+    if not (isinstance(loader, DataLoader) and inspect.isgenerator(inner)):
+        return inner
+    _MADE_LATE.discard(loader)
+    return _begun_late(loader, inner, {**values, **({"generator": torch.Generator()} if apart else {})})
+
+
+def _begun_late(loader: DataLoader[Any], inner: Iterator[Any], values: dict[str, Any]) -> Iterator[Any]:
+    with replacing(loader, values):
+        first = next(inner, _END)
+    if first is not _END:
+        yield first
+        yield from inner
+
+
+_END = object()
+_STATE = "lightning_spot.worker"
+_KNOWN = "_lightning_spot_workers"
+
+
+def _own_copy(state: Any) -> Any:
+    """Tensors from another process lie in memory that it shares by a descriptor."""
+    return mapped(lambda item: item.clone() if isinstance(item, torch.Tensor) else item, state)
+
+
+def lasts(loader: Any) -> bool:
+    """Whether the loader's workers persist over epochs."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
+
+
+def are_made(loader: Any) -> bool:
+    """Whether workers that persist are at work for this loader."""
+    return lasts(loader) and compat.WORKERS_ITERATOR.of(loader) is not None
+
+
+def make_unnoticed(loader: Any) -> None:
+    """Make workers that persist and cannot be asked, if they are not made yet: an earlier attempt had them by now.
+
+    Their seed is drawn from the numbers that training goes on with, and the undisturbed run drew it long before.
+    """
+    if not lasts(loader) or are_made(loader):
+        return
+    if inspect.isgeneratorfunction(type(loader).__iter__):
+        _MADE_LATE.add(loader)
+        return
+    present, own = capture_random(), OwnState.of(loader)
+    generators = own.capture()
+    begin_watched(loader)
+    restore_random(present)
+    own.restore(generators)
+
+
+def _known(loader: Any) -> LastingWorkers | None:
+    """Who had the workers made that are at work for this loader; ``None`` if nobody of ours did."""
+    known: LastingWorkers | None = getattr(compat.WORKERS_ITERATOR.of(loader), _KNOWN, None)
+    return known
+
+
+def why_not_asked(loader: Any) -> str | None:
+    """Why workers that persist cannot be asked for their generators; ``None`` if they can, or do not persist."""
+    if not lasts(loader):
+        return None
+    if is_stateful(loader):
+        return "the loader keeps its state itself"
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return "they read a stream"
+    if loader.batch_sampler is None:
+        return "they load without batch_size"
+    is_made = compat.WORKERS_ITERATOR.of(loader) is not None
+    return "they were at work before the training" if is_made and _known(loader) is None else None
