@@ -33,7 +33,7 @@ WAITS = {"server_idle_timeout_s": 60.0, "server_call_timeout_s": 60.0}
 def main(node: str, durable: str, rounds: int) -> dict[str, object]:
     layout = lay_out(training_state())
     host = starting.start(durable, f"run-1@{RUN_ID}", slots=4, memory_bytes=6 * 2**30, **WAITS)
-    info = RunInfo(name="run-1", id=RUN_ID, location=f"file://{durable}", attempt=1, token="t", nodes=(node,))
+    info = RunInfo(name="run-1", id=RUN_ID, location=f"file://{durable}", attempt=1, token="t", servers=(node,))
     host.open_run(info)  # without storage: what is measured is the way to the snapshot server
     copier, views, safe_s, committed_s, raw_s, checked_s = Copier(), {}, [], [], [], []
     for step in range(rounds + 2):  # the first ones make the slots

@@ -114,7 +114,9 @@ def _at_nodes(folder: Path, url: str) -> Iterator[Manifest]:
     """A run with a snapshot of 1 GB at a server of this host, at one behind it, and in the folder."""
     host = starting.start(str(folder / "run"), "run", slots=2, memory_bytes=3 * 2**30, server_idle_timeout_s=300)
     durable = str(folder / "run")
-    host.open_run(RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, nodes=(url,)))
+    host.open_run(
+        RunInfo(name="run", id="", location=durable, attempt=1, token="", durable_url=durable, servers=(url,))
+    )
     layout = lay_out(training_state())
     lease = host.lease(layout.nbytes, 0, limit_s=60.0)  # the slot is being made
     copier, view = Copier(), SlotView(lease.map)

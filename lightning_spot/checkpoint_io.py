@@ -42,7 +42,7 @@ from lightning_spot.store.posix import why_not_writable
 from lightning_spot.store.store import Store
 from lightning_spot.untrusted import is_line, plain
 
-_NEW_NODE_S = 30.0
+_NEW_SERVER_S = 30.0
 
 
 class SpotCheckpointIO(SpotIO):
@@ -151,7 +151,7 @@ class SpotCheckpointIO(SpotIO):
                 writer.write(checkpoint, manifest, self.wait_timeout_s)
                 return
             except ServerUnreachableError:
-                if last_try or writer.link.wait(_NEW_NODE_S) is None:
+                if last_try or writer.link.wait(_NEW_SERVER_S) is None:
                     raise
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class SpotCheckpointIO(SpotIO):
     def _remove(self, writer: FolderWriter, name: str) -> bool:
         """Have the server remove a file; where it is lost, the one that takes its slots over. Whether that was done."""
         for _try in range(2):
-            if (host := writer.link.wait(_NEW_NODE_S)) is None:
+            if (host := writer.link.wait(_NEW_SERVER_S)) is None:
                 return False
             try:
                 host.remove(name)

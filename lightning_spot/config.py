@@ -18,7 +18,7 @@ from pathlib import Path
 from lightning_spot.errors import SettingsError
 from lightning_spot.renamed import refuse_old
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Version of the HTTP protocol between trainers and servers; both ends must agree."""
 
 MANIFEST_VERSION = 5

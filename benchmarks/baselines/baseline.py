@@ -10,7 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_spot.staging.copier import compute_alone
+
+from lightning_spot.capture.copier import compute_alone
 
 HOST, PEER, DURABLE = "host", "peer", "durable"
 """Tiers: memory of this host, memory of another process (which stands for another host), a disk."""

@@ -18,11 +18,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_spot.staging.copier import compute_alone
 
 from benchmarks.baselines.baseline import DURABLE, HOST, Baseline, Copies
 from benchmarks.baselines.files import keep_two, newest
 from benchmarks.baselines.flat import Flat, Place, copied_now, rebuilt
+from lightning_spot.capture.copier import compute_alone
 
 
 class CheckFreq(Baseline):

@@ -20,11 +20,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_spot.staging.copier import compute_alone
 
 from benchmarks.baselines.baseline import DURABLE, HOST, PEER, Baseline
 from benchmarks.baselines.files import newest
 from benchmarks.baselines.peer_memory import PeerMemory
+from lightning_spot.capture.copier import compute_alone
 
 
 class Dash(Baseline):

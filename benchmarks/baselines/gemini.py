@@ -16,11 +16,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_spot.staging.copier import compute_alone
 
 from benchmarks.baselines.baseline import HOST, PEER, Baseline, Copies
 from benchmarks.baselines.flat import Flat, Pair, TwoBuffers, as_blocks, copied_now, from_content
 from benchmarks.baselines.peer_memory import PeerMemory
+from lightning_spot.capture.copier import compute_alone
 
 CHUNK_BYTES = 32 * 2**20
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_spot.staging.copier import compute_alone
 
 from benchmarks.baselines.baseline import DURABLE, HOST, Baseline, Copies
 from benchmarks.baselines.files import keep_two, newest, read_whole, write_whole
 from benchmarks.baselines.flat import Flat, Pair, TwoBuffers, as_blocks, copied_now, from_content
+from lightning_spot.capture.copier import compute_alone
 
 
 class Partitioned(Baseline):

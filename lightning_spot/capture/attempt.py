@@ -421,7 +421,7 @@ class Attempt:
 
     def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
         text = "{error}. Until then snapshots go to {where} part by part, and training waits for each."
-        where = " or ".join([*self.info.nodes, self.location.url])
+        where = " or ".join([*self.info.servers, self.location.url])
         say(logging.WARNING, "past-memory", text, error=error, where=where)
         try:
             self._past_memory.write(checkpoint, manifest, self.info)

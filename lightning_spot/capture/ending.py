@@ -68,9 +68,9 @@ class PastMemory:
             FencedError: if a later attempt has taken the run over.
             SpotError: if it is nowhere in the end.
         """
-        for node in info.nodes:
-            is_away = self._away_until_s.get(node, 0.0) > time.monotonic()
-            if not is_away and self._write_to(node, checkpoint, manifest, info):
+        for server in info.servers:
+            is_away = self._away_until_s.get(server, 0.0) > time.monotonic()
+            if not is_away and self._write_to(server, checkpoint, manifest, info):
                 return
         self.write_durably(checkpoint, manifest, info)
 
@@ -148,21 +148,21 @@ class PastMemory:
             return []
         return [f"{name} is at {store.url}, which does not make it durable"]
 
-    def _write_to(self, node: str, checkpoint: Any, manifest: Manifest, info: RunInfo) -> bool:
+    def _write_to(self, server: str, checkpoint: Any, manifest: Manifest, info: RunInfo) -> bool:
         """Bring a snapshot to a snapshot server; whether it is there, and will be durable without this host."""
-        store = ServerStore(f"{node.rstrip('/')}/{info.text}")
+        store = ServerStore(f"{server.rstrip('/')}/{info.text}")
         try:
-            opened = store.open_run(replace(info, nodes=(), session=""))
+            opened = store.open_run(replace(info, servers=(), session=""))
             if not opened.carries:
-                raise ServerUnreachableError(opened.why_not, tier=node)
+                raise ServerUnreachableError(opened.why_not, tier=server)
             self._writer.store_past_memory(checkpoint, manifest, store)
             self._at = store.url
         except FencedError:
             raise
         except SpotError as error:
-            self._away_until_s[node] = time.monotonic() + _AWAY_S
+            self._away_until_s[server] = time.monotonic() + _AWAY_S
             text = "{about} does not take {snapshot}: {error}. Another server or the storage gets it."
-            say(logging.WARNING, "server-failing", text, about=node, snapshot=manifest.name, error=error)
+            say(logging.WARNING, "server-failing", text, about=server, snapshot=manifest.name, error=error)
             return False
         return True
 
@@ -295,12 +295,12 @@ def paces_of(tiers: Mapping[str, TierHealth], min_upload_interval_s: float = 0.0
     working = [tier for tier in tiers.values() if not tier.error and not tier.carried]
     paces = [
         TierPace(drain_s=tier.drain_s, survives=Failure.MACHINE)
-        if tier.kind == "node"
+        if tier.kind == "server"
         else TierPace(drain_s=max(tier.drain_s, min_upload_interval_s), survives=Failure.SERVER)
         for tier in working
         if tier.flushed
     ]
-    if any(tier.kind == "node" for tier in working) and all(pace.survives == Failure.SERVER for pace in paces):
+    if any(tier.kind == "server" for tier in working) and all(pace.survives == Failure.SERVER for pace in paces):
         paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
     return tuple(paces)
 

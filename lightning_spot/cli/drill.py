@@ -53,8 +53,8 @@ class Training:
         """Processes that a launcher such as torchrun has put into groups of their own, and not the run's server."""
         if self.process.poll() is not None:  # its number may be another process's by now
             return []
-        nodes = [find_record(str(run)).process() for run in (self._folder / "runs").glob("*")]
-        known = {node.pid for node in nodes if node is not None}
+        servers = [find_record(str(run)).process() for run in (self._folder / "runs").glob("*")]
+        known = {server.pid for server in servers if server is not None}
         return [pid for pid in descendants(self.process.pid) if pid not in known and not self._is_in_group(pid)]
 
     def send(self, number: signal.Signals) -> None:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _ASK_S = 5.0
 _WAIT_FOR_SLOT_S = 10.0
 
-ONLY_NEAR = ("nodes", "replicas", "apart", "session", "is_claimed")
+ONLY_NEAR = ("servers", "replicas", "apart", "session", "is_claimed")
 """What of a run its trainer says to the server of its host, and no other does."""
 
 
@@ -168,7 +168,7 @@ class ServerStore:
     # -- as a server that carries snapshots on -----------------------------------------------------------------------
 
     def open_run(self, info: RunInfo) -> Opened:
-        """See :meth:`NodeTier.open_run`."""
+        """See :meth:`ServerTier.open_run`."""
         body = {name: value for name, value in asdict(info).items() if name not in ONLY_NEAR}
         opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
         self.know(info)
@@ -177,12 +177,12 @@ class ServerStore:
             return Opened(integer(opened, "attempt", None, 0, LARGEST), flag(opened, "carries", None), why_not, leaves)
 
     def know(self, info: RunInfo) -> None:
-        """See :meth:`NodeTier.know`."""
+        """See :meth:`ServerTier.know`."""
         self._info = info
         self.client.speak_for(info.attempt, info.token)
 
     def listing(self) -> list[Listed]:
-        """See :meth:`NodeTier.listing`."""
+        """See :meth:`ServerTier.listing`."""
         return self._asked(_ASK_S)[1]
 
     def holds(self, name: str, wait_s: float) -> bool:
@@ -190,12 +190,12 @@ class ServerStore:
         return any(item.manifest.name == name for item in self._asked(wait_s)[1])
 
     def settle(self, manifest: Manifest, attempt: int) -> None:
-        """See :meth:`NodeTier.settle`."""
+        """See :meth:`ServerTier.settle`."""
         body = {"attempt": attempt, "name": manifest.name, "lineage": manifest.lineage}
         self.client.call("POST", f"/v1/runs/{quoted(self.run)}/settle", body, timeout_s=_ASK_S, again=True)
 
     def flush(self, wait_s: float) -> list[str]:
-        """See :meth:`NodeTier.flush`."""
+        """See :meth:`ServerTier.flush`."""
         body = {"run": self.run, "wait_s": wait_s}
         answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + _ASK_S)
         with answered(self.url):
@@ -209,7 +209,7 @@ class ServerStore:
         earlier: FindEarlier = nothing_earlier,
         floats: Sequence[Floats] = (),
     ) -> Manifest:
-        """See :meth:`NodeTier.send`."""
+        """See :meth:`ServerTier.send`."""
         began_s = time.perf_counter()
         if coming.manifest.shard is not None:
             floats = ()  # of several writers, some would send an approximation, and others not
@@ -229,7 +229,7 @@ class ServerStore:
         return manifest
 
     def fail(self, manifest: Manifest) -> None:
-        """See :meth:`NodeTier.fail`."""
+        """See :meth:`ServerTier.fail`."""
         attempt = self._info.attempt if self._info is not None else manifest.attempt
         body = {"attempt": attempt, "manifest": self._named(manifest).to_dict()}
         path = f"/v1/runs/{quoted(self.run)}/fail"

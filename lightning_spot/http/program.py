@@ -44,9 +44,9 @@ from lightning_spot.protocol.record import ServerRecord, hold, sweep
 from lightning_spot.retry import unless_silent
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.slots import Slot
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.object_files import try_writing
 from lightning_spot.store.posix import why_not_writable
 from lightning_spot.threads import in_background
@@ -134,7 +134,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
     is_lent = settings.record is None
     beneath = [*settings.allow, *filter(None, [settings.flush_to])] if is_lent else None
-    node = Node(
+    server = SnapshotServer(
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,
         run_memory_bytes=settings.run_memory_bytes,
@@ -143,7 +143,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         area=_area(settings, environment.shm_dir),
         allow=settings.allow if is_lent else None,
     )
-    service = Service(node, environment.token)
+    service = Service(server, environment.token)
     runner = service.runner()
     await runner.setup()
     assert runner.server is not None
@@ -152,23 +152,23 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     loop.set_exception_handler(service.counted.on_loop_error)
     channel = None
     if settings.record is None:
-        server = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
+        accepting = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
         await asyncio.to_thread(_check_storage, settings.flush_to)
         _announce(settings, listener)
         in_background(partial(_try_prefixes, settings.allow), "spot-try")
     else:
-        server = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
+        accepting = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
-        channel = DescriptorChannel(node, settings.record.fds, environment.token)
+        channel = DescriptorChannel(server, settings.record.fds, environment.token)
     signals = _Signals()
     if settings.record is not None:
-        await _until_unneeded(node, service, settings.server_idle_timeout_s, signals)
+        await _until_unneeded(server, service, settings.server_idle_timeout_s, signals)
     else:
         await signals.first.wait()
-    left = await _drain(node, service, settings.drain_timeout_s, signals)
-    server.close()
-    await _end(node, service, runner, channel, settings.record, keep_files=bool(left))
+    left = await _drain(server, service, settings.drain_timeout_s, signals)
+    accepting.close()
+    await _end(server, service, runner, channel, settings.record, keep_files=bool(left))
     return 1 if left else 0
 
 
@@ -239,21 +239,23 @@ class _Signals:
         self.woken.set()
 
 
-async def _until_unneeded(node: Node, service: Service, server_idle_timeout_s: float, signals: _Signals) -> None:
+async def _until_unneeded(
+    server: SnapshotServer, service: Service, server_idle_timeout_s: float, signals: _Signals
+) -> None:
     """Return when the run has ended, when nobody was there for ``server_idle_timeout_s``, or on a signal.
 
     It is looked at when something has changed, and seldom else: to look four times a second took more CPU time than all
     requests of a training.
     """
-    node.ring.watch(signals.wake)
+    server.ring.watch(signals.wake)
     last_busy_s, was_busy = time.monotonic(), True
     while not signals.first.is_set():
         signals.woken.clear()
-        now_s, is_busy = time.monotonic(), node.busy
+        now_s, is_busy = time.monotonic(), server.busy
         if is_busy or was_busy:  # until now
             last_busy_s = now_s
         was_busy = is_busy
-        if node.finished:
+        if server.finished:
             say(logging.INFO, "server-ends", "the run has ended")
             return
         left_s = server_idle_timeout_s - (now_s - max(last_busy_s, service.last_request_s))
@@ -264,29 +266,29 @@ async def _until_unneeded(node: Node, service: Service, server_idle_timeout_s: f
         await _wait(signals.woken, min(left_s, _LOOK_S))
 
 
-async def _drain(node: Node, service: Service, drain_timeout_s: float, signals: _Signals) -> list[str]:
+async def _drain(server: SnapshotServer, service: Service, drain_timeout_s: float, signals: _Signals) -> list[str]:
     """Serve on until the trainers have left and all is safe below; what is not, one line for each tier."""
-    node.drain()
+    server.drain()
     deadline_s = time.monotonic() + drain_timeout_s
     while not signals.second.is_set() and time.monotonic() < deadline_s:
-        node.uploads.expire(_UNCONNECTED_S)
-        here = node.connected or time.monotonic() - service.last_upload_s < _QUIET_S
-        if node.settled and not here:
+        server.uploads.expire(_UNCONNECTED_S)
+        here = server.connected or time.monotonic() - service.last_upload_s < _QUIET_S
+        if server.settled and not here:
             break
         # Asks failing tiers again at once; who serves on does so meanwhile.
-        await _flush(node, max(0.0, min(1.0, deadline_s - time.monotonic())))
+        await _flush(server, max(0.0, min(1.0, deadline_s - time.monotonic())))
         await _wait(signals.second, _CHECK_S)
-    node.closing = True
-    left = await _flush(node, 0.0)
+    server.closing = True
+    left = await _flush(server, 0.0)
     for line in left:
         say(logging.ERROR, "not-stored", "not stored: {about}", about=line)
     return left
 
 
-async def _flush(node: Node, wait_s: float) -> list[str]:
+async def _flush(server: SnapshotServer, wait_s: float) -> list[str]:
     """What could not be flushed in time, one line for each tier. Whatever fails, the server ends as it should."""
     try:
-        return await asyncio.to_thread(node.flush, None, wait_s)
+        return await asyncio.to_thread(server.flush, None, wait_s)
     except Exception as error:
         say(logging.ERROR, "last-upload-failed", "the last uploads failed unexpectedly", exc_info=True)
         return [f"{type(error).__name__}: {error}"]
@@ -298,7 +300,7 @@ async def _wait(event: asyncio.Event, within_s: float) -> None:
 
 
 async def _end(
-    node: Node,
+    server: SnapshotServer,
     service: Service,
     runner: web.AppRunner,
     channel: DescriptorChannel | None,
@@ -312,12 +314,12 @@ async def _end(
             path.unlink(missing_ok=True)
     if channel is not None:
         channel.close()
-    for upload in list(node.uploads):
-        node.abort(upload)
+    for upload in list(server.uploads):
+        server.abort(upload)
     service.close()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(runner.cleanup(), _SHUTDOWN_S)
-    await asyncio.to_thread(lambda: node.close(keep_unsafe=True))
+    await asyncio.to_thread(lambda: server.close(keep_unsafe=True))
     if record is not None:
         if not keep_files:
             record.log.unlink(missing_ok=True)
@@ -385,13 +387,13 @@ class DescriptorChannel:
     """Accepts trainers of this host. One thread accepts, one thread per connected trainer answers.
 
     Args:
-        node: whose slots are handed over.
+        server: whose slots are handed over.
         path: of the Unix socket.
         token: secret the greeting must carry, if any.
     """
 
-    def __init__(self, node: Node, path: Path, token: str | None) -> None:
-        self._node = node
+    def __init__(self, server: SnapshotServer, path: Path, token: str | None) -> None:
+        self._server = server
         self._token = token
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -444,7 +446,7 @@ class DescriptorChannel:
                 if self._token and not hmac.compare_digest(str(greeting.get("token")).encode(), self._token.encode()):
                     connection.sendall(b'{"refused": "token"}\n')
                     return
-                self._node.begin_session(session, process.to_json() if process is not None else "")
+                self._server.begin_session(session, process.to_json() if process is not None else "")
                 begun = True
                 _send(connection, {"session": session}, None)
                 while line := lines.next(None):
@@ -452,7 +454,7 @@ class DescriptorChannel:
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 logger.debug("a session ended: %s", error)
             finally:
-                left = self._node.end_session(session) if begun else []
+                left = self._server.end_session(session) if begun else []
                 with self._lock:
                     self._open.discard(connection)
                 connection.close()
@@ -469,7 +471,7 @@ class DescriptorChannel:
             with self._of_slot(int(asked["slot"])) as (told, fd):
                 _send(connection, told, fd)
             return
-        key = self._node.registry.key(str(asked["run"]))
+        key = self._server.registry.key(str(asked["run"]))
         found = self._find(key, str(asked["name"]), pins)
         if found is None:
             _send(connection, {"missing": True}, None)
@@ -480,7 +482,7 @@ class DescriptorChannel:
     @contextmanager
     def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
         """What is said of a slot, and a descriptor of its memory that stays what it is until it is sent."""
-        ring = self._node.ring
+        ring = self._server.ring
         with ring.changed:  # another thread may give the slot other memory
             slot = ring.slot(index)
             fd = ring.descriptor(slot) if slot is not None else None
@@ -493,7 +495,7 @@ class DescriptorChannel:
 
     def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
         """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
-        ring = self._node.ring
+        ring = self._server.ring
         for held, _ in ring.readable(run, name):
             with suppress(SnapshotNotFoundError):  # it has just left
                 if len(held.slots) == 1:  # of several, each shard is asked for

@@ -1,4 +1,4 @@
-"""The server's HTTP service on aiohttp, over TCP and over a Unix socket. Thin: everything happens in :class:`Node`.
+"""The HTTP service on aiohttp, over TCP and over a Unix socket. Thin: everything happens in :class:`SnapshotServer`.
 
 =========  ==================================  =================================================================
 method     path                                what
@@ -96,10 +96,10 @@ from lightning_spot.protocol.wire import (
     target_of,
 )
 from lightning_spot.say import say
-from lightning_spot.server.node import Node
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, parse_run
 from lightning_spot.server.slots import Held, Slot
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.snapshot.parts import checksum
@@ -110,14 +110,14 @@ from lightning_spot.untrusted import decoded, text
 logger = logging.getLogger(__name__)
 
 
-def not_ready(node: Node) -> list[str]:
+def not_ready(server: SnapshotServer) -> list[str]:
     """Why a run would not be well at a server now, in words that tell a stranger nothing; empty if it would."""
-    reasons = ["shutting down"] if node.draining or node.closing else []
-    if node.ring.full:
-        slots, most = node.ring.files
+    reasons = ["shutting down"] if server.draining or server.closing else []
+    if server.ring.full:
+        slots, most = server.ring.files
         enough = slots < most
         reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
-    if any(health.error for health in list(node.reconciler.health.values())):
+    if any(health.error for health in list(server.reconciler.health.values())):
         reasons.append("the storage, or another server, is failing")
     return reasons
 
@@ -152,7 +152,7 @@ class Service:
     """HTTP handlers over a server.
 
     Args:
-        node: what is served.
+        server: what is served.
         token: secret every request must carry as ``Authorization: Bearer …``; ``None`` asks for none, but for our
             header of every request that comes by TCP.
 
@@ -161,18 +161,18 @@ class Service:
         counted: what strangers do.
     """
 
-    def __init__(self, node: Node, token: str | None) -> None:
-        self.node = node
+    def __init__(self, server: SnapshotServer, token: str | None) -> None:
+        self.server = server
         self.last_request_s = time.monotonic()
         self.counted = CountedLog(logger)
         self._token = token
-        self._uploads = UploadRequests(node)
+        self._uploads = UploadRequests(server)
         self._connections: Connections | None = None
         self._flushing, self._flush_threads = Quota(_FLUSHES), ThreadPoolExecutor(_FLUSHES, "spot-flush")
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        files = Files(self.node)
+        files = Files(self.server)
         in_turn = Turns(_LOOKS).handler
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES)
@@ -182,7 +182,7 @@ class Service:
                 web.get("/healthz", self._healthy),
                 web.get("/readyz", self._ready),
                 web.get("/v1/status", self._status),
-                *RunRequests(self.node).routes(),
+                *RunRequests(self.server).routes(),
                 *self._uploads.routes(),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read, allow_head=False),
@@ -307,10 +307,10 @@ class Service:
         opens = resource is not None and resource.canonical == OPEN_PATH
         if run is None or opens or request.method == hdrs.METH_GET or same_host(request):
             return
-        key, shown = self.node.registry.key(run), read_attempt(request.headers.get(ATTEMPT_HEADER, ""))
-        self.node.registry.check_attempt(key, *shown)
+        key, shown = self.server.registry.key(run), read_attempt(request.headers.get(ATTEMPT_HEADER, ""))
+        self.server.registry.check_attempt(key, *shown)
         request.match_info["run"] = key
-        request[STILL_MAY] = functools.partial(self.node.registry.check_attempt, key, *shown)
+        request[STILL_MAY] = functools.partial(self.server.registry.check_attempt, key, *shown)
 
     def _check_not_of_a_page(self, request: web.Request) -> None:
         """Refuse what a web page may have a browser of this host send, by its address or by a name of the page's own.
@@ -346,11 +346,11 @@ class Service:
         return web.json_response({"status": "ok"})
 
     async def _ready(self, _request: web.Request) -> web.Response:
-        reasons = await asyncio.to_thread(not_ready, self.node)
+        reasons = await asyncio.to_thread(not_ready, self.server)
         return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
 
     async def _status(self, _request: web.Request) -> web.Response:
-        return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.node.status)})
+        return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.server.status)})
 
     async def _flush(self, request: web.Request) -> web.Response:
         body = await json_body(request)
@@ -365,7 +365,7 @@ class Service:
             deadline_s = loop.time() + wait_s
             while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
                 for_s = max(0.0, min(_FLUSH_TURN_S, deadline_s - loop.time()))
-                left = await loop.run_in_executor(self._flush_threads, self.node.flush, run, for_s)
+                left = await loop.run_in_executor(self._flush_threads, self.server.flush, run, for_s)
                 if not left or gone.done() or loop.time() >= deadline_s:
                     return web.json_response({"unreached": left})
 
@@ -410,11 +410,11 @@ class RunRequests:
     """Handlers over the runs of a server.
 
     Args:
-        node: whose.
+        server: whose.
     """
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, server: SnapshotServer) -> None:
+        self._server = server
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are asked."""
@@ -428,7 +428,7 @@ class RunRequests:
 
     async def listing(self, _request: web.Request) -> web.Response:
         """The runs this server knows."""
-        return web.json_response({"runs": await asyncio.to_thread(self._node.listed)})
+        return web.json_response({"runs": await asyncio.to_thread(self._server.listed)})
 
     async def open(self, request: web.Request) -> web.Response:
         """Let an attempt write."""
@@ -439,7 +439,7 @@ class RunRequests:
         least = {"location": "", "attempt": 0, "token": ""}
         info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
         info = replace(info, committed=committed(body, info.attempt))
-        opened = await asyncio.to_thread(self._node.open_run, info, client_of(request))
+        opened = await asyncio.to_thread(self._server.open_run, info, client_of(request))
         if near:
             await asyncio.to_thread(self._take_environment, body.get("environment"))
         where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
@@ -453,13 +453,13 @@ class RunRequests:
             return
         if take_environment(given):
             forget_sessions()
-            self._node.reconciler.wait_clean(None, 0.0)  # what fails is tried soon
+            self._server.reconciler.wait_clean(None, 0.0)  # what fails is tried soon
 
     async def close(self, request: web.Request) -> web.Response:
         """The trainer leaves."""
         body = await json_body(request)
         session = text(body, "session")
-        self._node.close_run(request.match_info["run"], session, complete=body.get("complete") is True)
+        self._server.close_run(request.match_info["run"], session, complete=body.get("complete") is True)
         return web.json_response({})
 
     async def settle(self, request: web.Request) -> web.Response:
@@ -467,21 +467,21 @@ class RunRequests:
         body = await json_body(request)
         attempt = attempt_of(body)
         name, lineage = text(body, "name"), text(body, "lineage")
-        await asyncio.to_thread(self._node.settle, request.match_info["run"], attempt, name, lineage)
+        await asyncio.to_thread(self._server.settle, request.match_info["run"], attempt, name, lineage)
         return web.json_response({})
 
     async def snapshots(self, request: web.Request) -> web.Response:
         """The attempt that writes, the newest snapshot that counts, what is in memory, what a tier has refused."""
         run = request.match_info["run"]
-        key = self._node.registry.key(run)
+        key = self._server.registry.key(run)
         listed = [
-            {"manifest": slot.manifest.to_dict(), "dirty": self._node.ring.owed([slot]), "safe": slot.safe}
-            for slot in self._node.ring.committed(key)
+            {"manifest": slot.manifest.to_dict(), "dirty": self._server.ring.owed([slot]), "safe": slot.safe}
+            for slot in self._server.ring.committed(key)
             if slot.manifest is not None
         ]
-        refused = [manifest.to_dict() for manifest in self._node.reconciler.refused(key)]
-        claimed = await asyncio.to_thread(self._node.claimed, run)
-        newest = self._node.ring.newest_committed(key, elsewhere=True)
+        refused = [manifest.to_dict() for manifest in self._server.reconciler.refused(key)]
+        claimed = await asyncio.to_thread(self._server.claimed, run)
+        newest = self._server.ring.newest_committed(key, elsewhere=True)
         return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})
 
 
@@ -493,11 +493,11 @@ class Files:
     """Handlers of ``/v1/files/RUN/PATH``.
 
     Args:
-        node: whose runs these are.
+        server: whose runs these are.
     """
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, server: SnapshotServer) -> None:
+        self._server = server
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """``GET``."""
@@ -527,7 +527,7 @@ class Files:
             response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
         start, stop = span.offset + start, span.offset + stop
         with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
-        with self._node.ring.reading(held) as image:
+        with self._server.ring.reading(held) as image:
             if with_digest:
                 response.headers[DIGEST_HEADER] = checksum(image[start:stop])
             await response.prepare(request)
@@ -538,12 +538,12 @@ class Files:
 
     async def _find(self, text: str, path: str) -> tuple[Held, Manifest]:
         """What a path names."""
-        key = self._node.registry.key(text)
+        key = self._server.registry.key(text)
         try:
-            return resolve(self._node.ring, key, path)
+            return resolve(self._server.ring, key, path)
         except SnapshotNotFoundError as error:
-            info = self._node.registry.info(key)
-            if info is None or (url := self._node.routes.durable(info)) is None:
+            info = self._server.registry.info(key)
+            if info is None or (url := self._server.routes.durable(info)) is None:
                 raise
             where = without_password(url)
             raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
@@ -563,7 +563,7 @@ class Files:
 
     async def _send_file(self, transport: asyncio.Transport | None, slot: Slot, start: int, stop: int) -> int:
         """Send bytes of a slot by ``sendfile``, if they are many; how many were sent."""
-        fd = self._node.ring.descriptor(slot) if stop - start > SEND_BYTES and transport is not None else None
+        fd = self._server.ring.descriptor(slot) if stop - start > SEND_BYTES and transport is not None else None
         if transport is None or fd is None:
             return 0
         sent, loop = 0, asyncio.get_running_loop()
@@ -585,10 +585,10 @@ class Files:
         With ``unseen`` in its body a file, also if it is not in memory.
         """
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
-        key = self._node.registry.key(text)
-        await asyncio.to_thread(self._node.routes.check_owner, key)
+        key = self._server.registry.key(text)
+        await asyncio.to_thread(self._server.routes.check_owner, key)
         if (await json_body(request)).get("unseen") is True:
-            await asyncio.to_thread(self._node.remove, text, path, unseen=True)
+            await asyncio.to_thread(self._server.remove, text, path, unseen=True)
             return web.json_response({})
         _, manifest = await self._find(text, path)
         if path not in (manifest.name, manifest.data_path):
@@ -596,7 +596,7 @@ class Files:
                 f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",
                 status=409,
             )
-        await asyncio.to_thread(self._node.remove, text, manifest.name)
+        await asyncio.to_thread(self._server.remove, text, manifest.name)
         return web.json_response({})
 
 

@@ -55,9 +55,9 @@ from lightning_spot.protocol.wire import (
     fill,
 )
 from lightning_spot.say import say
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import key_of, texts
 from lightning_spot.server.slots import Making
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.upload import Upload, writer_of
 from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
 from lightning_spot.snapshot.packing import can_pack
@@ -80,16 +80,16 @@ class Waiting:
     """Who waits for something of a server. Methods are called on the event loop.
 
     Args:
-        node: whose.
+        server: whose.
     """
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, server: SnapshotServer) -> None:
+        self._server = server
         self._count, self._places = 0, Quota(MOST_WAITING)
         self._woken = False
         self._changed: asyncio.Future[None] | None = None
         self._threads = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="spot-lease")
-        node.ring.watch(self._notice)
+        server.ring.watch(self._notice)
 
     async def lease(self, request: web.Request, run: str, wait_s: float, ask: Callable[[], Upload]) -> Upload:
         """Take a slot, see :meth:`Uploads.lease`.
@@ -118,12 +118,12 @@ class Waiting:
                 await asyncio.wait([gone, changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(_LOOK_AGAIN_S)
         if gone.done():
-            self._node.abort(upload.id)  # nobody will ever fill it
+            self._server.abort(upload.id)  # nobody will ever fill it
             raise ConnectionResetError("the trainer has gone")
         return upload
 
     async def awaited(self, request: web.Request, run: str, name: str, wait_s: float) -> tuple[Status, str]:
-        """What has become of a snapshot, as soon as it counts or never will, see :meth:`Node.status_of`.
+        """What has become of a snapshot, as soon as it counts or never will, see :meth:`SnapshotServer.status_of`.
 
         Args:
             request: of whoever asks.
@@ -135,7 +135,7 @@ class Waiting:
         with self._place(request, run):
             while True:
                 changed = self._change()
-                found, left_s = self._node.status_of(run, name), deadline_s - time.monotonic()
+                found, left_s = self._server.status_of(run, name), deadline_s - time.monotonic()
                 if found[0] is not Status.PENDING or left_s <= 0 or gone.done():
                     return found
                 await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +143,7 @@ class Waiting:
     @contextmanager
     def _place(self, request: web.Request, run: str) -> Iterator[None]:
         """A place among those who wait: each address has a share for one run, by whatever name it calls that."""
-        with self._places.holding(f"{client_of(request)} {self._node.registry.key(run)}") as may:
+        with self._places.holding(f"{client_of(request)} {self._server.registry.key(run)}") as may:
             if not may:
                 raise SnapshotFailedError(
                     f"{self._count} requests wait for a slot already, and this client has its share of them",
@@ -187,12 +187,12 @@ _DECODING_BYTES = 8 * 1024 * 1024  # its ranges, as Python holds them
 _MOST_PARTS = 2**20
 
 
-def receive_parts(connection: socket.socket, node: Node, upload: Upload, scratch: Quota) -> None:
+def receive_parts(connection: socket.socket, server: SnapshotServer, upload: Upload, scratch: Quota) -> None:
     """Take frames until the client closes. Blocks; runs on a thread of its own.
 
     Args:
         connection: to the client.
-        node: whose upload it is.
+        server: whose upload it is.
         upload: that is filled.
         scratch: bytes that all streams may take beside the slots.
 
@@ -208,56 +208,56 @@ def receive_parts(connection: socket.socket, node: Node, upload: Upload, scratch
     while fill(connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
         frame = Frame.unpack(header)
         _check_frame(frame, upload)
-        digest = _take(connection, node, upload, frame, scratch)
+        digest = _take(connection, server, upload, frame, scratch)
         connection.settimeout(FRAME_WAIT_S)
         connection.sendall(bytes.fromhex(digest))
 
 
-def _take(connection: socket.socket, node: Node, upload: Upload, frame: Frame, scratch: Quota) -> str:
+def _take(connection: socket.socket, server: SnapshotServer, upload: Upload, frame: Frame, scratch: Quota) -> str:
     """Put a part into the slot; its checksum, or ``NO_DIGEST`` for one that overlaps another: of that, nothing is."""
     digest = NO_DIGEST
     try:
-        node.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
+        server.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
     except CorruptSnapshotError as error:
         # No line of the log for each: they may come by the thousand.
         logger.debug("%s: %s; it is refused", plain(upload.name), error)
-        _content(connection, node, upload, frame, lambda _chunk: None)
+        _content(connection, server, upload, frame, lambda _chunk: None)
         return digest
     try:
         if frame.kind is PartKind.WHOLE:
-            digest = _receive(connection, node, upload, frame)
+            digest = _receive(connection, server, upload, frame)
         else:
             with scratch.holding(client_at(connection), _scratch_bytes(frame, upload)) as has_room:
-                digest = _make(connection, node, upload, frame, has_room=has_room)
+                digest = _make(connection, server, upload, frame, has_room=has_room)
     finally:
         if digest == frame.digest != NO_DIGEST:
-            node.uploads.arrived(upload, frame.start, digest)
+            server.uploads.arrived(upload, frame.start, digest)
         else:
-            node.uploads.lost(upload, frame.start)
+            server.uploads.lost(upload, frame.start)
     return digest
 
 
 def _content(
-    connection: socket.socket, node: Node, upload: Upload, frame: Frame, use: Callable[[memoryview], None]
+    connection: socket.socket, server: SnapshotServer, upload: Upload, frame: Frame, use: Callable[[memoryview], None]
 ) -> None:
     """Receive what a frame brings, piece by piece: memory is taken for what has come, not for what is said."""
     chunk = memoryview(bytearray(min(SEND_BYTES, frame.content_bytes)))
     deadline, left = _deadline(frame), frame.content_bytes
     while left > 0:
-        _check_goes_on(node, upload)
+        _check_goes_on(server, upload)
         fill(connection, chunk[:left], deadline - time.monotonic())
         use(chunk[:left])
         left -= len(chunk)
 
 
-def _receive(connection: socket.socket, node: Node, upload: Upload, frame: Frame) -> str:
+def _receive(connection: socket.socket, server: SnapshotServer, upload: Upload, frame: Frame) -> str:
     """Receive a part into the slot; its checksum."""
     digest = xxhash.xxh3_128()
     deadline = _deadline(frame)
     stop = frame.start + frame.nbytes
     with upload.slot.view(upload.nbytes) as view:
         for place in range(frame.start, stop, SEND_BYTES):
-            _check_goes_on(node, upload)
+            _check_goes_on(server, upload)
             with view[place : min(place + SEND_BYTES, stop)] as chunk:
                 fill(connection, chunk, deadline - time.monotonic())
                 digest.update(chunk)
@@ -273,17 +273,17 @@ def _scratch_bytes(frame: Frame, upload: Upload) -> int:
     return delta_bytes + is_beyond * frame.nbytes
 
 
-def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *, has_room: bool) -> str:
+def _make(connection: socket.socket, server: SnapshotServer, upload: Upload, frame: Frame, *, has_room: bool) -> str:
     """Make a part of what the base holds at its place, and of a delta to it; its checksum, or ``NO_DIGEST``."""
     from lightning_spot.snapshot.delta import decode, part_of  # numpy is not needed before
 
     can_make = has_room and upload.base is not None and frame.start < upload.base.manifest.nbytes
     content = bytearray()
-    _content(connection, node, upload, frame, content.extend if can_make else lambda _chunk: None)
+    _content(connection, server, upload, frame, content.extend if can_make else lambda _chunk: None)
     if not can_make or upload.base is None:
         return NO_DIGEST
     stop = frame.start + frame.nbytes
-    _check_goes_on(node, upload)
+    _check_goes_on(server, upload)
     with upload.slot.view(upload.nbytes) as view, view[frame.start : stop] as part:
         earlier = part_of(upload.base.image, frame.start, stop)
         try:
@@ -300,8 +300,8 @@ def _make(connection: socket.socket, node: Node, upload: Upload, frame: Frame, *
             earlier.release()
 
 
-def _check_goes_on(node: Node, upload: Upload) -> None:
-    if node.find_upload(upload.id) is not upload:
+def _check_goes_on(server: SnapshotServer, upload: Upload) -> None:
+    if server.find_upload(upload.id) is not upload:
         raise SnapshotNotFoundError("this upload was given up")
 
 
@@ -337,15 +337,15 @@ class UploadRequests:
     """Handlers over the uploads of a server.
 
     Args:
-        node: whose.
+        server: whose.
 
     Attributes:
         asked_s: when a slot was asked for, or what was received was committed, last (monotonic), 0 for never.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, server: SnapshotServer) -> None:
         self.asked_s = 0.0
-        self._node, self._waiting = node, Waiting(node)
+        self._server, self._waiting = server, Waiting(server)
         self._streams: Counter[str] = Counter()  # of each upload
         self._stream_threads = ThreadPoolExecutor(MOST_STREAM_THREADS, thread_name_prefix="spot-stream")
         self._threads, self._scratch = Quota(MOST_STREAM_THREADS), Quota(SCRATCH_BYTES)
@@ -372,7 +372,7 @@ class UploadRequests:
         self.asked_s = time.monotonic()
         attempt = attempt_of(body)
         ask = functools.partial(
-            self._node.lease,
+            self._server.lease,
             run,
             attempt,
             integer(body, "nbytes", None, 0, MOST_BYTES),
@@ -384,7 +384,7 @@ class UploadRequests:
             committed=committed(body, attempt),
         )
         upload = await self._waiting.lease(request, run, seconds(body, "wait_s", 0.0, LONGEST_WAIT_S), ask)
-        return web.json_response({**leased(self._node, upload), "base": base_info(upload)})
+        return web.json_response({**leased(self._server, upload), "base": base_info(upload)})
 
     async def awaited(self, request: web.Request) -> web.Response:
         """Wait until a snapshot counts, or never will (this host only)."""
@@ -397,12 +397,12 @@ class UploadRequests:
     async def fail(self, request: web.Request) -> web.Response:
         """A writer will never have its shard of a snapshot."""
         body = await json_body(request)
-        self._node.fail(request.match_info["run"], attempt_of(body), manifest(body))
+        self._server.fail(request.match_info["run"], attempt_of(body), manifest(body))
         return web.json_response({})
 
     async def stream(self, request: web.Request) -> web.Response:
         """Hand the connection over to a thread that receives straight into the slot."""
-        upload = self._node.find_upload(request.match_info["upload"])
+        upload = self._server.find_upload(request.match_info["upload"])
         transport = request.transport
         sock = transport.get_extra_info("socket") if transport is not None else None
         if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
@@ -419,9 +419,9 @@ class UploadRequests:
         loop = asyncio.get_running_loop()
         self._streams[upload.id] += 1
         try:
-            with sock.dup() as connection, self._node.streaming(upload, connection):
+            with sock.dup() as connection, self._server.streaming(upload, connection):
                 await loop.run_in_executor(
-                    self._stream_threads, receive_parts, connection, self._node, upload, self._scratch
+                    self._stream_threads, receive_parts, connection, self._server, upload, self._scratch
                 )
         except (OSError, SpotError) as error:
             logger.debug("a stream of parts ended: %s", error)
@@ -445,10 +445,10 @@ class UploadRequests:
     async def commit(self, request: web.Request) -> web.Response:
         """Make it a snapshot; on this host one that was filled through shared memory."""
         body = await json_body(request, MANIFEST_BODY_BYTES)
-        upload = self._node.find_upload(request.match_info["upload"])
+        upload = self._server.find_upload(request.match_info["upload"])
         if not same_host(request):
             self.asked_s = time.monotonic()
-            done = await asyncio.to_thread(lambda: self._node.commit(upload.id, manifest(body)))
+            done = await asyncio.to_thread(lambda: self._server.commit(upload.id, manifest(body)))
             return web.json_response({"checksums": list(done.checksums)})
         whole = Manifest.from_dict(body.get("manifest"))
         floats = read_floats(body.get("floats", []), whole.nbytes)
@@ -456,15 +456,15 @@ class UploadRequests:
         written = read_ranges(body.get("written"), whole.nbytes)
         followed = body.get("followed") is True
         done = await asyncio.to_thread(
-            self._node.seal, upload.id, whole, destinations, floats, written, followed=followed
+            self._server.seal, upload.id, whole, destinations, floats, written, followed=followed
         )
-        short = self._node.ring.is_short(key_of(done), done.nbytes, writer_of(done))
+        short = self._server.ring.is_short(key_of(done), done.nbytes, writer_of(done))
         return web.json_response({"checksums": list(done.checksums), "short": short})
 
     async def abort(self, request: web.Request) -> web.Response:
         """Give it up."""
         untouched = same_host(request) and (await json_body(request)).get("untouched") is True
-        self._node.abort(request.match_info["upload"], untouched=untouched)
+        self._server.abort(request.match_info["upload"], untouched=untouched)
         return web.json_response({})
 
 
@@ -476,10 +476,10 @@ def base_info(upload: Upload) -> dict[str, Any] | None:
     return asdict(BaseInfo(manifest.name, manifest.nbytes, manifest.part_bytes, manifest.checksums, can_pack()))
 
 
-def leased(node: Node, upload: Upload) -> dict[str, Any]:
+def leased(server: SnapshotServer, upload: Upload) -> dict[str, Any]:
     """What who fills a slot has to know of it."""
     slot = upload.slot
-    mapped = node.ring.slots if upload.announced is None else ()  # who sends it over the network maps none
+    mapped = server.ring.slots if upload.announced is None else ()  # who sends it over the network maps none
     return {
         "upload": upload.id,
         "slot": slot.index,

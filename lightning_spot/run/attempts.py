@@ -82,7 +82,7 @@ def begin_attempt(
         durable_url=location.url,
         min_upload_interval_s=min_upload_interval_s,
         compression=compression,
-        nodes=placed(elsewhere(location.servers, replicas), found.identity.run_id),
+        servers=placed(elsewhere(location.servers, replicas), found.identity.run_id),
         replicas=replicas,
         pid=os.getpid(),
         host=os.uname().nodename,
@@ -120,7 +120,9 @@ def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
         return info
     if claim is None or claim.location != info.location:
         return info
-    return replace(info, id=claim.run_id, nodes=placed(elsewhere(found.location.servers, info.replicas), claim.run_id))
+    return replace(
+        info, id=claim.run_id, servers=placed(elsewhere(found.location.servers, info.replicas), claim.run_id)
+    )
 
 
 def _claim(store: Store, claim: Claim) -> bool:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.server.node import IN_PROCESS, Node
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.slots import Making
+from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.server.upload import writer_of
 from lightning_spot.server.uploads import LOOK_S
@@ -216,14 +216,14 @@ class InProcessHost:
         self.attempt = 0
         self.memory_bytes = memory_bytes
         self.released: Callable[[mmap.mmap], None] | None = None  # never called: views keep the memory mapped
-        self._node = Node(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
-        self._node.begin_session(IN_PROCESS)
+        self._server = SnapshotServer(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
+        self._server.begin_session(IN_PROCESS)
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
         # What is in this memory goes with the trainer: the next tier gets what it can.
         pace_s = info.min_upload_interval_s or 0.0
-        opened = self._node.open_run(replace(info, session=IN_PROCESS, min_upload_interval_s=pace_s))
+        opened = self._server.open_run(replace(info, session=IN_PROCESS, min_upload_interval_s=pace_s))
         self.run, self.attempt = info.text, opened.attempt
         return opened
 
@@ -231,7 +231,7 @@ class InProcessHost:
         self, nbytes: int, wait_s: float, *, limit_s: float | None = None, making: Making = Making.NOW, writer: int = 0
     ) -> Lease:
         """See :meth:`Host.lease`."""
-        upload = self._node.lease(
+        upload = self._server.lease(
             self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, making=making, writer=writer
         )
         memory = upload.slot.memory
@@ -249,16 +249,16 @@ class InProcessHost:
         followed: bool = False,
     ) -> bool:
         """See :meth:`Host.seal`."""
-        self._node.seal(lease.id, manifest, destinations, floats, written, followed=followed)
-        return self._node.ring.is_short(self._node.registry.key(self.run), lease.nbytes, writer_of(manifest))
+        self._server.seal(lease.id, manifest, destinations, floats, written, followed=followed)
+        return self._server.ring.is_short(self._server.registry.key(self.run), lease.nbytes, writer_of(manifest))
 
     def fail(self, manifest: Manifest, why: str) -> None:
         """See :meth:`Host.fail`."""
-        self._node.fail(self.run, self.attempt, failed(manifest, why))
+        self._server.fail(self.run, self.attempt, failed(manifest, why))
 
     def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
         """See :meth:`Host.awaited`."""
-        key, ring, deadline_s = self._node.registry.key(self.run), self._node.ring, time.monotonic() + wait_s
+        key, ring, deadline_s = self._server.registry.key(self.run), self._server.ring, time.monotonic() + wait_s
         with ring.changed:
             while True:
                 found, left_s = ring.status_of(key, name), deadline_s - time.monotonic()
@@ -268,41 +268,41 @@ class InProcessHost:
 
     def abort(self, lease: Lease, *, untouched: bool = False) -> None:
         """See :meth:`Host.abort`."""
-        self._node.abort(lease.id, untouched=untouched)
+        self._server.abort(lease.id, untouched=untouched)
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""
-        return self._node.flush(None, wait_s)
+        return self._server.flush(None, wait_s)
 
     def check(self) -> None:
         """See :meth:`Host.check`; it lives as long as the trainer."""
 
     def remove(self, name: str) -> None:
         """See :meth:`Host.remove`."""
-        self._node.remove(self.run, name, unseen=True)
+        self._server.remove(self.run, name, unseen=True)
 
     def tiers(self) -> dict[str, TierHealth]:
         """See :meth:`Host.tiers`."""
-        return self._node.tiers()
+        return self._server.tiers()
 
     def destinations(self) -> list[str]:
         """See :meth:`Host.destinations`."""
-        return self._node.destinations(self.run)
+        return self._server.destinations(self.run)
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""
-        return self._node.reconciler.refused(self._node.registry.key(self.run))
+        return self._server.reconciler.refused(self._server.registry.key(self.run))
 
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
-        key, ring = self._node.registry.key(self.run), self._node.ring
+        key, ring = self._server.registry.key(self.run), self._server.ring
         held = ((manifest, held.safe) for held, manifest in ring.readable(key))
         return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key, elsewhere=True)))
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""
-        self._node.close_run(self.run, IN_PROCESS, complete=complete)
-        self._node.close()
+        self._server.close_run(self.run, IN_PROCESS, complete=complete)
+        self._server.close()
 
     def disconnect(self) -> None:
         """See :meth:`Host.disconnect`; there is no connection."""

@@ -36,7 +36,7 @@ from lightning_spot.server.reconcile import (
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, key_of
 from lightning_spot.server.slots import Held, Mark, Slot
-from lightning_spot.server.tier import NodeTier, TierHealth
+from lightning_spot.server.tier import ServerTier, TierHealth
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Status, by_snapshot
 from lightning_spot.store import commit
@@ -86,7 +86,7 @@ class Observations:
             urgent=bool(self._waited_for[run] or self._waited_for[None]),
             leaves=self.leaves,
             # Only its own host is told of servers; others know what they were told.
-            is_left=info is not None and (info.left or (bool(info.nodes) and not info.session)),
+            is_left=info is not None and (info.left or (bool(info.servers) and not info.session)),
             is_stuck=functools.partial(self._ring.is_stuck, run),
         )
 
@@ -149,7 +149,7 @@ class Questions:
 
     def __init__(self, seen: Observations, ring: Ring, open_store: Callable[[str], Store]) -> None:
         self._seen, self._ring, self._open_store = seen, ring, open_store
-        self._stores: dict[str, NodeTier] = {}
+        self._stores: dict[str, ServerTier] = {}
 
     def forget(self, servers: Servers) -> None:
         """Nothing is asked of a run's servers any more. Call it under the lock."""
@@ -168,7 +168,7 @@ class Questions:
             with self._ring.changed:
                 self._ring.touch(action.run)
 
-    def _tier(self, server: Server) -> NodeTier:
+    def _tier(self, server: Server) -> ServerTier:
         """A server as a tier; it knows what it was told of the run.
 
         Raises:
@@ -177,7 +177,7 @@ class Questions:
         if (known := self._stores.get(server.url)) is not None:
             return known
         store = self._open_store(server.url)
-        if not isinstance(store, NodeTier):
+        if not isinstance(store, ServerTier):
             raise ServerUnreachableError(f"{server.url} is no server", tier=server.url)
         self._stores[server.url] = store
         return store
@@ -188,7 +188,9 @@ class Questions:
         with ring.changed:
             upload, is_left = server.asked_to_upload, self._seen.desired(run).is_left
             committed = ring.newest_committed(run, elsewhere=True)
-        asked = replace(servers.info, nodes=(), replicas=1, session="", committed=committed, carry=upload, left=is_left)
+        asked = replace(
+            servers.info, servers=(), replicas=1, session="", committed=committed, carry=upload, left=is_left
+        )
         try:
             opened = self._tier(server).open_run(asked)
             if opened.leaves:

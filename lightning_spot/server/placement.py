@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 
 
-def placed(nodes: Iterable[str], run_id: str) -> tuple[str, ...]:
+def placed(servers: Iterable[str], run_id: str) -> tuple[str, ...]:
     """The servers in the order in which a run goes to them: to the first, or the first few, that work.
 
     The order depends on the names only, not on the order in which they are given: every host of a run finds the same.
@@ -14,13 +14,13 @@ def placed(nodes: Iterable[str], run_id: str) -> tuple[str, ...]:
     others and moves nothing else; the runs of one that fails go to all the others in equal parts.
 
     Args:
-        nodes: ``spot://host:port`` of each.
+        servers: ``spot://host:port`` of each.
         run_id: identity of the run.
     """
-    return tuple(sorted(nodes, key=lambda node: (_weight(node, run_id), node), reverse=True))
+    return tuple(sorted(servers, key=lambda server: (_weight(server, run_id), server), reverse=True))
 
 
-def placed_apart(nodes: Iterable[str], run_id: str, hosts: int, replicas: int) -> list[tuple[str, ...]]:
+def placed_apart(servers: Iterable[str], run_id: str, hosts: int, replicas: int) -> list[tuple[str, ...]]:
     """For each of several hosts, the servers in the order in which its shards of a snapshot go to them.
 
     The order of each host is one of its own, by rendezvous hashing. But a server is the first choice of no more hosts
@@ -28,24 +28,24 @@ def placed_apart(nodes: Iterable[str], run_id: str, hosts: int, replicas: int) -
     another, and its memory is what bounds the snapshot. Everybody who is given the same finds the same.
 
     Args:
-        nodes: all that may be used, in any order.
+        servers: all that may be used, in any order.
         run_id: identity of the run.
         hosts: how many have shards of a snapshot.
         replicas: how many servers each shard is kept at.
     """
-    nodes = sorted(nodes)
-    replicas = min(replicas, len(nodes))
-    room = dict.fromkeys(nodes, -(-hosts * replicas // len(nodes))) if nodes else {}
+    servers = sorted(servers)
+    replicas = min(replicas, len(servers))
+    room = dict.fromkeys(servers, -(-hosts * replicas // len(servers))) if servers else {}
     found: list[tuple[str, ...]] = []
     for host in range(hosts):
-        order = placed(nodes, f"{run_id}\n{host}")
+        order = placed(servers, f"{run_id}\n{host}")
         left = hosts - host  # who has room for each of these gets this one, or would not fill up
-        chosen = sorted(order, key=lambda node: (room[node] <= 0, room[node] < left))[:replicas]
-        for node in chosen:
-            room[node] -= 1
-        found.append((*chosen, *(node for node in order if node not in chosen)))
+        chosen = sorted(order, key=lambda server: (room[server] <= 0, room[server] < left))[:replicas]
+        for server in chosen:
+            room[server] -= 1
+        found.append((*chosen, *(server for server in order if server not in chosen)))
     return found
 
 
-def _weight(node: str, run_id: str) -> bytes:
-    return hashlib.blake2b(f"{node}\n{run_id}".encode(), digest_size=8).digest()
+def _weight(server: str, run_id: str) -> bytes:
+    return hashlib.blake2b(f"{server}\n{run_id}".encode(), digest_size=8).digest()

@@ -441,14 +441,14 @@ class Servers:
     does, this server does. A run stays where it is, as long as that works.
 
     Args:
-        info: of the run; ``replicas`` of its ``nodes`` are used.
+        info: of the run; ``replicas`` of its ``servers`` are used.
         why_not: why no server brings it on, for people.
     """
 
     def __init__(self, info: RunInfo, why_not: str = "no server has answered yet") -> None:
         self.info = info
         self.why_not = why_not
-        self.all = [Server(f"{node.rstrip('/')}/{info.text}") for node in info.nodes]
+        self.all = [Server(f"{url.rstrip('/')}/{info.text}") for url in info.servers]
         self.replicas = min(max(1, info.replicas), len(self.all))
 
     @property

@@ -111,7 +111,7 @@ class RunInfo:
             :data:`.reconcile.MOST_APART_S`.
         compression: how what changed goes to the servers behind: ``"auto"`` packs it where that is faster, ``"always"``
             always, ``"off"`` never, and ``"topk"`` sends it not exactly.
-        nodes: ``spot://host:port`` of the snapshot servers behind this one, in order of preference, see
+        servers: ``spot://host:port`` of the snapshot servers behind this one, in order of preference, see
             :mod:`~lightning_spot.server.placement`.
         replicas: how many of them each snapshot is kept at.
         hosts: how many hosts write it.
@@ -137,7 +137,7 @@ class RunInfo:
     durable_url: _Place | None = None
     min_upload_interval_s: Annotated[float, _seconds] | None = None
     compression: Annotated[Compression, _compression] = "auto"
-    nodes: Annotated[tuple[str, ...], texts] = ()
+    servers: Annotated[tuple[str, ...], texts] = ()
     replicas: Annotated[int, whole(1, MOST_SERVERS)] = 1
     hosts: Annotated[int, whole(1, MOST_WRITERS)] = 1
     apart: Annotated[int, whole(0, MOST_WRITERS)] | None = None

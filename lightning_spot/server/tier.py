@@ -64,7 +64,7 @@ class Listed(NamedTuple):
 
 
 @runtime_checkable
-class NodeTier(Protocol):
+class ServerTier(Protocol):
     """Another server, for one run. Methods may be called from any thread; each ends within bounds of its own.
 
     Attributes:
@@ -128,7 +128,7 @@ class TierHealth:
     """How a tier below is doing.
 
     Attributes:
-        kind: ``"node"`` or ``"durable"``.
+        kind: ``"server"`` or ``"durable"``.
         carried: whether nothing goes there from here at present, because a server behind this one writes there.
         error: what fails there at present, ``""`` while everything works.
         refused: why the tier refused something for good (a later attempt has taken over), ``""`` if it never did.
@@ -169,7 +169,7 @@ class TierHealth:
     @classmethod
     def of(cls, url: str) -> TierHealth:
         """Of a tier at which nothing was done yet."""
-        return cls(kind="node" if url.startswith("spot://") else "durable")
+        return cls(kind="server" if url.startswith("spot://") else "durable")
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> TierHealth:

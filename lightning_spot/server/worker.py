@@ -45,7 +45,7 @@ from lightning_spot.server.reconcile import (
 from lightning_spot.server.ring import Ring, glance
 from lightning_spot.server.runs import RunInfo, key_of
 from lightning_spot.server.slots import ORPHANED_S, Group, Held, Mark, Slot
-from lightning_spot.server.tier import NodeTier, TierHealth
+from lightning_spot.server.tier import ServerTier, TierHealth
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
@@ -375,7 +375,7 @@ class Reconciler(Observations):
         try:
             attempt = self._attempt(action)
             found: Store = store or self._stores.get(action.url) or self._open_store(action.url)
-            if isinstance(found, NodeTier):
+            if isinstance(found, ServerTier):
                 self._stores[action.url] = found  # it has learned how fast the server is
             store = found
             self._do(found, action, attempt)
@@ -406,10 +406,10 @@ class Reconciler(Observations):
     def _do(self, store: Store, action: Action, attempt: int) -> None:
         url, run = action.url, action.run
         started_s, standing, info = time.monotonic(), self._standing(run, url), self._run(run)
-        if isinstance(store, NodeTier) and info is not None:
+        if isinstance(store, ServerTier) and info is not None:
             # Of several servers one is asked which brings the run on; this one may have forgotten the run.
             committed = self._ring.newest_committed(run, elsewhere=True)
-            store.know(replace(info, nodes=(), session="", carry=info.replicas == 1, committed=committed))
+            store.know(replace(info, servers=(), session="", carry=info.replicas == 1, committed=committed))
         if action.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(action.about))
         elif action.kind is Kind.RETAIN:
@@ -428,7 +428,7 @@ class Reconciler(Observations):
                     self.place(url).dropped(action)
                     return
                 seconds = time.monotonic() - started_s
-                self.health[url].took(put, seconds, store.sent if isinstance(store, NodeTier) else None)
+                self.health[url].took(put, seconds, store.sent if isinstance(store, ServerTier) else None)
                 self.place(url).took_s[run] = seconds
         with self._ring.changed:
             self.place(url).done(action)
@@ -455,7 +455,7 @@ class Reconciler(Observations):
             health, place = self.health[action.url], self.place(action.url)
             why = f"{action.kind.value} {action.name}: {error or type(error).__name__}"
             # A failing server is logged with the number of servers that are left.
-            if health.kind != "node" or any(slot.commit.places is not None for slot in action.slots):
+            if health.kind != "server" or any(slot.commit.places is not None for slot in action.slots):
                 text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
                 say(logging.WARNING, "upload-failing", text, about=action.url, why=why)
             place.failed(action, why, time.monotonic())
@@ -587,7 +587,7 @@ class TierUpload:
         """
         info = self._seen.info(action.run)
         is_snapshot = action.coming is None and not action.about.is_file
-        if not is_snapshot or isinstance(store, NodeTier) or (info is not None and info.session):
+        if not is_snapshot or isinstance(store, ServerTier) or (info is not None and info.session):
             return False
         with self._ring.changed:
             is_left = time.monotonic() >= self._seen.desired(action.run).left_s
@@ -605,11 +605,11 @@ class TierUpload:
             return None  # some of it has just left memory
         fresh_s = time.monotonic() - CHECKED_S
         # A snapshot server checks every part that it receives anyway.
-        is_checked = isinstance(store, NodeTier) or all(slot.buffer.checked_s > fresh_s for slot in held.slots)
+        is_checked = isinstance(store, ServerTier) or all(slot.buffer.checked_s > fresh_s for slot in held.slots)
         if not is_checked and not self._is_intact(action, held):
             return None
         try:
-            if isinstance(store, NodeTier):
+            if isinstance(store, ServerTier):
                 return self._to_server(store, action, held, attempt)
             return self._to_storage(store, action, held, attempt)
         except CorruptSnapshotError:
@@ -617,7 +617,7 @@ class TierUpload:
                 return None
             raise
 
-    def _to_server(self, store: NodeTier, action: Action, held: Held, attempt: int) -> Manifest:
+    def _to_server(self, store: ServerTier, action: Action, held: Held, attempt: int) -> Manifest:
         """Bring what slots hold to a snapshot server, one after the other; shards exactly."""
         is_exact = action.about.shard is not None or self._must_be_exact(action)
         nbytes, brought = 0, action.about
@@ -670,7 +670,7 @@ class TierUpload:
         slot = action.slots[0]
         floats = () if self._must_be_exact(action) else slot.commit.floats
         try:
-            if isinstance(store, NodeTier):
+            if isinstance(store, ServerTier):
                 brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
             else:
                 store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
@@ -680,7 +680,7 @@ class TierUpload:
                 return None
             raise
         manifest = coming.committed()
-        if not isinstance(store, NodeTier):
+        if not isinstance(store, ServerTier):
             self._retain(action, manifest)
         self._note(slot, manifest, brought, action.url)
         return brought

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _finished: Counter[str] = Counter()
 _interrupted: dict[str, str] = {}
-_nodes: dict[str, tuple[Location, int]] = {}
+_servers: dict[str, tuple[Location, int]] = {}
 _GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
 
 
@@ -65,26 +65,26 @@ def what_interrupted(named: Location) -> str | None:
     return _interrupted.get(named.canonical)
 
 
-def node_was_left(location: Location, attempt: int, error: BaseException) -> None:
+def server_was_left(location: Location, attempt: int, error: BaseException) -> None:
     """A server stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
     if location.has_local_server and not isinstance(error, (PreemptedError, KeyboardInterrupt)):
-        if not _nodes:
+        if not _servers:
             atexit.register(_at_exit, os.getpid())
-        _nodes[location.url] = (location, attempt)
+        _servers[location.url] = (location, attempt)
 
 
 def goes_on_at(location: Location) -> None:
     """A ``fit`` begins there: let the servers go that earlier ones have left elsewhere."""
-    _nodes.pop(location.url, None)
-    while _nodes:
-        _let_go(*_nodes.popitem()[1])
+    _servers.pop(location.url, None)
+    while _servers:
+        _let_go(*_servers.popitem()[1])
 
 
 def forget() -> None:
     """Be as a new process is."""
     _finished.clear()
     _interrupted.clear()
-    _nodes.clear()
+    _servers.clear()
 
 
 def _program() -> ProcessId | None:
@@ -134,8 +134,8 @@ def _at_exit(pid: int) -> None:
         pid: of the program: the end of a forked child is not its own.
     """
     if os.getpid() == pid and getattr(sys, "last_value", None) is None:
-        while _nodes:
-            _let_go(*_nodes.popitem()[1])
+        while _servers:
+            _let_go(*_servers.popitem()[1])
 
 
 def _let_go(location: Location, attempt: int) -> None:

@@ -272,7 +272,7 @@ class FitSession(PerTrainer):
         if self.deadline is None or not isinstance(error, PreemptedError):  # else more was said
             ends.callback(self._say_interrupted, error, begun)
         for snapshotter in begun:
-            run_lookup.node_was_left(snapshotter.location, snapshotter.writing.number, error)
+            run_lookup.server_was_left(snapshotter.location, snapshotter.writing.number, error)
 
     def _say_interrupted(self, error: BaseException, begun: list[Snapshotter]) -> None:
         for snapshotter in begun:

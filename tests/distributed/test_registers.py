@@ -162,7 +162,7 @@ def test_failures_of_many_writers_take_the_room_of_one(ranks: Ranks) -> None:
 def test_registers_at_servers_that_do_not_fit_do_not_count() -> None:
     """What fits those at each server does not fit those of all."""
     urls = tuple(f"spot://10.0.0.{writer}:7070" for writer in range(3))
-    servers = Servers(replace(named_run("run"), nodes=urls))
+    servers = Servers(replace(named_run("run"), servers=urls))
     for odd in (2 * PART, PART):
         for writer, server in enumerate(servers.all):
             shard = sealed_shard(1, writer, 3, part_bytes=odd if writer == 1 else PART)

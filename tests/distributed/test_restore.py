@@ -28,7 +28,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import StoreSource, Use
 from lightning_spot.run.survey import Survey, survey
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session import restore, selection
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.restore import SharedOpening
@@ -269,7 +269,7 @@ def test_each_host_reads_a_sharded_snapshot_once_from_a_server(
     manifest = replace(
         plain, files=(FileSpan("__0_0.distcp", 0, 2_048_000), FileSpan("__1_0.distcp", 2_048_000, 1_952_000))
     )
-    with served(Node(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
+    with served(SnapshotServer(slots=2, memory_bytes=2**26, open_store=lambda _url: pytest.fail("written"))) as port:
         proxy = Proxy(f"spot://127.0.0.1:{port}", seed=0)
         at = ServerStore(f"{proxy.url}/run")
         at.put(manifest, memoryview(content), attempt=1)

@@ -11,8 +11,8 @@ import pytest
 
 from lightning_spot.errors import TierError
 from lightning_spot.server import reconcile, registry, runs
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.files import note_name
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status, assemble
@@ -93,16 +93,16 @@ class Hosts:
         for node in [*self.hosts, *(behind.node for behind in self.behind.values() if behind.node is not None)]:
             node.close()
 
-    def _server(self, root: Path) -> Node:
-        return Node(slots=None, memory_bytes=64 * MIB, allow=[str(root)], open_store=LocalStore)
+    def _server(self, root: Path) -> SnapshotServer:
+        return SnapshotServer(slots=None, memory_bytes=64 * MIB, allow=[str(root)], open_store=LocalStore)
 
-    def _host(self, number: int) -> Node:
+    def _host(self, number: int) -> SnapshotServer:
         def store(url: str) -> Any:
             if url.startswith("spot://"):
                 return self.behind[url.rpartition("/")[0]]
             return self.gates.setdefault(number, GatedStore(url))
 
-        return Node(slots=3, memory_bytes=64 * MIB, allow=None, open_store=store)
+        return SnapshotServer(slots=3, memory_bytes=64 * MIB, allow=None, open_store=store)
 
 
 def whole_of(step: int) -> Manifest:

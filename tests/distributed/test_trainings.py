@@ -21,7 +21,7 @@ import torch
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.server import reconcile
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest
@@ -77,7 +77,7 @@ class Training:
     def __init__(self, python: str, root: Path, place: str, twin: Twin, ends: contextlib.ExitStack) -> None:
         self.root, self.place = root, PLACES[place]
         self._python, self._twin, self._ends = python, twin, ends
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, SnapshotServer] = {}
         self.add_servers(self.place.servers)
 
     def add_servers(self, count: int) -> list[str]:

@@ -32,8 +32,8 @@ def test_a_snapshot_gets_to_a_memory_node_by_a_far_link_and_back(
     def bring() -> list[bytes]:
         sender, read = Sender(tmp_path, url), []
         try:
-            sender.open(durable=False, nodes=(url,))
-            until(lambda: sender.node.routes.status(RUN_ID)["node"], "the chain", 60.0)
+            sender.open(durable=False, servers=(url,))
+            until(lambda: sender.node.routes.status(RUN_ID)["server"], "the chain", 60.0)
             sent.extend(sender.bring(step, image) for step, image in enumerate(images, 1))
             store = ServerStore(f"{url}/{RUN}")
             for manifest in sorted(store.survey().manifests, key=lambda manifest: manifest.step):

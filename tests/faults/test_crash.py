@@ -32,7 +32,7 @@ from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store.local import LocalStore
@@ -355,7 +355,7 @@ def check_node(root: Path, told: dict[str, int]) -> None:
     there = whole_steps(root)
     assert max(there, default=0) >= durable, "what was durable is lost with the machine"
     with contextlib.closing(
-        Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
+        SnapshotServer(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
     ) as heir:
         held = heir.ring.readable("run")
         for each, manifest in held:
@@ -441,7 +441,9 @@ def test_a_killed_trainers_unfinished_checksum_harms_no_other(tmp_path: Path) ->
     """The killed trainer's slot is checksummed still while the next trainer fills its own."""
     image, second = bytes(96 * 2**20), b"\xff" * (96 * 2**20)
     area = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "lightning-spot-seal"
-    with contextlib.closing(Node(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)) as node:
+    with contextlib.closing(
+        SnapshotServer(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)
+    ) as node:
         outcome: list[Any] = []
         node.begin_session("killed")
         attempt = node.open_run(run_info(tmp_path, session="killed")).attempt

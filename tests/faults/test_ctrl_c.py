@@ -172,7 +172,7 @@ def test_ctrl_c_at_any_line_of_begin_leaves_no_copy_and_no_slot(desk: Desk) -> N
         for lease in given:
             marked = lease.map[: lease.nbytes] == b"\xee" * lease.nbytes
             assert marked, f"copied into a slot that was given back, after Ctrl-C at {code.co_name}:{line}"
-        assert all(slot["state"] != "filling" for slot in desk.host._node.status()["slots"]), f"{code.co_name}:{line}"
+        assert all(slot["state"] != "filling" for slot in desk.host._server.status()["slots"]), f"{code.co_name}:{line}"
         came += pressed.came
     desk.begin(step + 1, desk.checkpoint())
     expected = [weight.clone() for weight in desk.weights]

@@ -40,7 +40,7 @@ from lightning_spot.retry import RetryPolicy, with_retries
 from lightning_spot.run import attempts
 from lightning_spot.server import uploads
 from lightning_spot.server.host import InProcessHost
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
@@ -154,18 +154,18 @@ def test_a_slot_is_given_back_whatever_fails_in_that(desk: Desk, monkeypatch: py
     lease = desk.host.lease(1000, 0.0)
     monkeypatch.setattr(desk.host, "abort", once(desk.host.abort, threading.Event()))
     give_back(desk.host, lease)
-    assert [slot["state"] for slot in desk.host._node.status()["slots"]] == ["free"]
+    assert [slot["state"] for slot in desk.host._server.status()["slots"]] == ["free"]
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    made = Node(slots=1, memory_bytes=2**26, open_store=open_store)
+def node() -> Iterator[SnapshotServer]:
+    made = SnapshotServer(slots=1, memory_bytes=2**26, open_store=open_store)
     made.open_run(named_run("run"))
     yield made
     made.close()
 
 
-def test_a_slot_is_free_where_nobody_comes_to_know_of_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_free_where_nobody_comes_to_know_of_it(node: SnapshotServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "Upload", once(uploads.Upload, threading.Event()))
     with pytest.raises(MemoryError):
         node.lease("run", 1, 1000)
@@ -173,7 +173,7 @@ def test_a_slot_is_free_where_nobody_comes_to_know_of_it(node: Node, monkeypatch
 
 
 def test_a_server_that_fails_a_request_reports_it_and_is_retried(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: SnapshotServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An attempt could not begin, and a snapshot of the end was not waited for, as if no node were there."""
     whole, body = node.flush, {"run": None, "wait_s": 0.0}
@@ -196,7 +196,7 @@ def test_a_server_that_fails_a_request_reports_it_and_is_retried(
 
 
 def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: SnapshotServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The answer that the node had failed came in place of the rest of the file, as if it were that."""
     manifest = Manifest(run="run", run_id="0" * 32, name=snapshot_name(1, 1), step=1, attempt=1, nbytes=400)
@@ -219,7 +219,9 @@ def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
     assert "broke off: MemoryError: none is left" in caplog.text
 
 
-def test_a_server_ends_properly_whatever_fails_in_its_last_flush(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_ends_properly_whatever_fails_in_its_last_flush(
+    node: SnapshotServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It left the memory of its slots behind."""
     monkeypatch.setattr(node, "flush", once(node.flush, threading.Event()))
 
@@ -231,7 +233,7 @@ def test_a_server_ends_properly_whatever_fails_in_its_last_flush(node: Node, mon
 
 
 def test_server_memory_is_freed_whatever_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = Node(slots=1, memory_bytes=2**26, open_store=open_store, area=tmp_path / "area")
+    node = SnapshotServer(slots=1, memory_bytes=2**26, open_store=open_store, area=tmp_path / "area")
     node.open_run(named_run("run"))
     node.lease("run", 1, 1000)
     monkeypatch.setattr(node.uploads, "close", once(node.uploads.close, threading.Event()))

@@ -291,7 +291,7 @@ class Parts:
 
 
 def told(durable: Path, *nodes: str) -> RunInfo:
-    return RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), nodes=nodes)
+    return RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), servers=nodes)
 
 
 def past_memory(durable: Path) -> PastMemory:
@@ -467,7 +467,7 @@ class Damaging:
         return manifest
 
     def damage(self) -> None:
-        slot = self.host._node.ring.committed()[0]
+        slot = self.host._server.ring.committed()[0]
         with slot.view() as image:
             image[100] ^= 1
         slot.buffer.checked_s = float("-inf")  # as long ago
@@ -611,7 +611,7 @@ def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) ->
             stores[durable].fail(TierError("full"))
     save(50, 2, [str(tmp_path / "files")], name="best.ckpt", file="")
     until(lambda: (tmp_path / "files" / "best.ckpt").exists(), "the file")
-    until(lambda: len([slot for slot in host._node.ring.committed() if slot.safe]) == 2, "the node to know")
+    until(lambda: len([slot for slot in host._server.ring.committed() if slot.safe]) == 2, "the node to know")
     assert host.safe_step() is None
     newest = manifest_of(50, 2)
     writer = SimpleNamespace(committed=newest, past_memory=None, host=host, settle=lambda _wait_s: None)

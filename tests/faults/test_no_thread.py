@@ -20,7 +20,7 @@ from lightning_spot.run import export
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.restore import SharedOpening
 from lightning_spot.store.local import LocalStore
@@ -40,8 +40,8 @@ def test_a_run_whose_servers_no_thread_asked_is_asked_for_later(
     """Nothing of it went anywhere."""
     with contextlib.closing(Chained(tmp_path, [str(tmp_path)])) as bench:
         lacking("spot-asker", 1)
-        bench.open(nodes=(FIRST, SECOND), replicas=replicas)
-        assert bench.open(nodes=(FIRST, SECOND), replicas=replicas).carries
+        bench.open(servers=(FIRST, SECOND), replicas=replicas)
+        assert bench.open(servers=(FIRST, SECOND), replicas=replicas).carries
         bench.save(1)
         assert bench.flush() == []
         assert [manifest.step for manifest in LocalStore(bench.tier().url).survey().manifests] == [1]
@@ -68,7 +68,7 @@ def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_a_server_without_a_descriptor_for_one_serves_the_next(tmp_path: Path, no_descriptor: threading.Event) -> None:
-    with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
+    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
         channel = DescriptorChannel(node, tmp_path / "fds", None)
         no_descriptor.set()
         with pytest.raises(ServerUnreachableError):

@@ -99,7 +99,7 @@ class Pipeline:
 
     @property
     def slots(self) -> int:
-        return len(self.host._node.ring.slots)
+        return len(self.host._server.ring.slots)
 
     def close(self) -> None:
         self.come_to(10**6)

@@ -158,7 +158,7 @@ def test_servers_hear_of_all_hosts_with_what_goes_past_memory(tmp_path: Path, mo
 
     monkeypatch.setattr(ServerStore, "open_run", opened)
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed(), RING)
-    attempt.info = replace(attempt.info, nodes=("spot://127.0.0.1:9",), hosts=2)
+    attempt.info = replace(attempt.info, servers=("spot://127.0.0.1:9",), hosts=2)
     try:
         attempt.write({"w": torch.zeros(2**19)}, owned={}, kept={}, step=1, epoch=0, world_size=1, wait_s=0.0)
     finally:

@@ -55,7 +55,7 @@ def test_the_node_behind_carries_a_run_on(make: Callable[..., Chained]) -> None:
     bench.save(4, wait_s=10, complete=True)
     assert bench.flush() == []
     assert [run["complete"] for run in bench.nodes[FIRST].listed()] == [True]  # no trainer has told it so
-    bench.open(attempt=2, nodes=(FIRST, SECOND))
+    bench.open(attempt=2, servers=(FIRST, SECOND))
     until(lambda: [run["attempt"] for run in bench.nodes[FIRST].listed()] == [2], "it to know of the next attempt")
     assert [run["complete"] for run in bench.nodes[FIRST].listed()] == [False]
 
@@ -210,7 +210,7 @@ def test_parts_go_on_while_later_ones_are_still_being_sealed(
 ) -> None:
     bench = make()
     bench.start(FIRST)
-    until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
+    until(lambda: bench.node.status()["runs"][RUN]["server"], "the chain")
     nbytes, sealed = 4 * 8 * MIB, []
     real = coming.checksum
 
@@ -281,7 +281,7 @@ from lightning_spot.store.local import LocalStore
 from tests.support.server import image_of, manifest_of, RUN_ID
 url, node, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 host = starting.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, server_idle_timeout_s=60)
-info = RunInfo(name="run", id=RUN_ID, location="file://" + url, attempt=1, token="t", durable_url=url, nodes=(node,))
+info = RunInfo(name="run", id=RUN_ID, location="file://" + url, attempt=1, token="t", durable_url=url, servers=(node,))
 host.open_run(info)
 LocalStore(url).claim(info.claim())
 for line in sys.stdin:
@@ -353,8 +353,8 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
     first, second = (start_node("--allow-storage", str(tmp_path)) for _ in range(2))
     bench = make_bench(kind=OverHttp, slots=4)
     try:
-        bench.open(nodes=(first.url, second.url))
-        until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
+        bench.open(servers=(first.url, second.url))
+        until(lambda: bench.node.status()["runs"][RUN]["server"], "the chain")
         bench.save(1)
         assert bench.flush(60) == []
         first.process.send_signal(signal.SIGSTOP)
@@ -362,7 +362,7 @@ def test_a_memory_node_that_was_stopped_is_passed_over(
         assert bench.flush(60) == []
         assert LocalStore(bench.tier().url).survey().manifests[0].step == 2
         assert bench.tier().tries == []
-        assert bench.node.status()["runs"][RUN]["node"].startswith(second.url)
+        assert bench.node.status()["runs"][RUN]["server"].startswith(second.url)
     finally:
         first.process.send_signal(signal.SIGCONT)
 
@@ -372,7 +372,7 @@ def test_a_restarted_memory_node_is_told_of_the_run_again(
 ) -> None:
     node = start_node("--allow-storage", str(tmp_path), listen=f"127.0.0.1:{port}")
     bench = make_bench(kind=OverHttp, slots=4)
-    bench.open(nodes=(node.url,))
+    bench.open(servers=(node.url,))
     bench.save(1)
     assert bench.flush(60) == []
     node.stop(signal.SIGKILL)

@@ -22,7 +22,7 @@ from lightning_spot.capture import schedule
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.server.host import Lease
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from tests.integration.test_every_step import Adapted, RunsAhead
@@ -92,7 +92,7 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiers]:
         return done
 
     monkeypatch.setattr(EmbeddedHost, "seal", seal)
-    node = Node(slots=None, memory_bytes=256 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    node = SnapshotServer(slots=None, memory_bytes=256 * MIB, open_store=open_store, allow=[str(tmp_path)])
 
     def look() -> None:
         for slot in node.ring.slots:

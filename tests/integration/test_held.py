@@ -17,8 +17,8 @@ from lightning_spot.errors import FailureReason, FencedError, SettingsError, Sna
 from lightning_spot.interval.costs import Failure
 from lightning_spot.protocol.record import find_record
 from lightning_spot.server import reconcile
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import snapshot_name
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, NodeBehind, RunningNode, manifest_of
 from tests.support.store import GatedStore
@@ -33,7 +33,7 @@ class WithNode(Bench):
 
     def __init__(self, root: Path, allow: list[str]) -> None:
         self.far: dict[str, GatedStore] = {}
-        self.memory_node = Node(
+        self.memory_node = SnapshotServer(
             slots=2,
             memory_bytes=8 * MIB,
             allow=allow,
@@ -49,8 +49,8 @@ class WithNode(Bench):
 
     def train(self, run_id: str, *steps: int) -> None:
         """A run that ends as runs do."""
-        self.open(run_id=run_id, nodes=(BEHIND,))
-        until(lambda: self.node.status()["runs"][f"run@{run_id}"]["node"], "the chain")
+        self.open(run_id=run_id, servers=(BEHIND,))
+        until(lambda: self.node.status()["runs"][f"run@{run_id}"]["server"], "the chain")
         for step in steps:
             self.save(step, run_id=run_id, complete=step == steps[-1])
             assert self.flush() == []
@@ -78,8 +78,8 @@ def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make: Callable[
 
 def test_the_last_word_is_said_when_the_trainers_node_ends(make: Callable[..., WithNode]) -> None:
     bench = make()
-    bench.open(nodes=(BEHIND,))
-    until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
+    bench.open(servers=(BEHIND,))
+    until(lambda: bench.node.status()["runs"][RUN]["server"], "the chain")
     bench.tier().open.clear()
     bench.save(1)
     until(lambda: bench.memory_node.committed(RUN), "the snapshot server to have it")
@@ -152,7 +152,7 @@ def test_a_run_that_has_used_up_its_share_is_told(make_bench: Callable[..., Benc
 def test_the_speed_of_a_tier_that_a_server_now_writes_is_ignored(make: Callable[..., WithNode], tmp_path: Path) -> None:
     bench = make(str(tmp_path))
     node, bench.memory_node = bench.memory_node, None  # type: ignore[assignment]
-    bench.open(nodes=(BEHIND,))
+    bench.open(servers=(BEHIND,))
     bench.save(1)
     assert bench.flush() == []  # written from here, while there was no node
     url = bench.tier().url

@@ -23,7 +23,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.runs import RunInfo, refusal
-from lightning_spot.server.tier import NodeTier
+from lightning_spot.server.tier import ServerTier
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
@@ -153,7 +153,7 @@ def test_the_same_path_on_another_machine_is_another_run(
     node, path = start_node(), tmp_path / "run-1"
     other = RunInfo(name="run-1", id="b" * 12, location=f"file://{path}", attempt=4, token="t", host="another-machine")
     store = open_store(f"{node.url}/{other.text}")
-    assert isinstance(store, NodeTier)
+    assert isinstance(store, ServerTier)
     store.open_run(other)
 
     def spot(**more: Any) -> SpotCheckpoint:
@@ -216,7 +216,7 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
         host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
         try:
             info, _ = begin_attempt(own, host, keep=2, min_upload_interval_s=0.0, compression="off", replicas=1)
-            assert [run["id"] for run in host._node.listed()] == [info.id]
+            assert [run["id"] for run in host._server.listed()] == [info.id]
             return info
         finally:
             host.leave(complete=True)

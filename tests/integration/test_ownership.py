@@ -28,8 +28,8 @@ from lightning_spot.protocol.wire import ATTEMPT_HEADER, PROTOCOL_HEADER, attemp
 from lightning_spot.run import attempts
 from lightning_spot.run.attempts import ClaimWatch
 from lightning_spot.server.host import InProcessHost
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import RunInfo, parse_run, refusal
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import OWN_DIR, Manifest, snapshot_name
 from lightning_spot.store.fences import ATTEMPTS_DIR, Owner, claim_name, digest_of
 from lightning_spot.store.fsspec_client import open_filesystem, tier_errors
@@ -385,7 +385,7 @@ REFUSED, FENCED, UNKNOWN = "whose token this request does not have", "has taken 
 @pytest.fixture(scope="module")
 def tokened() -> Iterator[int]:
     """Port of a node with two runs: one whose attempt has a token, and one whose attempt has none."""
-    node = Node(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    node = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
     node.open_run(VICTIM)
     node.open_run(replace(VICTIM, name="nobody", id="", token=""))
     with served(node) as port:
@@ -406,7 +406,7 @@ def asked(port: int, how: tuple[str, str], run: str, shown: str | None) -> tuple
 
 
 def test_the_table_has_every_request_that_changes_a_run() -> None:
-    node = Node(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    node = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
     routes = Service(node, None).application().router.routes()
     known = {(each.method, each.resource.canonical) for each in routes if each.resource is not None}
     changes = {each for each in known if each[0] not in ("GET", "HEAD") and "{run}" in each[1]}

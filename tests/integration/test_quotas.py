@@ -31,15 +31,15 @@ from lightning_spot.errors import (
     SnapshotFailedError,
     TierReason,
 )
-from lightning_spot.http import http, upload_requests
+from lightning_spot.http import routes, upload_requests
 from lightning_spot.http.limits import Quota, client_at
 from lightning_spot.http.routes import not_ready
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
 from lightning_spot.run.attempts import folder_info
-from lightning_spot.server import node, registry, ring
-from lightning_spot.server.node import Node
+from lightning_spot.server import registry, ring, snapshot_server
 from lightning_spot.server.registry import MOST_AHEAD
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.delta import MOST_RANGES, Coding, decode
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
@@ -56,12 +56,12 @@ ANOTHER = "127.0.0.2"
 """An address of loopback that another client has."""
 
 
-def node_of(memory_bytes: int = 2**28, **more: Any) -> Node:
-    return Node(**{"slots": None, "memory_bytes": memory_bytes, "open_store": open_store, **more})
+def node_of(memory_bytes: int = 2**28, **more: Any) -> SnapshotServer:
+    return SnapshotServer(**{"slots": None, "memory_bytes": memory_bytes, "open_store": open_store, **more})
 
 
 @contextmanager
-def asked(node: Node) -> Iterator[ServerClient]:
+def asked(node: SnapshotServer) -> Iterator[ServerClient]:
     with served(node) as port:
         client = ServerClient(Address("127.0.0.1", port))
         yield client
@@ -327,7 +327,7 @@ def test_a_restarted_node_knows_no_more_runs_than_it_may(tmp_path: Path, monkeyp
         view[:] = image
     before.seal(upload.id, replace(_of(1, len(image)), run="run-19"))
     before.close(keep_unsafe=True)
-    monkeypatch.setattr(node, "MOST_RUNS", 8)
+    monkeypatch.setattr(snapshot_server, "MOST_RUNS", 8)
     after = node_of(area=tmp_path / "area")
     assert "run-19" in after.registry.runs
     assert len(after.registry.runs) == len(list((tmp_path / "area").glob("run-*.json"))) == 8
@@ -410,7 +410,7 @@ def _wait_until_refused(client: ServerClient, stack: ExitStack, names: Iterator[
 
 def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of them held every thread on which a node answers."""
-    monkeypatch.setattr(http, "_FLUSHES", 8)
+    monkeypatch.setattr(routes, "_FLUSHES", 8)
     node, flushed, flushing = node_of(), threading.Event(), threading.Semaphore(0)
 
     def flush(_run: str | None, _wait_s: float) -> list[str]:
@@ -431,8 +431,8 @@ def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_FLUSHES", 2)
-    monkeypatch.setattr(http, "_FLUSH_TURN_S", 0.1)
+    monkeypatch.setattr(routes, "_FLUSHES", 2)
+    monkeypatch.setattr(routes, "_FLUSH_TURN_S", 0.1)
     node, turns = node_of(), threading.Semaphore(0)
 
     def flush(_run: str | None, wait_s: float) -> list[str]:
@@ -449,7 +449,7 @@ def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_LOOKS", 2)
+    monkeypatch.setattr(routes, "_LOOKS", 2)
     node, asked_it, asking = node_of(), threading.Event(), threading.Semaphore(0)
 
     def slow(_key: str) -> None:
@@ -462,7 +462,7 @@ def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytes
         open_run(client)
         for _ in range(100):
             stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}))
-        for _ in range(http._LOOKS):
+        for _ in range(routes._LOOKS):
             assert asking.acquire(timeout=30)
         assert client.call("GET", "/v1/runs", timeout_s=30)["runs"]
         stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}, ANOTHER))
@@ -474,7 +474,7 @@ def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytes
 
 
 def test_bodies_that_do_not_come_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "BODIES_BYTES", 2**20)
+    monkeypatch.setattr(routes, "BODIES_BYTES", 2**20)
     path, half = "/v1/runs/run/open", {"attempt": 1, "x": "x" * 245_000}
     with asked(node_of()) as client, ExitStack() as stack:
         for _ in range(20):  # what is only announced takes nobody's room

@@ -21,10 +21,10 @@ from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
-from lightning_spot.server.node import Node
 from lightning_spot.server.placement import placed
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.slots import Commit, Mark, Slot, SlotState, View, reusable
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
 from tests.support.chain import FIRST, RUN, SECOND, THIRD, Chained, chained
@@ -132,7 +132,7 @@ def test_each_snapshot_is_at_two_servers_and_one_uploads_it(make: Callable[..., 
     assert bench.by_node(SECOND).tries == []
     assert bench.tier().tries == []
     assert [run["carries"] for base in (FIRST, SECOND) for run in bench.nodes[base].listed()] == [True, False]
-    status = bench.node.status()["runs"][RUN]["nodes"]
+    status = bench.node.status()["runs"][RUN]["servers"]
     assert list(status.values()) == ["carries it on", "holds it", "spare"]
     assert (known := bench.behind[SECOND].known) is not None
     assert not known.carry  # nor after a restart, until it is asked to
@@ -299,7 +299,9 @@ def test_the_one_that_may_write_is_asked_where_the_other_may_not(make: Callable[
 def test_a_replica_keeps_nothing_below_itself(make: Callable[..., Chained], tmp_path: Path) -> None:
     """Its operator has it flush what names no durable URL: a replica is no such run."""
     other = tmp_path / "other"
-    node = Node(slots=None, memory_bytes=2**20, flush_to=str(other), open_store=lambda _url: pytest.fail("written"))
+    node = SnapshotServer(
+        slots=None, memory_bytes=2**20, flush_to=str(other), open_store=lambda _url: pytest.fail("written")
+    )
     info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(tmp_path), carry=False)
     try:
         opened = node.open_run(info)
@@ -343,7 +345,7 @@ def test_a_later_attempt_at_either_replica_fences(make: Callable[..., Chained]) 
 
 
 def _used(bench: Chained) -> list[str]:
-    states = bench.node.status()["runs"][RUN]["nodes"]
+    states = bench.node.status()["runs"][RUN]["servers"]
     return [url for url, state in states.items() if state in ("carries it on", "holds it")]
 
 
@@ -351,9 +353,12 @@ def _used(bench: Chained) -> list[str]:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[list[tuple[Node, str]]]:
+def pair(tmp_path: Path) -> Iterator[list[tuple[SnapshotServer, str]]]:
     """Two nodes on ports of loopback that hold steps 1 and 2 of a run of this host, which is durable nowhere."""
-    nodes = [Node(slots=None, memory_bytes=8 * MIB, open_store=lambda _url: pytest.fail("written")) for _ in range(2)]
+    nodes = [
+        SnapshotServer(slots=None, memory_bytes=8 * MIB, open_store=lambda _url: pytest.fail("written"))
+        for _ in range(2)
+    ]
     info = RunInfo(name="run", id=RUN_ID, location=f"file://{tmp_path / 'run'}", attempt=1, token="t", keep=2)
     with served(nodes[0]) as first, served(nodes[1]) as second:
         urls = [f"spot://127.0.0.1:{port}" for port in (first, second)]
@@ -378,7 +383,7 @@ def _recovered(tmp_path: Path, urls: list[str]) -> tuple[int, bytes, str]:
 
 
 def test_the_newest_snapshot_is_found_with_one_replica_gone(
-    pair: list[tuple[Node, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pair: list[tuple[SnapshotServer, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))  # and listens to nobody
@@ -388,7 +393,7 @@ def test_the_newest_snapshot_is_found_with_one_replica_gone(
 
 
 def test_a_replica_that_returns_damaged_chunks_is_skipped(
-    pair: list[tuple[Node, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pair: list[tuple[SnapshotServer, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = pair[0][0].committed(RUN)[0]
     with damaged.view() as image:

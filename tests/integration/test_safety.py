@@ -28,8 +28,8 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.server.host import Host, InProcessHost
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session.session import FitSession, secure
 from lightning_spot.state.loops import StepBoundary
 from lightning_spot.store.local import LocalStore
@@ -64,7 +64,7 @@ def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:
 @pytest.mark.parametrize("has_it", [True, False])
 def test_a_server_is_asked_whether_it_has_what_passed_the_ring(has_it: bool) -> None:
     """One that was started anew is where the old one was, and empty."""
-    with served(Node(slots=None, memory_bytes=MIB, open_store=open_store, allow=[])) as port:
+    with served(SnapshotServer(slots=None, memory_bytes=MIB, open_store=open_store, allow=[])) as port:
         store = ServerStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
         store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
         step = 5 if has_it else 3

@@ -35,10 +35,10 @@ from lightning_spot.errors import (
     SpotError,
     TierReason,
 )
-from lightning_spot.http import fields, http, upload_requests
+from lightning_spot.http import fields, routes, upload_requests
 from lightning_spot.http.limits import Connections
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.upload import Received
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
@@ -119,7 +119,7 @@ def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_node: StartNode, 
 def test_a_node_that_makes_memory_for_many_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leased on the threads on which it answers: for a minute, no trainer of 64 that began at once had an answer."""
     made, leasing = threading.Event(), threading.Semaphore(0)
-    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    node = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     lease = node.lease
 
     def slow(*what: Any, **more: Any) -> Any:
@@ -261,15 +261,15 @@ def test_each_of_many_that_come_at_once_displaces_another() -> None:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, ServerClient]]:
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SnapshotServer, ServerClient]]:
     """A node in this process that gives nobody more than two seconds."""
     for module, name in (
         (fields, "_BODY_TIMEOUT_S"),
-        (http, "_SEND_TIMEOUT_S"),
+        (routes, "_SEND_TIMEOUT_S"),
         (upload_requests, "FRAME_WAIT_S"),
     ):
         monkeypatch.setattr(module, name, 2.0)
-    node = Node(slots=2, memory_bytes=2**28, open_store=open_store)
+    node = SnapshotServer(slots=2, memory_bytes=2**28, open_store=open_store)
     with served(node) as port:
         client = ServerClient(Address("127.0.0.1", port))
         open_run(client)
@@ -283,17 +283,17 @@ def _connect(client: ServerClient, sent: bytes) -> socket.socket:
     return connection
 
 
-def _nobody_holds_a_slot(node: Node) -> bool:
+def _nobody_holds_a_slot(node: SnapshotServer) -> bool:
     return not len(node.uploads) and not any(slot.readers for slot in node.ring.slots)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[Node, ServerClient]) -> None:
+def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     _, client = hasty
     with _connect(client, request("POST", OPEN, b"{", nbytes=100)) as connection:
         assert b" 408 " in connection.recv(4096)
 
 
-def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, ServerClient]) -> None:
+def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     node, client = hasty
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
     stream = PartStream(client, upload)
@@ -305,7 +305,7 @@ def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[Node, ServerClient]
     until(lambda: _nobody_holds_a_slot(node), "the slot to be free")
 
 
-def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[Node, ServerClient]) -> None:
+def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     node, client = hasty
     nbytes, manifest = 50 * 2**20, manifest_of(1, nbytes=50 * 2**20, run_id="")
     upload = node.lease("run", 1, nbytes)
@@ -613,7 +613,7 @@ def snapshot_of(run: str, step: int, nbytes: int, part_bytes: int) -> tuple[Mani
 def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 8)
-    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    node = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     with served(node) as port, ExitStack() as stack:
         client = ServerClient(Address("127.0.0.1", port))
         open_run(client)
@@ -637,7 +637,7 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
 
 def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 2)
-    node = Node(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    node = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
     with served(node) as port:
         store = ServerStore(f"spot://127.0.0.1:{port}/run")
         open_run(store.client)

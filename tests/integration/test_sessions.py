@@ -35,7 +35,7 @@ from lightning_spot.http.program import main
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.local import LocalStore
@@ -475,7 +475,7 @@ def test_a_draining_server_takes_no_new_runs_and_serves_others(
 def test_a_draining_server_waits_for_no_killed_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had begun to send a snapshot, and was killed: nobody would ever have committed or given it up."""
     monkeypatch.setattr(program, "_UNCONNECTED_S", 0.5)
-    node = Node(slots=2, memory_bytes=2**26, open_store=open_store)
+    node = SnapshotServer(slots=2, memory_bytes=2**26, open_store=open_store)
 
     async def drain() -> tuple[list[str], float]:
         begun_s = time.monotonic()

@@ -21,7 +21,7 @@ from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.http.program import DescriptorChannel
 from lightning_spot.server.host import Host
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.local import LocalStore
 from lightning_spot.threads import processors, work_together
 from tests.support.oracle import image_of, run_info
@@ -153,7 +153,7 @@ def test_a_slot_not_made_during_training_is_made_when_needed(only_one: None, tmp
 
 def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
     """It never got one, and nothing of the run was durable in the end."""
-    with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
+    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
         node.open_run(run_info(tmp_path))
         lacking("spot-uploader", 3)
         upload = node.lease("run", 1, len(image_of(1)), wait_s=20.0)
@@ -180,7 +180,7 @@ def test_a_node_without_a_thread_for_one_trainer_serves_the_next(
     tmp_path: Path, lacking: Callable[[str, int], None]
 ) -> None:
     """It accepted nobody any more."""
-    with contextlib.closing(Node(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
+    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
         channel = DescriptorChannel(node, tmp_path / "fds", None)
         lacking("spot-session", 1)
         with pytest.raises(ServerUnreachableError):

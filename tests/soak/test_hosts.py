@@ -276,4 +276,4 @@ def test_the_machine_is_lost_again_while_it_restores(cluster: Cluster) -> None:
 
 def _carries(cluster: Cluster, url: str) -> bool:
     runs = cluster.status().get("runs", {}).values()
-    return any(at.startswith(url) and does == "carries it on" for run in runs for at, does in run["nodes"].items())
+    return any(at.startswith(url) and does == "carries it on" for run in runs for at, does in run["servers"].items())

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.server import reconcile
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN_ID, Bench, NodeBehind
 from tests.support.store import GatedStore
@@ -31,9 +31,9 @@ class Chained(Bench):
         for base in (FIRST, SECOND, THIRD):
             self.behind[base] = NodeBehind(f"{base}/{RUN}", self.nodes[base])
 
-    def make_node(self, base: str, allow: list[str] | None) -> Node:
+    def make_node(self, base: str, allow: list[str] | None) -> SnapshotServer:
         stores = self.far[base]
-        return Node(
+        return SnapshotServer(
             slots=None,
             memory_bytes=64 * MIB,
             allow=allow,
@@ -52,7 +52,7 @@ class Chained(Bench):
         return [manifest.step for manifest in LocalStore(self.tier().url).survey().manifests]
 
     def start(self, *nodes: str, **more: Any) -> None:
-        self.open(nodes=nodes, **more)
+        self.open(servers=nodes, **more)
 
     def close(self) -> None:
         for stores in self.far.values():

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_spot.errors import SpotError
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.fences import Claim, digest_of
@@ -251,7 +251,7 @@ def run_info(root: Path, *, attempt: int = 1, keep: int = 2, session: str = "") 
 def use_node(root: Path, tell: Tell) -> None:
     """Seal into a ring in tmpfs, which has to let snapshots go and grow a slot, and flush."""
     try:
-        node = Node(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
+        node = SnapshotServer(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
     except OSError:
         tell("refused", "node")  # the program ends then, and says why
         return
@@ -267,7 +267,7 @@ def use_node(root: Path, tell: Tell) -> None:
     node.close(keep_unsafe=True)
 
 
-def _seal(node: Node, attempt: int, step: int) -> None:
+def _seal(node: SnapshotServer, attempt: int, step: int) -> None:
     image = image_of(step)
     upload = node.lease("run", attempt, len(image), wait_s=20.0)
     with upload.slot.view(len(image)) as view:

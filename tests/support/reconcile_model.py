@@ -156,7 +156,7 @@ class World:
         self.servers = {name: Place(name, self.info(carry=False)) for name in names}
         self.rings: list[Place] = []
         for host in range(self.hosts):
-            place = Place(f"host-{host}", self.info(nodes=tuple(names), session="live"))
+            place = Place(f"host-{host}", self.info(servers=tuple(names), session="live"))
             self.rings.append(place)
             self.open(place, apart=chance.random() < 0.5)
         self.cut: set[tuple[str, str]] = set()
@@ -172,10 +172,10 @@ class World:
         return RunInfo(**{**plain, **fields})  # type: ignore[arg-type]
 
     def open(self, place: Place, *, apart: bool) -> None:
-        if place.info.nodes:
+        if place.info.servers:
             number = self.rings.index(place) if apart else 0
-            nodes = (*place.info.nodes[number:], *place.info.nodes[:number])
-            place.info = replace(place.info, nodes=nodes)
+            nodes = (*place.info.servers[number:], *place.info.servers[:number])
+            place.info = replace(place.info, servers=nodes)
             place.servers = Servers(place.info)
         else:
             place.tiers = Tiers((STORAGE,))
@@ -211,7 +211,7 @@ class World:
         return Observed(RUN_ID, place.slots, view, place.tiers, place.places, place.servers)
 
     def desired(self, place: Place) -> Desired:
-        is_left = place.info.left or (bool(place.info.nodes) and not place.info.session)
+        is_left = place.info.left or (bool(place.info.servers) and not place.info.session)
         left_s = reconcile.left_s(place.info, place.asked_s, None)
         return Desired(info=place.info, left_s=left_s, urgent=place.urgent, is_left=is_left)
 

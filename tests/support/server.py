@@ -16,9 +16,9 @@ from typing import Any
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SnapshotNotFoundError
 from lightning_spot.http.routes import Service
-from lightning_spot.server.node import Node
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.tier import Listed, Sent
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
@@ -38,7 +38,9 @@ class Bench:
     def __init__(self, root: Path, **settings: Any) -> None:
         self.stores: dict[str, GatedStore] = {}
         self.root = root
-        self.node = Node(**{"allow": None, "slots": 3, "memory_bytes": 64 * MIB, "open_store": self.store, **settings})
+        self.node = SnapshotServer(
+            **{"allow": None, "slots": 3, "memory_bytes": 64 * MIB, "open_store": self.store, **settings}
+        )
 
     def store(self, url: str) -> GatedStore:
         return self.stores.setdefault(url, GatedStore(url))
@@ -122,7 +124,7 @@ class NodeBehind:
         known: what it would be told if it had forgotten the run.
     """
 
-    def __init__(self, url: str, node: Node | None) -> None:
+    def __init__(self, url: str, node: SnapshotServer | None) -> None:
         self.url = url
         self.run = url.rpartition("/")[2]
         self.node = node
@@ -193,7 +195,7 @@ class NodeBehind:
     def claimed(self) -> int:
         return self._node().claimed(self.run)
 
-    def _node(self) -> Node:
+    def _node(self) -> SnapshotServer:
         if self.node is None:
             raise ServerUnreachableError(f"nobody answers at {self.url}")
         return self.node
@@ -203,16 +205,16 @@ _LAST_S = 60.0  # of what never takes so long
 
 
 @contextlib.contextmanager
-def snapshot_server(root: Path, **settings: Any) -> Iterator[tuple[Node, str]]:
+def snapshot_server(root: Path, **settings: Any) -> Iterator[tuple[SnapshotServer, str]]:
     """The usual snapshot server, which stores below ``root`` only; it, and its URL."""
     usual = {"slots": None, "memory_bytes": 64 * MIB, "open_store": open_store, "allow": [str(root)]}
-    node = Node(**{**usual, **settings})
+    node = SnapshotServer(**{**usual, **settings})
     with served(node) as port:
         yield node, f"spot://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager
-def served(node: Node, port: int = 0) -> Iterator[int]:
+def served(node: SnapshotServer, port: int = 0) -> Iterator[int]:
     """Serve ``node`` as long as the context lasts; its port, which is any that is free by default."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

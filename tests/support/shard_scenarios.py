@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SpotError
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.commit import Look, put_shards
@@ -41,11 +41,11 @@ def claim(root: Path, attempt: int = 1) -> None:
         store.claim(run_info(root, attempt=attempt).claim())
 
 
-def node_of(root: Path) -> Node:
-    return Node(slots=3, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
+def node_of(root: Path) -> SnapshotServer:
+    return SnapshotServer(slots=3, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
 
 
-def write(node: Node, step: int, rank: int) -> None:
+def write(node: SnapshotServer, step: int, rank: int) -> None:
     """Have a rank write its shard of a step, or say that it never will, as a trainer does where a disk is full."""
     manifest = sealed_shard(step, rank, WRITERS)
     if (step, rank) == (ABORTED, FAILING):

@@ -66,8 +66,8 @@ class Pair:
         stack.callback(self.near.close)
 
     def open(self, url: str = "", **more: Any) -> None:
-        self.near.open(durable=False, nodes=(url or self.url,), **more)
-        until(lambda: self.near.node.routes.status(RUN_ID)["node"], "the chain")
+        self.near.open(durable=False, servers=(url or self.url,), **more)
+        until(lambda: self.near.node.routes.status(RUN_ID)["server"], "the chain")
 
     def check(self, step: int, image: bytes) -> None:
         """The receiver holds exactly this, and pins nothing any more."""

@@ -201,7 +201,7 @@ def test_closing_ends_a_call_under_way(serve: Callable[..., Peer]) -> None:
 
 
 def test_what_a_newer_node_tells_besides_of_a_tier_is_left_out() -> None:
-    told = TierHealth(kind="node", flushed=3, drain_s=0.5)
+    told = TierHealth(kind="server", flushed=3, drain_s=0.5)
     answer = {"tiers": {"spot://node": {**asdict(told), "of_another_day": {"x": 1}}}}
     host: Any = SimpleNamespace(_call=lambda *_: answer)
     assert EmbeddedHost.tiers(host) == {"spot://node": told}

@@ -337,8 +337,8 @@ def test_a_slow_bucket_does_not_slow_the_memory_node_down(tmp_path: Path, allowe
     """In small: a durable tier that takes as long as 200 steps for one snapshot. It was 143 steps behind."""
     bench = Chained(tmp_path, [str(tmp_path)] if allowed else [])
     try:
-        bench.open(nodes=(FIRST,))
-        until(lambda: bench.node.status()["runs"][RUN]["node"], "the chain")
+        bench.open(servers=(FIRST,))
+        until(lambda: bench.node.status()["runs"][RUN]["server"], "the chain")
         nbytes, step_s = 100_000, 0.01
         for store in (bench.by_node(FIRST), bench.tier()):
             store.bytes_per_s = nbytes / (200 * step_s)

@@ -259,7 +259,9 @@ class Situation:
 
     def run(self, words: list[str], fields: dict[str, str]) -> None:
         nodes = tuple(f"spot://{name}" for name in fields.get("servers", "").split(",") if name)
-        info = RunInfo(name="run", id=RUN_ID, location=STORAGE, attempt=1, token="t", durable_url=STORAGE, nodes=nodes)
+        info = RunInfo(
+            name="run", id=RUN_ID, location=STORAGE, attempt=1, token="t", durable_url=STORAGE, servers=nodes
+        )
         every = float(fields["every"]) if "every" in fields else None
         info = replace(info, session="live" if "live" in words else "", hosts=int(fields.get("hosts", 1)))
         info = replace(info, replicas=int(fields.get("replicas", 1)), min_upload_interval_s=every)

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.capture import slot as slot_module
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -28,6 +27,7 @@ from lightning_spot.errors import (
     SnapshotNotFoundError,
     TierError,
 )
+from lightning_spot.protocol import slot as slot_module
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.slot import SlotMemory, host_memory_bytes
 from lightning_spot.server import area as area_module
@@ -683,7 +683,7 @@ def test_who_waits_for_a_snapshot_holds_no_lock_of_a_commit(monkeypatch: pytest.
     """It looked the run up under the ring's lock, while who commits holds the other one and waits for that."""
     host, inverted = InProcessHost(slots=1, memory_bytes=MIB, open_store=LocalStore), list[str]()
     host.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="token"))
-    ring, registry = host._node.ring, host._node.registry
+    ring, registry = host._server.ring, host._server.registry
 
     class Checked:
         def __enter__(self) -> None:

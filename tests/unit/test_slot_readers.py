@@ -86,7 +86,7 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
 
     monkeypatch.setattr(program, "_send", replaced_first)
     listening = program.DescriptorChannel(make().node, tmp_path / "channel", None)
-    listening._node = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
+    listening._server = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
     session = Session(tmp_path / "channel", None, 10.0)
     mapped = session.map_slot(slot.index, slot.buffer.generation)
     assert mapped[:4] == b"mine"

@@ -39,7 +39,7 @@ class Here:
         self.store = GatedStore(str(root / "tier"))
         self.host = InProcessHost(slots=3, memory_bytes=2**26, open_store=lambda _url: self.store)
         self.host.open_run(named_run("run", self.store.url, keep=100))
-        self.slots = self.host._node.ring.slots
+        self.slots = self.host._server.ring.slots
 
     def take(self, step: int) -> bool:
         """A snapshot; whether the next one would need a slot that is not made yet."""
@@ -90,7 +90,7 @@ def test_a_larger_slot_made_ahead_replaces_only_superseded_ones(tmp_path: Path) 
     larger = 4 * slot_capacity(NBYTES)
 
     def there() -> list[int]:
-        return sorted(slot.snapshot.step for slot in host._node.ring.slots if slot.snapshot is not None)
+        return sorted(slot.snapshot.step for slot in host._server.ring.slots if slot.snapshot is not None)
 
     def save(step: int) -> None:
         lease = host.lease(NBYTES, 0.0)
@@ -164,7 +164,7 @@ def idle(desk: Desk) -> None:
 
 
 def slots_of(desk: Desk) -> list[str]:
-    return [slot["state"] for slot in desk.host._node.status()["slots"]]
+    return [slot["state"] for slot in desk.host._server.status()["slots"]]
 
 
 def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
@@ -258,7 +258,7 @@ def test_room_to_grow_leaves_a_second_slot_if_there_was_one(tmp_path: Path, memo
 
 
 def _slots_above(desk: Desk, nbytes: int) -> list[int]:
-    return [slot.capacity // MIB for slot in desk.host._node.ring.slots if slot.capacity > nbytes]
+    return [slot.capacity // MIB for slot in desk.host._server.ring.slots if slot.capacity > nbytes]
 
 
 def test_an_urgent_snapshot_waits_for_its_slot_only_as_allowed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

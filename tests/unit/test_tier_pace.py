@@ -91,10 +91,10 @@ def paced_by(min_upload_interval_s: float = 0.0, **found: TierHealth) -> float:
 
 def test_the_measured_pace_is_that_of_the_server_while_it_works() -> None:
     bucket = TierHealth(kind="durable", flushed=2, drain_s=12.5)
-    node = TierHealth(kind="node", flushed=10, drain_s=1.7)
+    node = TierHealth(kind="server", flushed=10, drain_s=1.7)
     assert paced_by(bucket=bucket, node=node) == 1.7
-    assert paced_by(bucket=bucket, node=TierHealth(kind="node")) == 0.0  # nothing is known of it yet
-    assert paced_by(bucket=bucket, node=node, reserve=TierHealth(kind="node")) == 1.7
+    assert paced_by(bucket=bucket, node=TierHealth(kind="server")) == 0.0  # nothing is known of it yet
+    assert paced_by(bucket=bucket, node=node, reserve=TierHealth(kind="server")) == 1.7
     assert paced_by(bucket=bucket, node=replace(node, error="gone")) == 12.5
     assert paced_by(bucket=bucket) == 12.5
     assert paced_by(60.0, bucket=bucket) == 60.0  # more often, and nothing newer would leave the machine

@@ -203,7 +203,7 @@ def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: 
 def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path) -> None:
     """Weights and moments are approximated; counters, integers, small tensors and the rest are not."""
     host = InProcessHost(slots=3, memory_bytes=64 * MIB, open_store=topk.near._open)
-    info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="u", nodes=(topk.url,), compression="topk")
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=2, token="u", servers=(topk.url,), compression="topk")
     host.open_run(info)
     writer = SnapshotWriter(host, approximates=True)
     weight = torch.nn.Parameter(torch.randn(512, 512))

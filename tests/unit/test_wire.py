@@ -17,8 +17,8 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import InProcessHost
-from lightning_spot.server.node import Node
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot import packing
 from tests.support.server import MIB
 from tests.support.waiting import until
@@ -103,13 +103,13 @@ def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
 
 def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[RunInfo] = []
-    opened = Node.open_run
+    opened = SnapshotServer.open_run
 
-    def noting(self: Node, info: RunInfo, client: str = "") -> Any:
+    def noting(self: SnapshotServer, info: RunInfo, client: str = "") -> Any:
         told.append(info)
         return opened(self, info, client)
 
-    monkeypatch.setattr(Node, "open_run", noting)
+    monkeypatch.setattr(SnapshotServer, "open_run", noting)
     pair.open(compression="off")
     assert [info.compression for info in told] == ["off", "off"]
 
@@ -122,6 +122,6 @@ def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> Non
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
     ring = RingSettings(slots=2, memory_bytes=2**24, server_idle_timeout_s=9.0, keep=1, strict=True, compression="off")
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run-1"), local_server=False)), host, ring)
-    known = host._node.registry.info(attempt.info.key)
+    known = host._server.registry.info(attempt.info.key)
     attempt.finish(5.0, complete=False)
     assert known.compression == "off"

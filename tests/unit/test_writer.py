@@ -143,7 +143,7 @@ def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypat
 
 
 def test_a_slot_that_is_not_used_is_given_back(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = lambda: [slot["state"] for slot in desk.host._node.status()["slots"]]  # noqa: E731
+    states = lambda: [slot["state"] for slot in desk.host._server.status()["slots"]]  # noqa: E731
     for step in range(2):
         desk.begin(step, desk.checkpoint()).result(30)
     until(lambda: "filling" not in states(), "no slot held")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, SettingsError
-from lightning_spot.server.node import Node
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.coming import Sealing
 from lightning_spot.snapshot.layout import Layout, Layouter
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
@@ -129,7 +129,7 @@ def test_a_node_reads_all_of_it_before_it_writes_it_anywhere(tmp_path: Path, mon
     bench.close()
 
 
-def seal(node: Node, slot: Slot, manifest: Manifest, written: Ranges | None) -> str:
+def seal(node: SnapshotServer, slot: Slot, manifest: Manifest, written: Ranges | None) -> str:
     """Commit what a slot holds; as what it was filled before."""
     upload = node.lease(f"run@{RUN_ID}", 1, manifest.nbytes)
     if written is None:

@@ -94,7 +94,7 @@ IN_PROCESS = "in-process"
 """The session of a trainer that holds the server in its own process."""
 
 
-class Node:
+class SnapshotServer:
     """Runs and uploads. All methods may be called from any thread.
 
     Args:
@@ -279,7 +279,7 @@ class Node:
 
     @property
     def finished(self) -> bool:
-        """Whether no run needs this node: each has said that it is complete and all is safe below, or none began.
+        """Whether no run needs this server: each has said that it is complete and all is safe below, or none began.
 
         Of a last snapshot of several hosts, its part is to be seen complete first: else it would stay in tmpfs.
         """
@@ -415,7 +415,7 @@ class Routes:
         reconciler: is told of the runs' servers; tells how tiers are doing.
         open_store: makes the store of a tier's URL.
         run: what is known of a run, by its key; ``None`` if nothing is.
-        flush_to: see :class:`~lightning_spot.server.node.Node`.
+        flush_to: see :class:`~lightning_spot.server.snapshot_server.SnapshotServer`.
         allow: see there, too.
 
     Attributes:
@@ -451,7 +451,7 @@ class Routes:
             self._ring.set_tiers(key, Tiers())
             return
         self._refusals[key] = refused
-        if info.nodes:
+        if info.servers:
             info, known = _placed(info), self._servers(key)
             if known is None or not _same(known.info, info):
                 self._reconciler.serve(key, Servers(info))
@@ -552,10 +552,10 @@ class Routes:
         return {
             "destinations": [*tiers.all],
             "carried": list(tiers.carried),
-            "node": uploader or next((each.url for each in used), ""),
+            "server": uploader or next((each.url for each in used), ""),
             "carrier": uploader,
             "kept_at": self.servers(key),
-            "nodes": {each.url: _role(each) for each in found},
+            "servers": {each.url: _role(each) for each in found},
             "why_not": servers.why_not if servers is not None else self._refusals.get(key, ""),
         }
 
@@ -592,4 +592,4 @@ def _placed(info: RunInfo) -> RunInfo:
     """The run, with its servers in the order in which this host's shards go to them."""
     if info.apart is None or info.apart >= info.hosts:
         return info
-    return replace(info, nodes=placed_apart(info.nodes, info.id, info.hosts, info.replicas)[info.apart])
+    return replace(info, servers=placed_apart(info.servers, info.id, info.hosts, info.replicas)[info.apart])
