@@ -49,6 +49,7 @@ NEW = {
     "--memory-node-speed": "--server-speed SIZE/s",
     "--memory-node-price": "--server-price PRICE",
     "--memory-node-lifetime": "--server-lifetime TIME",
+    "--json": "-o json",
 }
 
 
@@ -64,9 +65,10 @@ def refuse_old(*written: str) -> None:
 
 
 def refuse_old_words(words: Sequence[str]) -> None:
-    """The same of a command line; what follows ``drill``, or ``--``, is another program's."""
+    """The same of a command line; what follows ``drill``, ``run`` or ``--`` is another program's."""
     ours = words[: [*words, "--"].index("--")]
-    refuse_old(*ours[:1], *(word.partition("=")[0] for word in ours if word.startswith("--") and ours[0] != "drill"))
+    flags = (word.partition("=")[0] for word in ours if word.startswith("--") and ours[0] not in ("drill", "run"))
+    refuse_old(*ours[:1], *flags)
 
 
 def refusing_old(init: Callable[P, None]) -> Callable[P, None]:

@@ -1,7 +1,8 @@
-"""What a command line gives is checked in its own words: an error names the flag, not an argument of Python."""
+"""The arguments that commands share, checked in words of the command line: an error names the flag."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import threading
@@ -26,6 +27,35 @@ LATEST = "latest"
 """The newest snapshot of a run."""
 
 _SILENT_S = 6.0
+
+
+def add_run(parser: argparse.ArgumentParser, metavar: str = "RUN", which: str = "") -> None:
+    """Add a run, or a snapshot of one, and where to ask for it."""
+    parser.add_argument("run", metavar=metavar, help=f"directory, fsspec URL, or spot://host:port/NAME{which}")
+    add_servers(parser, "also ask this snapshot server; may be given several times")
+    parser.add_argument("--run-name", metavar="NAME", help="name of the run (default: last component of RUN)")
+
+
+def add_servers(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--server``."""
+    parser.add_argument("--server", action="append", default=[], metavar="spot://HOST:PORT", help=text)
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add the command that trains, which ends the command line."""
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that trains")
+
+
+def program_of(arguments: argparse.Namespace) -> list[str]:
+    """The command that trains.
+
+    Raises:
+        SettingsError: if there is none.
+    """
+    program: list[str] = arguments.program[arguments.program[:1] == ["--"] :]
+    if not program:
+        raise SettingsError(f"give the command that trains: lightning-spot {arguments.command} -- python train.py")
+    return program
 
 
 def split_run(given: str) -> tuple[str, str | None]:

@@ -7,18 +7,17 @@ a tier that failed, 3 done as far as tiers answered.
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import doctor, drill, report, simulate, snapshots, supervise
-from lightning_spot.cli.output import error_console
-from lightning_spot.cli.snapshots import INCOMPLETE
+from lightning_spot.cli.output import INCOMPLETE, error_console
 from lightning_spot.errors import CorruptSnapshotError, SpotError
-from lightning_spot.http import flags, program
 from lightning_spot.renamed import refuse_old_words
 from lightning_spot.untrusted import log_plainly
 
@@ -39,10 +38,11 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     log_plainly(logging.WARNING, "message")
+    words = sys.argv[1:] if argv is None else argv
     try:
-        refuse_old_words(sys.argv[1:] if argv is None else argv)
-        arguments = command_parser().parse_args(argv)
-        return int(arguments.call(arguments))
+        refuse_old_words(words)
+        arguments = command_parser(words[:1]).parse_args(words)
+        return int(COMMANDS[arguments.command].load("call")(arguments))
     except CorruptSnapshotError as error:
         _say(str(error))
         return 1
@@ -54,8 +54,12 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """What the command understands."""
+def command_parser(complete: Collection[str] | None = None) -> argparse.ArgumentParser:
+    """What the command understands.
+
+    Args:
+        complete: commands whose modules are imported for their arguments; default all. ``--help`` needs none.
+    """
     parser = argparse.ArgumentParser(
         prog="lightning-spot",
         description="Snapshots of PyTorch Lightning runs: serve, look at, check and copy them.",
@@ -64,7 +68,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, each in _COMMANDS.items():
+    for name, each in COMMANDS.items():
         command = commands.add_parser(
             name,
             help=each.text,
@@ -72,18 +76,9 @@ def command_parser() -> argparse.ArgumentParser:
             epilog="\n  ".join(["examples:", *each.examples]) + f"\n\n{_exit_codes(each.codes)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        each.add_arguments(command)
-        command.set_defaults(call=each.call)
+        if complete is None or name in complete:
+            each.load("add_arguments")(command)
     return parser
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    log_plainly(logging.INFO, arguments.log_format)
-    try:
-        return program.serve(flags.settings_from(arguments))
-    except OSError as error:
-        _say(f"lightning-spot serve: {error}")
-        return 2
 
 
 def _say(text: str) -> None:
@@ -106,151 +101,161 @@ _NO_RUN: Codes = {2: "wrong usage, no such run, or nothing that could be asked a
 _NO_SNAPSHOT: Codes = {2: "wrong usage, no such run or snapshot, or nothing that could be asked answers"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Command:
-    """One command.
+    """One command. Its module is imported when the command is called.
 
     Attributes:
-        call: runs it.
-        add_arguments: adds its arguments to its parser.
+        module: that has it, below ``lightning_spot``.
+        call: name of the function that runs it.
+        add_arguments: name of the function that adds its arguments to its parser.
         text: what it does.
         codes: exit codes, and what each means.
         examples: command lines.
     """
 
-    call: Callable[[argparse.Namespace], int]
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    module: str
+    call: str
+    add_arguments: str = "add_arguments"
     text: str
     codes: Codes
     examples: tuple[str, ...]
 
+    def load(self, attribute: str) -> Any:
+        """The function that an attribute names."""
+        return getattr(importlib.import_module(f"lightning_spot.{self.module}"), getattr(self, attribute))
 
-_COMMANDS = {
+
+COMMANDS = {
     "serve": _Command(
-        _serve,
-        flags.add_arguments,
-        "run a snapshot server",
-        {
+        module="http.program",
+        call="run",
+        text="run a snapshot server",
+        codes={
             0: "ended by SIGTERM or SIGINT, and every snapshot is stored",
             1: "ended, but snapshots could not be stored",
             2: "wrong usage, or the address or the storage cannot be used",
         },
-        (
+        examples=(
             "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",
             "lightning-spot serve --listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
         ),
     ),
     "run": _Command(
-        supervise.run,
-        supervise.add_arguments,
-        "run a training, and start it again after a crash or a kill",
-        {
+        module="cli.supervise",
+        call="run",
+        text="run a training, and start it again after a crash or a kill",
+        codes={
             0: "the training is done",
             2: "wrong usage, or the training cannot be started",
             143: "ended by a preemption notice or SIGTERM",
             "N": "that of the last start, if it was not started again",
         },
-        (
+        examples=(
             "lightning-spot run -- python train.py",
             "lightning-spot run --max-restarts 20 --pause 30s -- torchrun --nproc-per-node 2 train.py",
         ),
     ),
     "drill": _Command(
-        drill.drill,
-        drill.add_arguments,
-        "train undisturbed and with kills, and compare the final states bit by bit",
-        {
+        module="cli.drill",
+        call="drill",
+        text="train undisturbed and with kills, and compare the final states bit by bit",
+        codes={
             0: "the final states are equal",
             1: "the final states differ",
             2: "wrong usage, or a training failed",
             **_INTERRUPTED,
         },
-        (
+        examples=(
             "lightning-spot drill -- python train.py",
             "lightning-spot drill --kills 5 --limit 20min -- torchrun --nproc-per-node 2 train.py",
         ),
     ),
     "simulate": _Command(
-        simulate.simulate,
-        simulate.add_arguments,
-        "simulate a job under preemptions, with each interval policy",
-        {0: "done", 2: "wrong usage", **_INTERRUPTED},
-        (
+        module="cli.simulate",
+        call="simulate",
+        text="simulate a job under preemptions, with each interval policy",
+        codes={0: "done", 2: "wrong usage", **_INTERRUPTED},
+        examples=(
             "lightning-spot simulate --work 3d --snapshot-size 15GB --lifetime 4h",
             "lightning-spot simulate --hosts 8 --server-speed 1GB/s --server-price 0.4 --price 1.2",
         ),
     ),
     "report": _Command(
-        report.report,
-        report.add_arguments,
-        "show where the time of a run went, attempt by attempt",
-        {0: "done", 2: "wrong usage, no record of such a run, or the storage failed", **_INTERRUPTED},
-        ("lightning-spot report s3://bucket/run-1 --plot run-1.svg",),
+        module="cli.report",
+        call="report",
+        text="show where the time of a run went, attempt by attempt",
+        codes={0: "done", 2: "wrong usage, no record of such a run, or the storage failed", **_INTERRUPTED},
+        examples=("lightning-spot report s3://bucket/run-1 --plot run-1.svg",),
     ),
     "doctor": _Command(
-        doctor.doctor,
-        doctor.add_arguments,
-        "measure this host, its servers and the storage, and recommend settings",
-        {
+        module="cli.doctor",
+        call="doctor",
+        text="measure this host, its servers and the storage, and recommend settings",
+        codes={
             0: "everything can be used",
             1: "a server or the storage cannot be used",
             2: "wrong usage",
             **_INTERRUPTED,
         },
-        (
+        examples=(
             "lightning-spot doctor s3://bucket/run-1",
             "lightning-spot doctor s3://bucket/run-1 --server spot://10.0.0.5:7070 --snapshot-size 15GB",
         ),
     ),
     "ls": _Command(
-        snapshots.ls,
-        snapshots.add_ls_arguments,
-        "list the snapshots of a run: on this host, at servers, in storage",
-        {
+        module="cli.snapshots",
+        call="ls",
+        add_arguments="add_ls_arguments",
+        text="list the snapshots of a run: on this host, at servers, in storage",
+        codes={
             0: "done",
             **_NO_RUN,
             INCOMPLETE: "done, but a server or the storage did not answer: it may hold more snapshots",
             **_INTERRUPTED,
         },
-        ("lightning-spot ls s3://bucket/run-1", "lightning-spot ls spot://10.0.0.5:7070/run-1 --json"),
+        examples=("lightning-spot ls s3://bucket/run-1", "lightning-spot ls spot://10.0.0.5:7070/run-1 -o json"),
     ),
     "show": _Command(
-        snapshots.show,
-        snapshots.add_show_arguments,
-        "show one snapshot: sizes, checksums, versions",
-        {
+        module="cli.snapshots",
+        call="show",
+        add_arguments="add_show_arguments",
+        text="show one snapshot: sizes, checksums, versions",
+        codes={
             0: "done",
             **_NO_SNAPSHOT,
             INCOMPLETE: "done, but a server or the storage did not answer: it may hold a newer snapshot",
             **_INTERRUPTED,
         },
-        ("lightning-spot show s3://bucket/run-1", "lightning-spot show s3://bucket/run-1@2000"),
+        examples=("lightning-spot show s3://bucket/run-1", "lightning-spot show s3://bucket/run-1@2000"),
     ),
     "verify": _Command(
-        snapshots.verify,
-        snapshots.add_verify_arguments,
-        "read every byte of the snapshots and check it",
-        {
+        module="cli.snapshots",
+        call="verify",
+        add_arguments="add_verify_arguments",
+        text="read every byte of the snapshots and check it",
+        codes={
             0: "every snapshot is good",
             1: "a snapshot is damaged",
             **_NO_SNAPSHOT,
             INCOMPLETE: "all that was read is good, but a server or the storage did not answer",
             **_INTERRUPTED,
         },
-        ("lightning-spot verify s3://bucket/run-1", "lightning-spot verify s3://bucket/run-1@latest"),
+        examples=("lightning-spot verify s3://bucket/run-1", "lightning-spot verify s3://bucket/run-1@latest"),
     ),
     "cp": _Command(
-        snapshots.copy,
-        snapshots.add_copy_arguments,
-        "copy a snapshot: a checkpoint file, or a directory for a sharded model",
-        {
+        module="cli.snapshots",
+        call="copy",
+        add_arguments="add_copy_arguments",
+        text="copy a snapshot: a checkpoint file, or a directory for a sharded model",
+        codes={
             0: "the snapshot is copied",
             1: "the snapshot is damaged; nothing is copied",
             2: "wrong usage, no such run or snapshot, or it cannot be read or written",
             INCOMPLETE: "copied, but a server or the storage did not answer: it may hold a newer snapshot",
             **_INTERRUPTED,
         },
-        (
+        examples=(
             "lightning-spot cp s3://bucket/run-1 last.ckpt",
             "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
         ),

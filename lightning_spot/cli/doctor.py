@@ -11,14 +11,16 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.cli.arguments import check_replicas_given, location_of
-from lightning_spot.cli.output import error_console, wide_console
+from rich.text import Text
+
+from lightning_spot.cli.arguments import add_servers, check_replicas_given, location_of
+from lightning_spot.cli.output import add_output, error_console, print_answer, warning
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
@@ -90,20 +92,14 @@ def together(servers: Sequence[str], speed: Callable[[str], float]) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     parser.add_argument("url", metavar="RUN", help="directory, or URL in a bucket, that snapshots are to go to")
-    parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="spot://HOST:PORT",
-        help="also measure this snapshot server",
-    )
+    add_servers(parser, "also measure this snapshot server; may be given several times")
     parser.add_argument("--replicas", type=int, default=1, metavar="N", help="servers that keep each snapshot (1)")
     parser.add_argument(
         "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest in RUN, or 1GB)"
     )
     parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="of a machine, mean (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_output(parser)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -161,10 +157,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     if found is not None:
         facts["advice"][:0] = _of_unfinished_uploads(location.url)
     facts["problems"] = problems
-    if arguments.json:
-        print(json.dumps(facts, indent=1))
-    else:
-        _print(facts, outlooks, snapshot_bytes)
+    print_answer(arguments.output, facts, _lines(facts, outlooks, snapshot_bytes))
     return 1 if problems else 0
 
 
@@ -367,36 +360,28 @@ def _of_memory(slots: int, snapshot_bytes: int) -> list[str]:
     return advice
 
 
-def _print(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: int) -> None:
-    console = wide_console()
+def _lines(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: int) -> Iterator[str | Text]:
     cloud = facts["cloud"] or "none found; signals and the notice file are watched"
-    console.print(
-        f"cloud: {cloud}" + (f", a notice leaves {facts['grace_period_s']:.0f} s" if facts["grace_period_s"] else "")
-    )
-    console.print(f"copy within memory: {format_bytes(facts['copy_bytes_per_s'])}/s")
+    yield f"cloud: {cloud}" + (f", a notice leaves {facts['grace_period_s']:.0f} s" if facts["grace_period_s"] else "")
+    yield f"copy within memory: {format_bytes(facts['copy_bytes_per_s'])}/s"
     if "local_server_bytes_per_s" in facts:
-        console.print(f"committed by a local server: {format_bytes(facts['local_server_bytes_per_s'])}/s")
+        yield f"committed by a local server: {format_bytes(facts['local_server_bytes_per_s'])}/s"
     for url, speed in facts["tiers_bytes_per_s"].items():
-        console.print(f"stored at {url}: {format_bytes(speed)}/s")
+        yield f"stored at {url}: {format_bytes(speed)}/s"
     if (speed := facts.get("servers_together_bytes_per_s")) is not None:
-        console.print(f"stored at all snapshot servers at the same time: {format_bytes(speed)}/s")
+        yield f"stored at all snapshot servers at the same time: {format_bytes(speed)}/s"
     for server, why in facts["not_carried"].items():
-        console.print(
-            f"{server} does not store runs in their directory, and takes no shards of models on several hosts: {why}",
-            markup=False,
-        )
-    for problem in facts["problems"]:
-        console.print(problem, style="red")
+        yield f"{server} does not store runs in their directory, and takes no shards of models on several hosts: {why}"
+    yield from map(warning, facts["problems"])
     for label, found in outlooks.items():
-        console.print(
+        yield (
             f"{label}, snapshots of {format_bytes(snapshot_bytes)}: one every {format_seconds(found.interval_s)},"
             f" overhead {100 * found.overhead:.2f} % at most; uploaded after {format_seconds(found.uploaded_s)};"
             f" a preemption without notice takes {format_seconds(found.loss_s)} of work on average"
         )
         for tier, behind_s in found.behind_s.items():
-            console.print(f"    newest at {tier}: {format_seconds(behind_s)} behind on average")
-    for line in facts["advice"]:
-        console.print(f"→ {line}")
+            yield f"    newest at {tier}: {format_seconds(behind_s)} behind on average"
+    yield from (f"→ {line}" for line in facts["advice"])
 
 
 def _not_there(url: str) -> list[Path]:

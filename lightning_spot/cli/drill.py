@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -17,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_spot.cli.output import PlainConsole, error_console
+from lightning_spot.cli.arguments import add_program, program_of
+from lightning_spot.cli.output import PlainConsole, add_output, error_console, print_answer
 from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number, format_count
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.http.flags import seconds
@@ -255,17 +255,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=seconds, default=3600.0, metavar="TIME", help="longest training (1h)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills (default: random, printed)")
     parser.add_argument("--keep", metavar="DIR", help="keep snapshots and logs there")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.add_argument("training", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command that trains")
+    add_output(parser)
+    add_program(parser)
 
 
 def drill(arguments: argparse.Namespace) -> int:
     """Carry out a drill and report; 0 if the final states are equal bit by bit, 1 if not."""
-    command = arguments.training[1:] if arguments.training[:1] == ["--"] else arguments.training
-    if not command or arguments.kills < 1:
-        raise SettingsError(
-            "give the command that trains: lightning-spot drill -- python train.py fit; --kills is 1 or more"
-        )
+    command = program_of(arguments)
+    check_number("--kills", arguments.kills, 1, whole=True)
     check_number("--limit", arguments.limit, 0, above=True)
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(2**31)
     folder = Path(arguments.keep) if arguments.keep else Path(tempfile.mkdtemp(prefix="lightning-spot-drill-"))
@@ -283,20 +280,17 @@ def drill(arguments: argparse.Namespace) -> int:
         chance=random.Random(seed),
     )
     console = error_console()
-    if not arguments.json:
-        kills = format_count(arguments.kills, "kill")
-        console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {kills}")
+    kills = format_count(arguments.kills, "kill")
+    console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {kills}")
     try:
         found = one.run()
     except BaseException:
         if not arguments.keep:
             _leave(console, folder)
         raise
-    if arguments.json:
-        facts = {"equal": not found.different, "differences": found.different, "of_the_run": found.of_the_run}
-        print(json.dumps({**facts, "kills": one.disturbances, "seed": seed}))
-    else:
-        _report(console, one.disturbances, found, seed, folder)
+    facts = {"equal": not found.different, "differences": found.different, "of_the_run": found.of_the_run}
+    facts |= {"kills": one.disturbances, "seed": seed}
+    print_answer(arguments.output, facts, _report(one.disturbances, found, seed, folder))
     if not arguments.keep and not found.different:
         shutil.rmtree(folder)
     return 1 if found.different else 0
@@ -310,26 +304,24 @@ def _leave(console: PlainConsole, folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _report(console: PlainConsole, disturbances: list[str], found: Verdict, seed: int, folder: Path) -> None:
-    for disturbance in disturbances:
-        console.print(f"  {disturbance}")
+def _report(disturbances: list[str], found: Verdict, seed: int, folder: Path) -> Iterator[str]:
+    yield from (f"  {disturbance}" for disturbance in disturbances)
     if found.different:
-        _show(console, f"DIFFERENT in {len(found.different)} entries:", found.different)
+        yield from _first(f"DIFFERENT in {len(found.different)} entries:", found.different)
     else:
         kills = format_count(len(disturbances), "kill")
-        console.print(f"EQUAL: after {kills} the final state is that of the undisturbed run, to the bit")
+        yield f"EQUAL: after {kills} the final state is that of the undisturbed run, to the bit"
     if found.of_the_run:
-        _show(console, "apart from paths and times of the runs themselves:", found.of_the_run)
+        yield from _first("apart from paths and times of the runs themselves:", found.of_the_run)
     if found.different:
-        console.print(f"  again with --seed {seed}; both runs are in {folder}")
+        yield f"  again with --seed {seed}; both runs are in {folder}"
 
 
-def _show(console: PlainConsole, heading: str, lines: list[str]) -> None:
-    console.print(heading)
-    for line in lines[:_SHOWN]:
-        console.print(f"  {line}")
+def _first(heading: str, lines: list[str]) -> Iterator[str]:
+    yield heading
+    yield from (f"  {line}" for line in lines[:_SHOWN])
     if len(lines) > _SHOWN:
-        console.print(f"  and {len(lines) - _SHOWN} more")
+        yield f"  and {len(lines) - _SHOWN} more"
 
 
 def _store(folder: Path) -> tuple[Path, LocalStore]:

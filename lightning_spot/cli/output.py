@@ -1,9 +1,15 @@
-"""What commands print with: tables that are whole, in a pipe and on a narrow terminal; no text in them is obeyed."""
+"""What commands print: a table for people, a JSON document for programs, or names for ``xargs``.
+
+Tables are complete, in a pipe and on a narrow terminal. No text in them is obeyed. Diagnostics go to standard error.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_spot.untrusted import LONGEST_TEXT, plain
+
+INCOMPLETE = 3
+"""Exit code of a command that did its work, although a server or the storage did not answer."""
 
 _NARROWEST = 400  # columns: names and URLs are read by programs, and copied; a terminal breaks lines by itself
 
@@ -27,6 +36,56 @@ class PlainConsole(Console):  # type: ignore[misc]  # rich is not followed
 class _PlainTable(Table):  # type: ignore[misc]  # likewise
     def add_row(self, *cells: Any, **how: Any) -> None:
         super().add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in cells), **how)
+
+
+def add_output(parser: argparse.ArgumentParser, *, names: bool = False) -> None:
+    """Add ``-o``.
+
+    Args:
+        parser: of the command.
+        names: whether the command lists snapshots, which ``-o name`` names.
+    """
+    forms = {"table": "for people (default)", "json": "for programs"}
+    if names:
+        forms["name"] = "RUN@STEP lines, for xargs"
+    texts = ", ".join(f"{form} {text}" for form, text in forms.items())
+    parser.add_argument("-o", "--output", choices=forms, default="table", help=texts)
+
+
+def print_answer(
+    form: str, document: Mapping[str, object], shown: Iterable[Table | Text | str], names: Iterable[str] = ()
+) -> None:
+    """Print the answer of a command in the form that ``-o`` asks for.
+
+    Args:
+        form: what ``-o`` asks for.
+        document: for ``json``.
+        shown: tables and lines for people.
+        names: ``RUN@STEP`` of each snapshot, for ``name``; each is printed once.
+    """
+    if form == "json":
+        sys.stdout.write(f"{json.dumps(_finite(document), indent=1)}\n")
+    elif form == "name":
+        for name in dict.fromkeys(names):
+            print_line(name)
+    else:
+        console = wide_console()
+        for item in shown:
+            console.print(item)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def warning(text: str) -> Text:
+    """A line of an answer that names something wrong."""
+    return Text(plain(text, LONGEST_TEXT), style="yellow")
 
 
 def wide_console() -> PlainConsole:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import replace
 
+from rich.table import Table
+
 from lightning_spot.cli.arguments import location_of
-from lightning_spot.cli.output import plain_table, wide_console
+from lightning_spot.cli.output import add_output, plain_table, print_answer
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("url", metavar="RUN", help="the run's directory, or URL in a bucket")
     parser.add_argument("--plot", metavar="FILE", help="draw the run (.png, .svg, .pdf)")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_output(parser)
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -45,10 +46,17 @@ def report(arguments: argparse.Namespace) -> int:
         from lightning_spot.simulation.plot import plot_run
 
         plot_run(records, arguments.plot)
-    if arguments.json:
-        print(json.dumps(_facts(records, parts, whole, before.attempts), indent=1))
-        return 0
-    console = wide_console()
+    shown: list[Table | str] = []
+    if before.attempts:
+        gone = format_count(before.attempts, "attempt")
+        shown.append(f"{gone} before these, {format_seconds(before.closed.total_s)} in all")
+    shown += [_table(records, parts), _line(parts, whole)]
+    shown.append(f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}")
+    print_answer(arguments.output, _facts(records, parts, whole, before.attempts), shown)
+    return 0
+
+
+def _table(records: list[AttemptRecord], parts: list[Spent]) -> Table:
     replicated = any(record.replicas > 1 for record in records)
     copies = ("REPLICAS",) if replicated else ()
     headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", *copies, "BLOCKED", "LOST", "DOWN AFTER", "END")
@@ -66,14 +74,7 @@ def report(arguments: argparse.Namespace) -> int:
             format_seconds(part.down_s),
             record.end,
         )
-    if before.attempts:
-        console.print(
-            f"{format_count(before.attempts, 'attempt')} before these, {format_seconds(before.closed.total_s)} in all"
-        )
-    console.print(table)
-    console.print(_line(parts, whole))
-    console.print(f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}")
-    return 0
+    return table
 
 
 def _records(url: str) -> list[AttemptRecord]:

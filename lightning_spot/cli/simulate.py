@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from lightning_spot.cli.output import plain_table, wide_console
+from lightning_spot.cli.output import add_output, plain_table, print_answer
 from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
 from lightning_spot.http.flags import seconds
@@ -101,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=1000, help="simulated runs (1000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the simulated losses (0)")
     parser.add_argument("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_output(parser)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -133,17 +132,13 @@ def simulate(arguments: argparse.Namespace) -> int:
 
         plot_rows(groups, arguments.plot)
     verdict = _verdict(groups)
-    if arguments.json:
-        tables = {name: [_plain(asdict(row)) for row in rows] for name, rows in groups.items()}
-        print(json.dumps({"mtbf_s": failures.mtbf_s, "tiers": tables, "verdict": verdict}, indent=1))
-        return 0
-    console = wide_console()
+    tables = {name: [asdict(row) for row in rows] for name, rows in groups.items()}
     priced = bool(arguments.price or arguments.server_price)
-    for name, rows in groups.items():
-        console.print(_table(name, rows, priced))
-        console.print(_tier_table(rows[0], priced))
-    if verdict:
-        console.print(verdict)
+    shown = [
+        table for name, rows in groups.items() for table in (_table(name, rows, priced), _tier_table(rows[0], priced))
+    ]
+    document = {"mtbf_s": failures.mtbf_s, "tiers": tables, "verdict": verdict}
+    print_answer(arguments.output, document, [*shown, *filter(None, [verdict])])
     return 0
 
 
@@ -248,12 +243,3 @@ def _tier_table(row: PolicyRow, priced: bool) -> Table:
 def _money(price: float) -> str:
     """What a run that never ends costs, nobody knows."""
     return f"{price:.2f}" if math.isfinite(price) else "unknown"
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -11,15 +10,23 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_spot.cli.arguments import LATEST, check_given, location_of, split_run
-from lightning_spot.cli.output import error_console, plain_table, print_line, wide_console
+from lightning_spot.cli.arguments import LATEST, add_run, check_given, location_of, split_run
+from lightning_spot.cli.output import (
+    INCOMPLETE,
+    add_output,
+    error_console,
+    plain_table,
+    print_answer,
+    print_line,
+    warning,
+)
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.config import PART_BYTES, format_bytes, format_count
+from lightning_spot.config import PART_BYTES, format_bytes
 from lightning_spot.errors import (
     CorruptSnapshotError,
     ServerUnreachableError,
@@ -45,51 +52,33 @@ _LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")
 
 _ONCE = RetryPolicy(tries=1, silent_s=6.0)
 
-INCOMPLETE = 3
-"""Exit code of a command that did its work, but could not ask all that may hold more, or newer, snapshots."""
-
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``ls``."""
-    _add_run(parser, "RUN")
-    _add_json(parser)
+    add_run(parser)
+    add_output(parser, names=True)
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``show``."""
-    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
-    _add_json(parser)
+    add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
+    add_output(parser, names=True)
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``verify``."""
-    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot, RUN@latest for the newest (default: all)")
+    add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot, RUN@latest for the newest (default: all)")
+    add_output(parser, names=True)
 
 
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``cp``."""
-    _add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
+    add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
     parser.add_argument("dest", metavar="DEST", help="file, or directory to copy it into")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.add_argument(
         "--consolidate", action="store_true", help="make one plain file of a sharded snapshot (needs torch)"
     )
-
-
-def _add_run(parser: argparse.ArgumentParser, metavar: str, which: str = "") -> None:
-    parser.add_argument("run", metavar=metavar, help=f"directory, fsspec URL, or spot://host:port/NAME{which}")
-    parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="spot://HOST:PORT",
-        help="also ask this snapshot server; may be given several times",
-    )
-    parser.add_argument("--run-name", metavar="NAME", help="name of the run (default: last component of RUN)")
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 @dataclass(slots=True)
@@ -130,6 +119,15 @@ class Found:
     selected: str | None = None
     is_known: bool = True
     hint: str = "give the directory or URL of one"
+
+    def names(self) -> list[str]:
+        """``RUN@STEP`` of the snapshots that are complete."""
+        return [f"{self.url}@{entry.manifest.step}" for entry in self.entries if entry.manifest.shard is None]
+
+    def document(self, snapshots: Iterable[Mapping[str, object]]) -> dict[str, object]:
+        """The answer for programs, of what it says of each snapshot."""
+        unreadable = [{"name": name, "reason": why} for name, why in self.unreadable.items()]
+        return {"run": self.url, "snapshots": [*snapshots], "unreadable": unreadable, "not_asked": self.problems}
 
 
 def ask(arguments: argparse.Namespace) -> Found:
@@ -278,23 +276,15 @@ def ls(arguments: argparse.Namespace) -> int:
     found = ask(arguments)
     if found.selected is not None:
         raise SettingsError(f"ls lists all snapshots of a run: give {found.url}, or show {arguments.run}")
-    if arguments.json:
-        unreadable = [{"name": name, "state": "unreadable", "reason": why} for name, why in found.unreadable.items()]
-        print(json.dumps([*(_facts(entry) for entry in found.entries), *unreadable], indent=1))
-        return _code_of(found)
-    console = wide_console()
     headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
     table = plain_table(headings, left=("SNAPSHOT", "TIER", "STATE"))
     for entry in found.entries:
         manifest = entry.manifest
         numbers = (str(manifest.step), str(manifest.epoch), str(manifest.attempt), format_bytes(manifest.stored_bytes))
         table.add_row(manifest.name, *numbers, _age(manifest.created_unix_s), entry.source.tier, entry.state)
-    if found.entries:
-        console.print(table)
-    else:
-        console.print(f"no snapshots of {found.url}")
-    for name, why in found.unreadable.items():
-        console.print(f"unreadable: {name}: {why}", style="yellow")
+    shown = [table if found.entries else f"no snapshots of {found.url}"]
+    shown += [warning(f"unreadable: {name}: {why}") for name, why in found.unreadable.items()]
+    print_answer(arguments.output, found.document(map(_facts, found.entries)), shown, found.names())
     return _code_of(found)
 
 
@@ -302,13 +292,10 @@ def show(arguments: argparse.Namespace) -> int:
     """Show everything known of one snapshot."""
     found = ask(arguments)
     entry = pick(found, found.selected)
-    if arguments.json:
-        print(json.dumps(_facts(entry), indent=1))
-        return _code_of_newest(found)
     manifest = entry.manifest
     part_bytes = min(manifest.part_bytes, manifest.nbytes)
     most = "at most " if len(manifest.checksums) > 1 else ""
-    console, what = wide_console(), "directory" if manifest.files else "file"
+    what = "directory" if manifest.files else "file"
     lines = {
         "snapshot": manifest.name,
         "run": f"{manifest.run}@{manifest.run_id}" if manifest.run_id else manifest.run,
@@ -327,8 +314,9 @@ def show(arguments: argparse.Namespace) -> int:
         "world size": manifest.world_size,
         "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
     }
-    for name, value in lines.items():
-        console.print(f"{name:<11} {value}")
+    document = {"run": found.url, **_facts(entry), "manifest": manifest.to_dict()}
+    shown = (f"{name:<11} {value}" for name, value in lines.items())
+    print_answer(arguments.output, document, shown, [f"{found.url}@{manifest.step}"])
     return _code_of_newest(found)
 
 
@@ -345,7 +333,15 @@ def _code_of_newest(found: Found) -> int:
 
 
 def _facts(entry: Entry) -> dict[str, object]:
-    return {**entry.manifest.to_dict(), "tier": entry.source.tier, "state": entry.state}
+    """What programs are told of a snapshot at a tier."""
+    manifest = entry.manifest
+    fields = ("name", "step", "epoch", "attempt", "created_unix_s", "complete", "exact")
+    return {
+        **{name: getattr(manifest, name) for name in fields},
+        "bytes": manifest.stored_bytes,
+        "tier": entry.source.tier,
+        "state": entry.state,
+    }
 
 
 def _age(created_unix_s: float) -> str:
@@ -405,28 +401,33 @@ def verify(arguments: argparse.Namespace) -> int:
         found.unreadable = {what: why for what, why in found.unreadable.items() if what.startswith(f"{name} at ")}
     if not found.entries and not found.unreadable:
         raise SnapshotNotFoundError("; ".join([f"no snapshot of {found.url} to verify", *found.problems]))
-    bad = len(found.unreadable)
-    for what, why in found.unreadable.items():
-        print_line(f"BAD  {what}: {why}")
-    for entry in found.entries:
-        if entry.manifest.why_failed:
-            continue  # of no bytes
-        label = f"{entry.manifest.name} at {entry.source.tier}"
-        try:
-            _open(entry).close()
-        except ServerUnreachableError as error:
-            found.problems.append(f"{label}: {error}")
-        except SpotError as error:
-            if _has_left(entry):
-                print_line(f"gone {label}: it has left this tier since it was listed, as older ones do")
-                continue
-            bad += 1
-            print_line(f"BAD  {label}: {error}")
-        else:
-            parts = format_count(len(entry.manifest.checksums), "part")
-            print_line(f"good {label}: {format_bytes(entry.manifest.stored_bytes)}, {parts}")
+    checked = [_check(entry) for entry in found.entries if not entry.manifest.why_failed]  # those have no bytes
+    found.problems += [f"{each['name']} at {each['tier']}: {each['reason']}" for each in checked if not each["state"]]
+    checked = [each for each in checked if each["state"]]
+    bad = bool(found.unreadable) or any(each["state"] == "bad" for each in checked)
+    table = plain_table(headings := ("STATE", "SNAPSHOT", "TIER", "REASON"), left=headings)
+    for each in checked:
+        state = "BAD" if each["state"] == "bad" else str(each["state"])
+        table.add_row(state, str(each["name"]), str(each["tier"]), str(each["reason"]))
+    shown = [table, *(warning(f"BAD {what}: {why}") for what, why in found.unreadable.items())]
+    good = [f"{found.url}@{each['step']}" for each in checked if each["state"] == "good"]
+    print_answer(arguments.output, found.document(checked), shown, good)
     code = _code_of(found)
     return 1 if bad else code
+
+
+def _check(entry: Entry) -> dict[str, object]:
+    """Read a snapshot at a tier; what programs are told of that. A tier that does not answer leaves no state."""
+    state, reason = "good", ""
+    try:
+        _open(entry).close()
+    except ServerUnreachableError as error:
+        state, reason = "", str(error)
+    except SpotError as error:
+        state, reason = "bad", str(error)
+        if _has_left(entry):
+            state, reason = "gone", "it has left this tier since it was listed, as older ones do"
+    return {**_facts(entry), "state": state, "reason": reason}
 
 
 def _open_newest(found: Found) -> OpenSnapshot:

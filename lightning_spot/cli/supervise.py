@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+from lightning_spot.cli.arguments import add_program, program_of
 from lightning_spot.cli.output import error_console
 from lightning_spot.config import RESTARTER_VARIABLE, check_number
 from lightning_spot.errors import SettingsError
@@ -142,14 +143,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help=f"before the next start; it doubles while the program ends within a minute (default {PAUSE_S:g}s)",
     )
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="that trains")
+    add_program(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    command = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-    if not command:
-        raise SettingsError("give the command that trains: lightning-spot run -- python train.py")
+    command = program_of(arguments)
     check_number("--max-restarts", arguments.max_restarts, 0, whole=True)
     check_number("--max-errors", arguments.max_errors, 0, whole=True)
     check_number("--pause", arguments.pause, 0)

@@ -541,17 +541,28 @@ def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) ->
         socket.send_fds(connection, [data], [fd])
 
 
+def run(arguments: argparse.Namespace) -> int:
+    """Run a server as the flags say."""
+    log_plainly(logging.INFO, arguments.log_format)
+    try:
+        return serve(settings_from(arguments))
+    except OSError as error:
+        return _failed(error)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a server from command-line flags."""
     parser = argparse.ArgumentParser(prog="lightning-spot serve")
     add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    log_plainly(logging.INFO, arguments.log_format)
     try:
-        return serve(settings_from(arguments))
-    except (SpotError, OSError) as error:
-        print(plain(f"lightning-spot serve: {error}", LONGEST_TEXT), file=sys.stderr)
-        return 2
+        return run(parser.parse_args(argv))
+    except SpotError as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    print(plain(f"lightning-spot serve: {error}", LONGEST_TEXT), file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_ls_on_a_narrow_terminal_cuts_no_name(run_dir: Path, cli: Cli, monkeypat
 
 def test_ls_of_shards(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Names are whole in a pipe."""
-    named = argparse.Namespace(run=str(run_dir), server=[], run_name=None, json=False)
+    named = argparse.Namespace(run=str(run_dir), server=[], run_name=None, output="table")
     entry = ask(named).entries[0]
     name = shard_name("step-000000106-attempt-0003-complete", 1)
     shard = replace(entry.manifest, name=name, shard=ShardOf(1, 2, "0" * 32))
@@ -93,10 +93,35 @@ def test_ls_of_a_path_where_no_run_ever_was(tmp_path: Path, cli: Cli) -> None:
     assert "no snapshots of" in cli("ls", tmp_path / "begun")
 
 
-def test_ls_json(run_dir: Path, cli: Cli) -> None:
-    listed = json.loads(cli("ls", run_dir, "--json"))
-    assert listed[0]["step"] == 30
-    assert {entry["tier"] for entry in listed} == {"host", "storage"}
+ANSWER = {"run", "snapshots", "unreadable", "not_asked"}
+FACTS = {"name", "step", "epoch", "attempt", "created_unix_s", "complete", "exact", "bytes", "tier", "state"}
+
+
+def test_json_has_the_shape_that_is_documented(run_dir: Path, cli: Cli) -> None:
+    listed = json.loads(cli("ls", run_dir, "-o", "json"))
+    assert listed.keys() == ANSWER
+    assert [entry.keys() for entry in listed["snapshots"]] == [FACTS] * len(listed["snapshots"])
+    assert listed["snapshots"][0]["step"] == 30
+    assert {entry["tier"] for entry in listed["snapshots"]} == {"host", "storage"}
+    checked = json.loads(cli("verify", run_dir, "-o", "json"))
+    assert checked.keys() == ANSWER
+    assert [entry["state"] for entry in checked["snapshots"]] == ["good"] * len(listed["snapshots"])
+    assert checked["snapshots"][0].keys() == FACTS | {"reason"}
+    shown = json.loads(cli("show", run_dir, "-o", "json"))
+    assert shown.keys() == FACTS | {"run", "manifest"}
+    page = (Path(__file__).parents[2] / "docs/reference/command-line.md").read_text()
+    assert set(re.findall(r"`(\w+)`", page)) >= ANSWER | FACTS | {"reason", "manifest"}
+
+
+def test_names_are_those_of_snapshots_that_commands_take(run_dir: Path, cli: Cli) -> None:
+    names = cli("ls", run_dir, "-o", "name").splitlines()
+    assert names[0] == f"{run_dir}@30"
+    assert len(names) == len(set(names))
+    assert cli("show", names[-1], "-o", "name").splitlines() == names[-1:]
+    for file in run_dir.glob("step-000000025-*/model.ckpt"):
+        file.write_bytes(b"damage")
+    good = cli("verify", run_dir, "-o", "name", code=1).split()
+    assert good == [name for name in names if name != f"{run_dir}@25"]
 
 
 def test_show(run_dir: Path, cli: Cli) -> None:
@@ -192,10 +217,10 @@ def test_verify(run_dir: Path, cli: Cli) -> None:
     with open(run_dir / newest.data_path, "r+b") as file:
         file.seek(1000)
         file.write(b"damage")
-    said = cli("verify", run_dir, code=1)
-    assert f"BAD  {newest.name} at storage" in said
-    assert f"good {newest.name} at host" in said
-    # pull takes the copy that is good
+    checked = json.loads(cli("verify", run_dir, "-o", "json", code=1))["snapshots"]
+    states = {entry["tier"]: entry["state"] for entry in checked if entry["name"] == newest.name}
+    assert states == {"storage": "bad", "host": "good"}
+    # cp takes the copy that is good
     assert main(["cp", str(run_dir), str(run_dir / "pulled.ckpt")]) == 0
 
 
@@ -223,9 +248,10 @@ def test_what_is_damaged_matters_more_than_what_was_not_asked(run_dir: Path, cli
 
 
 def test_programs_get_json_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(run_dir), "--server", "spot://127.0.0.1:9", "--json"]) == 3
+    assert main(["ls", str(run_dir), "--server", "spot://127.0.0.1:9", "-o", "json"]) == 3
     said = capsys.readouterr()
-    assert json.loads(said.out)
+    (silent,) = json.loads(said.out)["not_asked"]
+    assert "spot://127.0.0.1:9" in silent
     assert "spot://127.0.0.1:9" in said.err
 
 
@@ -264,8 +290,9 @@ def test_what_cannot_be_read_is_listed_with_its_reason(
     assert f"unreadable: {folder.name} at storage: a manifest has format 99" in " ".join(
         capsys.readouterr().out.split()
     )
-    assert json.loads(cli("ls", run_dir, "--json"))[-1]["state"] == "unreadable"
-    assert f"BAD  {folder.name} at storage" in cli("verify", run_dir, code=1)
+    for command, code in (("ls", 0), ("verify", 1)):
+        (unreadable,) = json.loads(cli(command, run_dir, "-o", "json", code=code))["unreadable"]
+        assert unreadable["name"] == f"{folder.name} at storage"
     said = cli("show", run_dir)
     assert "run-1@" in said
     assert "lineage" in said
@@ -360,6 +387,7 @@ WRONG = [
             "--allow-storage spot://h:7070: a server stores runs in directories",
         ),
         (["drill", "--limit", "0", "--", "true"], "--limit=0"),
+        (["drill", "--kills", "0", "--", "true"], "--kills=0"),
         (["drill", "--keep", "/dev/null", "--", "true"], "/dev/null is no empty directory"),
         (["simulate", "--price", "nan"], "--price=nan"),
         (["simulate", "--seed", "-1"], "--seed=-1"),
@@ -439,6 +467,19 @@ def test_the_command_is_installed() -> None:
     assert done.stdout.strip() == "0.1.0"
 
 
+def test_help_imports_no_command() -> None:
+    """What it takes is imported before anything is printed."""
+    code = "import sys; from lightning_spot.cli.command import command_parser; command_parser(()).format_help()"
+    code += "; print(*(name for name in sys.modules if name.startswith('lightning_spot.') or '.' not in name))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert {name for name in imported if name.startswith("lightning_spot.")} <= {
+        f"lightning_spot.{name}"
+        for name in ("_version", "cli", "cli.command", "cli.output", "errors", "renamed", "untrusted")
+    }
+    assert not imported & {"aiohttp", "fsspec", "numpy", "torch", "lightning", "asyncio", "http"}
+
+
 @pytest.mark.parametrize("module", ["lightning_spot.cli", "lightning_spot.http.program", "lightning_spot"])
 def test_light_imports(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('torch', 'lightning', 'numpy') if name in sys.modules])"
@@ -486,7 +527,7 @@ def test_snapshots_superseded_during_a_command_are_not_bad(
     if command == "cp":
         assert torch.load(target, weights_only=True)["global_step"] in (17, 18)
     else:
-        assert re.search(r"^gone step-0+\d+-attempt-0001 at host: ", said.out, re.MULTILINE)
+        assert re.search(r"^gone +step-0+\d+-attempt-0001 +host ", said.out, re.MULTILINE)
         assert "BAD" not in said.out
 
 

@@ -33,7 +33,8 @@ from tests.support.program import command
 def drill(python: str, tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
     training = command(python, train_case, tmp_path, case=case, pace_s=0.02)
     called = [python, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
-    called += ["--json", "--kills", str(kills), "--limit", "120s", "--keep", str(tmp_path / "kept"), "--", *training]
+    called += ["-o", "json", "--kills", str(kills), "--limit", "120s", "--keep", str(tmp_path / "kept")]
+    called += ["--", *training]
     done = subprocess.run(called, capture_output=True, text=True, timeout=550, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)

@@ -217,7 +217,7 @@ def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "5 steps" in said
     assert "goodput" in said
     picture = tmp_path / "run.svg"
-    told = json.loads(cli("report", url, "--json", "--plot", picture))
+    told = json.loads(cli("report", url, "-o", "json", "--plot", picture))
     assert [item["attempt"] for item in told["attempts"]] == [1, 2]
     parts = sum(value for name, value in told["whole"].items() if name not in ("total_s", "goodput"))
     assert told["whole"]["total_s"] == pytest.approx(parts)
@@ -280,7 +280,7 @@ def test_the_report_shows_replicas_where_there_were_some(
         journal(url, number + 1, replicas=replicas).close("failed")
         assert main(["report", url]) == 0
         assert ("REPLICAS" in capsys.readouterr().out) is (replicas > 1)
-    assert [item["replicas"] for item in json.loads(cli("report", url, "--json"))["attempts"]] == [1, 2]
+    assert [item["replicas"] for item in json.loads(cli("report", url, "-o", "json"))["attempts"]] == [1, 2]
     named = RemoteSnapshot(url, servers=["spot://a:1", "spot://b:1"], replicas=2)
     assert (named.replicas, RemoteSnapshot(url).replicas) == (2, 0)
 
@@ -563,7 +563,7 @@ def test_three_attempts_two_of_them_killed(tmp_path: Path, cli: Cli, warm_python
     ]
     for record, (noted, died) in zip(records, times, strict=False):
         assert noted - 0.02 <= record.unix_s <= died
-    told = json.loads(cli("report", url, "--json"))
+    told = json.loads(cli("report", url, "-o", "json"))
     first = told["attempts"][0]["spent"]
     trained = records[0].unix_s - (records[0].trained_unix_s or 0)
     assert first["productive_s"] + first["lost_s"] + first["blocked_s"] == pytest.approx(trained)
@@ -797,7 +797,8 @@ def test_doctor_with_a_node(tmp_path: Path, capsys: Said, start_node: Callable[.
         "4MB",
         "--snapshot-size",
         "2GB",
-        "--json",
+        "-o",
+        "json",
     ]
     assert main(arguments) == 0
     told = json.loads(capsys.readouterr().out)
@@ -844,7 +845,7 @@ def test_doctor_says_which_nodes_carry_runs_on(
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB"]
     for node in (carries, does_not):
         command += ["--server", node.url]
-    told = json.loads(cli(*command, "--json"))
+    told = json.loads(cli(*command, "-o", "json"))
     assert set(told["not_carried"]) == {does_not.url}
     assert "--allow-storage" in told["not_carried"][does_not.url]
     assert told["servers_together_bytes_per_s"] > 0
@@ -890,7 +891,7 @@ def test_doctor_looks_for_the_rule_that_ends_unfinished_uploads(
     s3: str, capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def advice() -> list[str]:
-        assert main(["doctor", f"{s3}/run", "--sample", "1MB", "--snapshot-size", "1MB", "--json"]) == 0
+        assert main(["doctor", f"{s3}/run", "--sample", "1MB", "--snapshot-size", "1MB", "-o", "json"]) == 0
         found: list[str] = json.loads(capsys.readouterr().out)["advice"]
         return [line for line in found if "AbortIncompleteMultipartUpload" in line]
 

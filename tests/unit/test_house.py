@@ -18,6 +18,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_spot
 from lightning_spot import errors
+from lightning_spot.cli.command import COMMANDS
 from lightning_spot.config import MANIFEST_VERSION, PROTOCOL_VERSION
 
 PACKAGE = Path(lightning_spot.__file__).parent
@@ -35,8 +36,8 @@ MOST_WORDS = 30  # of a message
 # the scheme of its URL.
 NAMED_BY_USERS = {
     "__main__", "callbacks.lightning_cli", "checkpoint_io", "entry_point",
-    "cli.command", "service.program", "client.filesystem", "tiers.objects",
-    *(f"cli.{command}" for command in ("doctor", "drill", "report", "simulate", "snapshots", "supervise")),
+    "cli.command", "client.filesystem", "store.objects",
+    *(command.module for command in COMMANDS.values()),
 }  # fmt: skip
 
 

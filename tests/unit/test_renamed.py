@@ -63,6 +63,7 @@ OLD_LINES = [
     (["serve", "--flush-to", RUN], "--storage URL"),
     (["serve", "--allow", RUN], "--allow-storage PREFIX"),
     (["serve", "--run-memory", "1GiB"], "--run-memory-limit SIZE"),
+    (["ls", RUN, "--json"], "-o json"),
     (["simulate", "--nodes", "8"], "--hosts N"),
     (["simulate", "--state", "10GB"], "--snapshot-size SIZE"),
     (["simulate", "--stall", "2s"], "--blocked TIME"),
@@ -115,7 +116,8 @@ def test_a_subclass_may_have_an_argument_of_an_old_name() -> None:
     assert Mine(run="run-1").location.name == "run-1"
 
 
-def test_what_a_drill_starts_has_flags_of_its_own() -> None:
+def test_what_a_command_starts_has_flags_of_its_own() -> None:
+    refuse_old_words(["run", "python", "train.py", "--json"])
     refuse_old_words(["drill", "python", "train.py", "--memory", "8"])
     refuse_old_words(["drill", "--kills", "1", "--", "python", "train.py", "--run=name"])
 

@@ -189,7 +189,7 @@ def test_bytes_that_are_meant_are_taken() -> None:
 
 
 def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, "--json", "--policy", "YoungDaly", "--hazard", "exponential", "--lifetime", "1h"]) == 0
+    assert main([*QUICK, "-o", "json", "--policy", "YoungDaly", "--hazard", "exponential", "--lifetime", "1h"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["mtbf_s"] == pytest.approx(3600, rel=0.01)  # and a crash in a week
     (row,) = told["tiers"]["storage only"]

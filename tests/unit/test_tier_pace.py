@@ -388,7 +388,7 @@ def test_a_memory_node_makes_snapshots_several_times_as_frequent(capsys: pytest.
     arguments = ["simulate", "--hosts", "8", "--snapshot-size", "10GB", "--server-speed", "600MB/s"]
     names = ["ConvergenceAware", "YoungDaly", "OverheadBudget"]
     chosen = [word for name in names for word in ("--policy", name)]
-    assert main([*arguments, *chosen, "--runs", "20", "--json"]) == 0
+    assert main([*arguments, *chosen, "--runs", "20", "-o", "json"]) == 0
     told = json.loads(capsys.readouterr().out)["tiers"]
     alone, with_node = told["storage only"], told["with a snapshot server"]
     for before, after in zip(alone, with_node, strict=True):
