@@ -89,20 +89,29 @@ def check_given(url: str, servers: Sequence[str], run: str | None) -> None:
     """
     if why := why_no_place(url):
         raise SettingsError(f"{without_password(url)!r}: {why}")
-    for server in servers:
-        try:
-            address, path = parse_spot_url(server)
-        except SettingsError as error:
-            raise SettingsError(f"--server {error}") from error
-        if path:
-            raise SettingsError(f"--server {server!r} names more than a server: give {address} only")
-    if twice := [server for server in servers if servers.count(server) > 1]:
-        raise SettingsError(f"--server names {twice[0]} twice")
+    check_servers(servers)
     if run is not None:
         try:
             check_run_name(run)
         except SettingsError as error:
             raise SettingsError(f"--run-name: {error}") from error
+
+
+def check_servers(servers: Sequence[str], given_by: str = "--server") -> None:
+    """Refuse what names no snapshot server.
+
+    Raises:
+        SettingsError: naming the flag or variable.
+    """
+    for server in servers:
+        try:
+            address, path = parse_spot_url(server)
+        except SettingsError as error:
+            raise SettingsError(f"{given_by} {error}") from error
+        if path:
+            raise SettingsError(f"{given_by} {server!r} names more than a server: give {address} only")
+    if twice := [server for server in servers if servers.count(server) > 1]:
+        raise SettingsError(f"{given_by} names {twice[0]} twice")
 
 
 def location_of(url: str, servers: Sequence[str], run: str | None) -> Location:

@@ -203,6 +203,13 @@ COMMANDS = {
             "lightning-spot doctor s3://bucket/run-1 --server spot://10.0.0.5:7070 --snapshot-size 15GB",
         ),
     ),
+    "status": _Command(
+        module="cli.status",
+        call="status",
+        text="show the runs at servers and on this host, and how safe they are",
+        codes={0: "done, also by Ctrl-C", 2: "wrong usage", INCOMPLETE: "done, but a server did not answer"},
+        examples=("lightning-spot status -w", "lightning-spot status --server spot://10.0.0.5:7070 -o json"),
+    ),
     "ls": _Command(
         module="cli.snapshots",
         call="ls",

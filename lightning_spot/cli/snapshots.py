@@ -19,6 +19,7 @@ from lightning_spot.cli.arguments import LATEST, add_run, check_given, location_
 from lightning_spot.cli.output import (
     INCOMPLETE,
     add_output,
+    age,
     error_console,
     plain_table,
     print_answer,
@@ -281,7 +282,7 @@ def ls(arguments: argparse.Namespace) -> int:
     for entry in found.entries:
         manifest = entry.manifest
         numbers = (str(manifest.step), str(manifest.epoch), str(manifest.attempt), format_bytes(manifest.stored_bytes))
-        table.add_row(manifest.name, *numbers, _age(manifest.created_unix_s), entry.source.tier, entry.state)
+        table.add_row(manifest.name, *numbers, age(manifest.created_unix_s), entry.source.tier, entry.state)
     shown = [table if found.entries else f"no snapshots of {found.url}"]
     shown += [warning(f"unreadable: {name}: {why}") for name, why in found.unreadable.items()]
     print_answer(arguments.output, found.document(map(_facts, found.entries)), shown, found.names())
@@ -307,7 +308,7 @@ def show(arguments: argparse.Namespace) -> int:
         "exact": "yes" if manifest.exact else "no, an approximation (lossy='topk')",
         "complete": "yes, the run had ended" if manifest.complete else "no",
         "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created_unix_s))
-        + f" ({_age(manifest.created_unix_s)} ago)",
+        + f" ({age(manifest.created_unix_s)} ago)",
         what: f"{manifest.data_path}, {manifest.stored_bytes} bytes ({format_bytes(manifest.stored_bytes)})",
         **({"files": f"{len(manifest.files)}, {manifest.files[0].name} first"} if manifest.files else {}),
         "parts": f"{len(manifest.checksums)} of {most}{format_bytes(part_bytes)}, xxh3-128 each",
@@ -342,14 +343,6 @@ def _facts(entry: Entry) -> dict[str, object]:
         "tier": entry.source.tier,
         "state": entry.state,
     }
-
-
-def _age(created_unix_s: float) -> str:
-    seconds = max(0.0, time.time() - created_unix_s)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 _LOOKS = 10

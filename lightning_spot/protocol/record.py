@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ from lightning_spot.protocol.ownership import (
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.untrusted import integer, number, read_object
 
+_AREA = "lightning-spot-"
+_KEY = re.compile(r"[0-9a-f]{16}(?=[.-]|$)")
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 _LONGEST_NOTE_BYTES = 64 * 1024
 _POLL_S = 0.02
@@ -138,7 +141,7 @@ class ServerRecord:
 
     def area(self, shm_dir: Path) -> Path:
         """Its slots in tmpfs; also in directories beside it, see :func:`.own_directories`."""
-        return shm_dir / f"lightning-spot-{self.key}"
+        return shm_dir / f"{_AREA}{self.key}"
 
     def left_slots(self) -> bool:
         """Whether slots are in tmpfs: with no server running, a killed one's, which the next one takes over."""
@@ -231,6 +234,24 @@ def find_record(dirpath: str) -> ServerRecord:
             f"{folder} is too long for a socket's path; set LIGHTNING_SPOT_RUNTIME_DIR to a shorter one"
         )
     return record
+
+
+def local_records() -> list[ServerRecord]:
+    """The records of this host's local servers that live, or have left a log, a record or slots.
+
+    Raises:
+        SettingsError: if the runtime directory is not this user's alone.
+    """
+    environment = read_environment()
+    try:
+        OwnDirectory(environment.runtime_dir).close()
+    except FileNotFoundError:
+        return []
+    names = [path.name for kind in ("alive", "log") for path in environment.runtime_dir.glob(f"*.{kind}")]
+    if environment.shm_dir is not None:
+        names += [path.name.removeprefix(_AREA) for path in environment.shm_dir.glob(f"{_AREA}*")]
+    keys = {match[0] for name in names if (match := _KEY.match(name))}
+    return [ServerRecord(environment.runtime_dir, key) for key in sorted(keys)]
 
 
 def sweep(folder: Path) -> None:

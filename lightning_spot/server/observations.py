@@ -286,6 +286,7 @@ class Questions:
         self._ring.mark(Held((slot,), (manifest,)), durable_url, Mark.SAFE)
         if manifest.shard is not None:
             self._ring.mark_committed(run, manifest.lineage, manifest.order)
+            self._ring.reach(run, manifest, durable_url)
 
     def _look(self, run: str, servers: Servers, server: Server) -> None:
         """Look whether snapshots of which other hosts have shards are complete over all servers."""

@@ -148,7 +148,26 @@ class SlotTable:
                 is_whole = status(shards_in(of_it), manifest.order) is Status.COMMITTED
                 if is_whole and all(each.seen.get(url) is Mark.SAFE for each in of_it):
                     self.mark_committed(slot.run, manifest.lineage, manifest.order)
+                    self.reach(slot.run, manifest, url)
+                elif mark is Mark.SAFE and manifest.shard is None:
+                    self.reach(slot.run, manifest, url)
                 self.touch(slot.run)
+
+    def reach(self, run: str, manifest: Manifest, url: str) -> None:
+        """Note that a tier has a snapshot, as :meth:`newest` tells."""
+        with self.changed:
+            for state in ("replicated",) if url.startswith("spot:") else ("replicated", "persisted"):
+                known = self.known.reached.get((run, state))
+                if not manifest.is_file and (known is None or known.order < manifest.order):
+                    self.known.reached[run, state] = manifest
+
+    def newest(self, run: str) -> dict[str, Manifest]:
+        """The newest snapshot of a run that is committed, replicated and persisted, as far as known here."""
+        with self.changed:
+            here = [manifest for _, manifest in self.readable(run) if manifest.shard is None and not manifest.is_file]
+            reached = {state: manifest for (of, state), manifest in self.known.reached.items() if of == run}
+        known = sorted([*here, *reached.values()], key=lambda manifest: manifest.order)
+        return {**({"committed": known[-1]} if known else {}), **reached}
 
     def forget_refusals(self, run: str) -> None:
         """A later attempt writes from here now, or the trainer is gone: what tiers refused is owed to them again."""
@@ -175,6 +194,8 @@ class SlotTable:
             for slot in meant:
                 slot.settled = True
                 self._record(slot)
+                if slot.snapshot is not None:
+                    self.reach(run, slot.snapshot, "")
             if meant:
                 self.touch(run)
 
@@ -185,6 +206,11 @@ class SlotTable:
         with self.changed:
             found = self.slots.of(run).snapshots.get(name, ())
             return {slot.writer: slot for slot in found if slot.shard is not None}
+
+    def slots_of(self, run: str) -> int:
+        """How many slots a run fills or holds."""
+        with self.changed:
+            return len(self.of_run(run))
 
     def of_run(self, run: str) -> list[Slot]:
         """The slots that a run fills or holds. Call it under the lock."""
@@ -727,7 +753,7 @@ class Ring(SlotTable):
         with self.changed:
             for slot in self.view(run).reusable(time.monotonic()):
                 self._forget(slot)
-            for known in (self.known.committed, self.known.seen_registers):
+            for known in (self.known.committed, self.known.reached, self.known.seen_registers):
                 for key in [key for key in known if key[0] == run]:
                     del known[key]
             self.touch(run)

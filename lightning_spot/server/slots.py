@@ -380,10 +380,12 @@ class Known:
     Attributes:
         committed: orders of the newest snapshots that are known to be committed over snapshot servers, or at storage,
             by run and lineage. What the rings of hosts hold does not count: it is lost sooner.
+        reached: the newest snapshot of a run that is ``"replicated"``, and that is ``"persisted"``; by run and state.
         seen_registers: that other places have shown, by run and name of the snapshot.
     """
 
     committed: dict[tuple[str, str], set[Order]] = field(default_factory=dict)
+    reached: dict[tuple[str, str], Manifest] = field(default_factory=dict)
     seen_registers: dict[tuple[str, str], dict[int, ShardOf]] = field(default_factory=dict)
 
 

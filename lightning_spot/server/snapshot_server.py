@@ -374,6 +374,19 @@ class SnapshotServer:
                     "attempt": run.info.attempt,
                     "pid": run.info.pid,
                     "live": bool(run.info.session),
+                    "left": run.info.left,
+                    "asked_s": time.monotonic() - run.opened_s,
+                    "complete": run.complete,
+                    "newest": {
+                        state: {
+                            "step": found.step,
+                            "attempt": found.attempt,
+                            "unix_s": found.created_unix_s,
+                            "complete": found.complete,
+                        }
+                        for state, found in self.ring.newest(run.info.key).items()
+                    },
+                    "slots": self.ring.slots_of(run.info.key),
                     **self.routes.status(run.info.key),
                 }
                 for run in runs

@@ -1,0 +1,186 @@
+"""``lightning-spot status``: which runs are at which servers, and how safe their newest snapshots are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.live import Live
+from rich.table import Table
+
+from lightning_spot.cli.arguments import add_servers, check_servers
+from lightning_spot.cli.output import (
+    INCOMPLETE,
+    PlainConsole,
+    add_output,
+    age,
+    error_console,
+    plain_table,
+    print_answer,
+)
+from lightning_spot.client.server_client import ServerClient
+from lightning_spot.config import LARGEST, MOST_SERVERS, read_environment
+from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.protocol.record import local_records
+from lightning_spot.protocol.wire import Address, answered, parse_spot_url
+from lightning_spot.untrusted import MOST_UNIX_S, as_object, flag, integer, number, texts
+
+_ANSWER_S = 5.0
+_EVERY_S = 2.0
+_ASKED_S = 35.0
+"""The hosts of a run ask its servers every 10 s how things are."""
+_MOST_STEP = 10**15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A run at a server, or a server that has none or does not answer.
+
+    Attributes:
+        server: ``spot://host:port``, or ``"host"`` for a local server.
+        state: ``"training"``, ``"stopped"`` or ``"complete"`` of the run; ``"idle"`` or ``"no answer"`` of the server.
+        run: as the server names it, ``""`` for none.
+        attempt: the one that writes.
+        committed_step, replicated_step, persisted_step: of the newest snapshot of which the server knows that.
+        committed_unix_s, persisted_unix_s: when these were taken.
+        lag_steps: steps from the newest persisted to the newest committed snapshot.
+        slots: that the run has at the server.
+        name: ``RUN`` of the run for other commands, ``""`` if the server does not know it.
+    """
+
+    server: str
+    state: str
+    run: str = ""
+    attempt: int | None = None
+    committed_step: int | None = None
+    committed_unix_s: float | None = None
+    replicated_step: int | None = None
+    persisted_step: int | None = None
+    persisted_unix_s: float | None = None
+    lag_steps: int | None = None
+    slots: int | None = None
+    name: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``status``."""
+    add_servers(parser, "ask this snapshot server; may be given several times (default: LIGHTNING_SPOT_SERVERS)")
+    parser.add_argument("-w", "--watch", action="store_true", help="show it again every 2 s, until Ctrl-C")
+    add_output(parser, names=True)
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Show the runs of the servers that are named, and of the local servers of this host."""
+    if arguments.watch and not (arguments.output == "table" and sys.stdout.isatty()):
+        raise SettingsError("-w rewrites a table in place: use it on a terminal, without -o")
+    named, given_by = arguments.server, "--server"
+    if not named:
+        named, given_by = read_environment().servers, "LIGHTNING_SPOT_SERVERS"
+    check_servers(named, given_by)
+    addresses = [parse_spot_url(server)[0] for server in named]
+    if arguments.watch:
+        return _watch(addresses)
+    rows, silent = _ask(addresses)
+    document = {"runs": [asdict(row) for row in rows if row.run], "not_asked": silent}
+    names = [f"{row.name}@{row.committed_step}" for row in rows if row.name and row.committed_step is not None]
+    print_answer(
+        arguments.output, document, [_table(rows)] if rows else ["no server on this host, and none named"], names
+    )
+    for problem in silent:
+        error_console().print(f"not asked: {problem}")
+    return INCOMPLETE if silent else 0
+
+
+def _watch(addresses: Sequence[Address]) -> int:
+    silent: list[str] = []
+    try:
+        with Live(console=PlainConsole(), auto_refresh=False) as live:
+            while True:
+                rows, silent = _ask(addresses)
+                table = _table(rows)
+                for column in table.columns:  # a terminal that breaks lines by itself would not be rewritten in place
+                    column.no_wrap, column.overflow = False, "fold"
+                live.update(table, refresh=True)
+                time.sleep(_EVERY_S)
+    except KeyboardInterrupt:
+        return INCOMPLETE if silent else 0
+
+
+def _ask(addresses: Sequence[Address]) -> tuple[list[Row], list[str]]:
+    """Ask the servers, and those of this host; what they say, and why others said nothing."""
+    local = [Address(socket_path=str(record.http)) for record in local_records() if record.running()]
+    with ThreadPoolExecutor(MOST_SERVERS) as pool:
+        answers = list(pool.map(_rows, [*local, *addresses]))
+    rows = [row for found, _ in answers for row in found]
+    return sorted(rows, key=lambda row: (row.run, row.server)), [problem for _, problem in answers if problem]
+
+
+def _rows(address: Address) -> tuple[list[Row], str]:
+    """The rows of a server, and why it does not answer, if it does not."""
+    client, server = ServerClient(address), str(address) if address.host else "host"
+    try:
+        answer = client.call("GET", "/v1/status", timeout_s=_ANSWER_S)
+        with answered(str(address)):
+            rows = [_row(server, name, as_object(run)) for name, run in as_object(answer["runs"]).items()]
+    except SpotError as error:
+        return [Row(server=server, state="no answer")], str(error)
+    finally:
+        client.close()
+    return rows or [Row(server=server, state="idle")], ""
+
+
+def _row(server: str, name: str, run: Mapping[str, Any]) -> Row:
+    newest = {state: as_object(found) for state, found in as_object(run["newest"]).items()}
+    step = {state: integer(found, "step", None, 0, _MOST_STEP) for state, found in newest.items()}
+    unix_s = {state: number(found, "unix_s", None, 0, MOST_UNIX_S) for state, found in newest.items()}
+    is_local, attempt = server == "host", integer(run, "attempt", None, 0, LARGEST)
+    is_asked = not (is_local or flag(run, "left")) and number(run, "asked_s", None, 0, LARGEST) < _ASKED_S
+    ended = any(found["attempt"] == attempt and flag(found, "complete") for found in newest.values())
+    if flag(run, "complete") or (ended and not flag(run, "live")):
+        state = "complete"
+    else:
+        state = "training" if flag(run, "live") or is_asked else "stopped"
+    storage = [url for url in texts(run, "destinations") if not url.startswith("spot:")]
+    return Row(
+        server=server,
+        state=state,
+        run=name,
+        attempt=attempt,
+        committed_step=step.get("committed"),
+        committed_unix_s=unix_s.get("committed"),
+        replicated_step=step.get("replicated"),
+        persisted_step=step.get("persisted"),
+        persisted_unix_s=unix_s.get("persisted"),
+        lag_steps=step["committed"] - step.get("persisted", 0) if "committed" in step else None,
+        slots=integer(run, "slots", None, 0, LARGEST),
+        name=next(iter(storage), "") if is_local else f"{server}/{name}",
+    )
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    headings = (
+        "RUN",
+        "ATTEMPT",
+        "STATE",
+        "COMMITTED",
+        "AGE",
+        "REPLICATED",
+        "PERSISTED",
+        "AGE",
+        "LAG",
+        "SLOTS",
+        "SERVER",
+    )
+    table = plain_table(headings, left=("RUN", "STATE", "SERVER"))
+    for row in rows:
+        committed, persisted = ("" if at is None else age(at) for at in (row.committed_unix_s, row.persisted_unix_s))
+        steps = (row.attempt, row.committed_step, row.replicated_step, row.persisted_step, row.lag_steps, row.slots)
+        attempt, *newest, lag, slots = ("" if number is None else str(number) for number in steps)
+        cells = (newest[0], committed, newest[1], newest[2], persisted, lag, slots)
+        table.add_row(row.run, attempt, row.state, *cells, row.server)
+    return table
