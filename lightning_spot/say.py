@@ -24,6 +24,9 @@ UNEXPECTED = "{about} failed unexpectedly. It is retried. Report the traceback."
 
 _MOST_CAUSES = 1024
 
+Listener = Callable[[str, str, str, bool], None]
+"""Takes a message's key, what it is about, its line, and whether the cause is over. It raises nothing."""
+
 
 class Messages:
     """Logs messages and counts those that it leaves out. Methods may be called from any thread.
@@ -36,6 +39,7 @@ class Messages:
         self._clock = clock
         # By cause: when it was logged last, and how often it came up since. No lock: a forked child would inherit it.
         self._said: dict[tuple[str, str], tuple[float, int]] = {}
+        self._listeners: tuple[Listener, ...] = ()
 
     def say(
         self,
@@ -63,9 +67,10 @@ class Messages:
         """
         if only_rank_zero and _rank():
             return
-        count = 0
+        count, is_new = 0, False
         if level >= logging.WARNING:
             cause, now_s = (key, str(about)), self._clock()
+            is_new = cause not in self._said
             said_s, count = self._said.get(cause, (-AGAIN_S, 0))
             if now_s - said_s < AGAIN_S:
                 self._said[cause] = (said_s, count + 1)
@@ -74,7 +79,10 @@ class Messages:
             while len(self._said) > _MOST_CAUSES:
                 self._said.pop(next(iter(self._said)), None)
         often = f" ({count + 1} times since this was last logged)" if count else ""
-        self._log(level, key, text.format(about=about, **facts) + often, {"about": about, **facts}, exc_info=exc_info)
+        line = text.format(about=about, **facts)
+        self._log(level, key, line + often, {"about": about, **facts}, exc_info=exc_info)
+        if is_new:
+            self._tell(key, about, line, is_over=False)
 
     def recovered(self, key: str, text: str, /, *, about: object = "", **facts: object) -> None:
         """Log that a cause is over, if it was logged before.
@@ -86,11 +94,30 @@ class Messages:
             facts: see :meth:`say`.
         """
         if self._said.pop((key, str(about)), None) is not None:
-            self._log(logging.INFO, key, text.format(about=about, **facts), {"about": about, **facts})
+            line = text.format(about=about, **facts)
+            self._log(logging.INFO, key, line, {"about": about, **facts})
+            self._tell(key, about, line, is_over=True)
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Have a listener called, on the thread that logs, when a cause is logged first and when it is over.
+
+        Returns:
+            what has it called no more.
+        """
+        self._listeners = (*self._listeners, listener)
+
+        def stop() -> None:
+            self._listeners = tuple(each for each in self._listeners if each != listener)
+
+        return stop
 
     def forget(self) -> None:
         """Log each cause once more."""
         self._said.clear()
+
+    def _tell(self, key: str, about: object, line: str, *, is_over: bool) -> None:
+        for listener in self._listeners:
+            listener(key, str(about), line, is_over)
 
     def _log(self, level: int, key: str, line: str, facts: dict[str, object], *, exc_info: bool = False) -> None:
         rank = _rank()
@@ -130,4 +157,4 @@ def _rank() -> int:
 
 
 _messages = Messages()
-say, recovered, forget = _messages.say, _messages.recovered, _messages.forget
+say, recovered, listen, forget = _messages.say, _messages.recovered, _messages.listen, _messages.forget

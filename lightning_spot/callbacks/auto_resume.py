@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.config import check_flag
 from lightning_spot.errors import SettingsError
+from lightning_spot.events import OnEvent
 from lightning_spot.renamed import refuse_old, refusing_old
 from lightning_spot.run.location import Location
 from lightning_spot.session.preflight import takes_part
@@ -50,8 +51,10 @@ class AutoResume(FitCallback):
         run_name: str | None = None,
         data_resume: DataResume = "auto",
         on_resume_failure: OnResumeFailure = "error",
+        on_event: OnEvent | None = None,
+        webhook: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(on_event, webhook)
         refuse_old(f"data_resume={data_resume!r}")
         if data_resume not in DATA_RESUMES:
             raise SettingsError(f"data_resume={data_resume!r}: it is one of {', '.join(map(repr, DATA_RESUMES))}")
@@ -96,7 +99,11 @@ class AutoResume(FitCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the run goes on; there is something to train."""
-        FitSession.of(trainer).resume.say_where()
+        fit = FitSession.of(trainer)
+        fit.resume.say_where()
+        if (chosen := fit.resume.chosen) is not None:
+            message = f"training continues from {chosen.tier}, {chosen.name}"
+            fit.emit("resumed", message, snapshot=chosen.name, tier=chosen.tier, exact=chosen.exact)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say so when the run had ended already: Lightning trains nothing then, without a word."""

@@ -20,6 +20,7 @@ from lightning_spot.config import (
     read_environment,
 )
 from lightning_spot.errors import SettingsError
+from lightning_spot.events import OnEvent
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.renamed import refusing_old
@@ -78,10 +79,12 @@ class RemoteSnapshot(FitCallback):
         server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
         server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
         on_error: OnError = "warn",
+        on_event: OnEvent | None = None,
+        webhook: str | None = None,
         copy_mode: CopyMode = "auto",
         device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
-        super().__init__()
+        super().__init__(on_event, webhook)
         check_number("keep", keep, 1, whole=True)
         if slots is not None:
             check_number("slots", slots, 2, whole=True)  # one stays whole while the other is filled

@@ -21,6 +21,7 @@ from lightning_spot.config import (
     UPLOAD_TIMEOUT_S,
     check_flag,
 )
+from lightning_spot.events import OnEvent
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.preemption.notice import Notice
@@ -95,6 +96,11 @@ class SpotCheckpoint(SpotCallback):
             default ``True``.
         on_error: what happens if snapshots cannot be taken at all: ``"warn"`` and train without them (default), or
             ``"raise"`` the error.
+        on_event: function that is called with an :class:`Event` when the run is preempted, resumed, degraded, recovered
+            or finished; default none. Rank 0 calls it, in the thread that notices the event, so it should be quick. An
+            exception in it is a warning; with ``on_error="raise"`` it is raised if training has resumed or finished.
+        webhook: URL to which each event is sent as JSON, in the background; the field ``text`` is what a chat shows.
+            Default ``LIGHTNING_SPOT_WEBHOOK``, or none. Such a URL is a secret: prefer the variable.
         copy_mode: when the state of a snapshot is copied out of the model. ``"eager"`` copies all of it at once,
             beside the next iteration. ``"asymmetric"`` copies parts of it through the next iteration, larger ones where
             the hardware was measured to be idle for longer. ``"backward"`` copies it during the next backward pass, as
@@ -147,6 +153,8 @@ class SpotCheckpoint(SpotCallback):
         server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
         log_goodput: bool = True,
         on_error: OnError = "warn",
+        on_event: OnEvent | None = None,
+        webhook: str | None = None,
         copy_mode: CopyMode = "auto",
         device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
@@ -171,6 +179,8 @@ class SpotCheckpoint(SpotCallback):
             server_idle_timeout_s=server_idle_timeout_s,
             server_call_timeout_s=server_call_timeout_s,
             on_error=on_error,
+            on_event=on_event,
+            webhook=webhook,
             copy_mode=copy_mode,
             device_buffer=device_buffer,
         )

@@ -33,6 +33,7 @@ from aiohttp import web
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import directory_of, format_bytes, read_environment, scheme_of, why_weak
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.events import CLOSE_S, Events
 from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
 from lightning_spot.http.flags import ServerSettings, add_arguments, settings_from
 from lightning_spot.http.limits import DESCRIPTORS
@@ -143,6 +144,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         area=_area(settings, environment.shm_dir),
         allow=settings.allow if is_lent else None,
     )
+    events = Events(webhooks=filter(None, [environment.webhook if is_lent else None]))  # a trainer tells its own
     service = Service(server, environment.token)
     runner = service.runner()
     await runner.setup()
@@ -169,6 +171,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     left = await _drain(server, service, settings.drain_timeout_s, signals)
     accepting.close()
     await _end(server, service, runner, channel, settings.record, keep_files=bool(left))
+    await asyncio.to_thread(events.close, CLOSE_S)
     return 1 if left else 0
 
 

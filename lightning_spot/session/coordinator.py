@@ -39,7 +39,7 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Setting
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
-from lightning_spot.say import say
+from lightning_spot.say import recovered, say
 from lightning_spot.server.host import Host
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
@@ -247,7 +247,9 @@ class Coordinator(OfTrainer):
                 raise
             text = "the snapshot server on this host is lost ({error}). A new one is started"
             say(logging.WARNING, "local-server-lost", text, url=self._location.url, error=error)
-            return self._attempt_at(open_host(self._location, self._settings.ring))
+            attempt = self._attempt_at(open_host(self._location, self._settings.ring))
+            recovered("local-server-lost", "a snapshot server runs on this host again")
+            return attempt
 
     def _attempt_at(self, host: Host) -> Attempt:
         assert self.found is not None

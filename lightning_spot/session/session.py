@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from lightning_spot.capture.unexpected import STILL_ENDS, THE_END
 from lightning_spot.config import read_environment
 from lightning_spot.errors import PreemptedError, SpotError, TierError
+from lightning_spot.events import CLOSE_S, EventKind, Events
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.preemption.signals import is_of_dead_worker
@@ -74,6 +75,7 @@ class FitSession(PerTrainer):
         self.resume = Resume(self._trainer)
         self.deadline: Deadline | None = None
         self.summarize: Callable[[], object] = bool
+        self._events = Events()
 
     def begin(self) -> None:
         """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
@@ -85,6 +87,7 @@ class FitSession(PerTrainer):
             show()
             check_alike(self._trainer)
             self._has_begun = True
+            self._events = self._open_events()
         FitState.of(self._trainer).attach()
 
     @property
@@ -95,6 +98,30 @@ class FitSession(PerTrainer):
     def callbacks(self, kind: type[C]) -> list[C]:
         """Our callbacks of one kind, also those that another one is composed of."""
         return [part for part in parts_of(self._trainer) if isinstance(part, kind)]
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def _open_events(self) -> Events:
+        """Tell of events from now on, on rank 0."""
+        environment = read_environment()
+        told = [part.tells for part in parts_of(self._trainer) if hasattr(part, "tells")]
+        functions = dict.fromkeys(on_event for on_event, _ in told if on_event is not None)
+        webhooks = {url for _, url in told if url is not None} or {*filter(None, [environment.webhook])}
+        if not self._trainer.is_global_zero:
+            return Events()
+        return Events(list(functions), () if environment.drill_dir is not None else webhooks, self._now)
+
+    def _now(self) -> tuple[str, int, int]:
+        """Name of the run, number of the attempt and step."""
+        trainer, resume = self._of(), self.resume
+        locations = [resume.location, *(item.location for item in self.snapshotters)]
+        name = next((location.name for location in locations if location is not None), "")
+        return name, resume.attempt, trainer.global_step if trainer is not None else 0
+
+    def emit(self, kind: EventKind, message: str, **detail: Any) -> None:
+        """Tell an event, see :meth:`Events.emit`. What a function raises does not change how a notice ends a run."""
+        strict = kind != "preempted" and any(item.settings.ring.strict for item in self.snapshotters)
+        self._events.emit(kind, message, strict=strict, **detail)
 
     # -- notices --------------------------------------------------------------------------------------------------
 
@@ -198,14 +225,16 @@ class FitSession(PerTrainer):
         say(logging.INFO, "stopping", text, only_rank_zero=True, notice=notice.text, step=trainer.global_step)
         longest_s = max((item.settings.upload_timeout_s for item in self.snapshotters), default=0.0)
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
+        secured = []
         for snapshotter in self.snapshotters:
             bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
             if safe := snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE):
                 say(logging.INFO, "secured", "{safe}", about=snapshotter.location.url, only_rank_zero=True, safe=safe)
+                secured.append(safe)
         if not self.snapshotters:
             _save_beside_model_checkpoint(trainer, seam)
         part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
-        raise self._preempted(notice)
+        raise self._preempted(notice, *secured)
 
     def workers_ended(self, notice: Notice, error: BaseException) -> NoReturn:
         """Leave, since the signal of a notice has ended workers of a loader, too. In mid-step nothing can be secured.
@@ -226,10 +255,11 @@ class FitSession(PerTrainer):
         )
         raise self._preempted(notice) from error
 
-    def _preempted(self, notice: Notice) -> PreemptedError:
+    def _preempted(self, notice: Notice, *secured: str) -> PreemptedError:
         """What ends the process; the job's scheduler is asked for another turn."""
         if self._trainer.is_global_zero and is_requeued_by_slurm(self._trainer):
             requeue_slurm_job()
+        self.emit("preempted", "; ".join([notice.text, *secured]), source=notice.source)
         return PreemptedError(notice.text, EXIT_CODE)
 
     def complete(self) -> None:
@@ -254,6 +284,7 @@ class FitSession(PerTrainer):
         try:
             with ExitStack() as ends:  # from the last one on, whatever fails in one
                 ends.callback(self._renew)
+                ends.callback(self._close_events)
                 ends.callback(self.resume.let_go)
                 ends.callback(FitState.of(self._trainer).detach)
                 if error is not None:
@@ -262,6 +293,11 @@ class FitSession(PerTrainer):
         except BaseException as raised:
             raised.__context__ = raised.__context__ or error  # a stack drops what is being handled around it
             raise
+
+    def _close_events(self) -> None:
+        """Wait some seconds until events are sent, as far as a notice leaves them."""
+        deadline = self.deadline
+        self._events.close(min(CLOSE_S, deadline.left_s) if deadline is not None and deadline.is_named else CLOSE_S)
 
     def _interrupt(self, error: BaseException, ends: ExitStack) -> None:
         """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
@@ -319,6 +355,8 @@ class FitSession(PerTrainer):
         where = (
             f"step {step}" if step else f"the end of epoch {self._trainer.current_epoch}"
         )  # steps may not be counted
+        message = f"its last snapshot is {'' if durable else 'not '}in {location.url}"
+        self.emit("finished", message, persisted=durable)
         if durable:
             say(
                 logging.INFO,

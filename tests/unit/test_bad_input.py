@@ -52,10 +52,18 @@ KINDS: dict[str, list[Any]] = {
     "name": [*OF_NO_USE, 3, "", "a/b", " ", []],
     "metric": [*OF_NO_USE, 3, "", []],
     "policy": [*OF_NO_USE, 30, "EverySteps(3)", EverySteps, []],
+    "function": [NOTHING, b"x", {}, {"a"}, 3, "print", []],
+    "webhook": [
+        *(*OF_NO_USE, True, 3, [], "", "chat.example.com/x", "ftp://chat.example.com/x", "file:///etc/passwd"),
+        *("https:///x", "https://[::1/x", "https://chat.example.com:port/x", "https://chat.example.com:0/x"),
+        *("https://user:pass@chat.example.com/x", "https://token@chat.example.com/x", "https://chat.example.com/ä"),
+        *("https://chat.example.com/a b", "https://chat.example.com/x\r\nHost: other"),
+    ],
     "notices": [NOTHING, b"x", {}, {"a"}, int, 3, True, "", "asw", ["aws", "asw"], [3], AwsSource],
 }
 """What each kind of setting cannot be."""
 
+TOLD = {"on_event": "function", "webhook": "webhook"}
 RUN = {"dirpath": "place", "servers": "nodes", "local_server": "flag", "run_name": "name"}
 SNAPSHOTS = {
     **RUN,
@@ -74,6 +82,7 @@ SNAPSHOTS = {
     "on_error": "choice",
     "copy_mode": "choice",
     "device_buffer": "size",
+    **TOLD,
 }
 SETTINGS: dict[type, dict[str, str]] = {
     RemoteSnapshot: SNAPSHOTS,
@@ -86,8 +95,8 @@ SETTINGS: dict[type, dict[str, str]] = {
         "on_resume_failure": "choice",
         "log_goodput": "flag",
     },
-    AutoResume: {**RUN, "data_resume": "choice", "on_resume_failure": "choice"},
-    PreemptionGuard: {"notices": "notices", "grace_period_s": "above 0"},
+    AutoResume: {**RUN, "data_resume": "choice", "on_resume_failure": "choice", **TOLD},
+    PreemptionGuard: {"notices": "notices", "grace_period_s": "above 0", **TOLD},
     GoodputMonitor: {"dirpath": "place", "log_every_s": "above 0", "heartbeat_s": "above 0"},
     SpotCheckpointIO: {
         "local_server": "flag",
@@ -189,6 +198,7 @@ def test_every_setting_of_every_public_class_is_tried() -> None:
     public = {name for name in lightning_spot.__all__ if isinstance(getattr(lightning_spot, name), type)}
     others = {
         "Costs",
+        "Event",
         "Goodput",
         "IntervalPolicy",
         "Notice",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from lightning_spot import config
 from lightning_spot.cli.command import command_parser
 from lightning_spot.config import parse_bytes
 
@@ -43,6 +46,9 @@ def test_the_systemd_unit() -> None:
     unit = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
     assert serve(unit["ExecStart"].split()[1:]).memory_limit
     assert int(unit["TimeoutStopSec"]) > LEAST_DRAIN_S
+    assert unit["User"] not in ("root", "0")
+    assert not unit.keys() & {"DynamicUser", "RemoveIPC"}  # what a killed server left in /dev/shm is taken over
+    assert [line for line in lines if line.startswith("LoadCredential=token:")]  # no secret in the unit itself
 
 
 def test_the_image_and_the_compose_file() -> None:
@@ -56,6 +62,35 @@ def test_the_image_and_the_compose_file() -> None:
     assert int(server["stop_grace_period"].rstrip("s")) > LEAST_DRAIN_S
 
 
+def test_the_variables_are_those_that_are_read() -> None:
+    known = set(re.findall(r"LIGHTNING_SPOT[A-Z_]*", inspect.getsource(config)))
+    texts = [path.read_text() for path in DEPLOY.rglob("*") if path.is_file()]
+    assert {name for text in texts for name in re.findall(r"LIGHTNING_SPOT[A-Z_]*", text)} <= known
+
+
+@pytest.mark.parametrize(("name", "kind"), [("server.yaml", "StatefulSet"), ("trainer.yaml", "Job")])
+def test_pods_have_no_more_rights_than_they_need(name: str, kind: str) -> None:
+    pod = resources(name)[kind]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+    variables = {each["name"]: each for each in container["env"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes.keys() == set(mounts.values())
+    assert mounts.keys() >= {"/dev/shm", "/tmp"}  # what is written to on a read-only root
+    folder, _, file = variables["LIGHTNING_SPOT_TOKEN_FILE"]["value"].rpartition("/")
+    assert volumes[mounts[folder]]["secret"]["items"] == [{"key": "token", "path": file}]
+    assert variables["LIGHTNING_SPOT_WEBHOOK"]["valueFrom"]["secretKeyRef"]["optional"]
+
+
 def test_the_servers_in_kubernetes() -> None:
     found = resources("server.yaml")
     pod = found["StatefulSet"]["spec"]["template"]["spec"]
@@ -63,7 +98,6 @@ def test_the_servers_in_kubernetes() -> None:
     limit = parse_bytes(serve(server["args"]).memory_limit)
     assert pod["terminationGracePeriodSeconds"] > LEAST_DRAIN_S
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes.keys() == {mount["name"] for mount in server["volumeMounts"]}
     room = parse_bytes(volumes["shm"]["emptyDir"]["sizeLimit"])
     assert limit < room < parse_bytes(server["resources"]["limits"]["memory"])
     labels = found["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
@@ -79,6 +113,7 @@ def test_the_trainer_in_kubernetes() -> None:
     job, servers = resources("trainer.yaml")["Job"], resources("server.yaml")
     rules = job["spec"]["podFailurePolicy"]["rules"]
     assert {rule["action"] for rule in rules} == {"Ignore"}
+    assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert rules[1]["onExitCodes"]["values"] == [143]
     pod = job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # a podFailurePolicy needs it
@@ -86,7 +121,6 @@ def test_the_trainer_in_kubernetes() -> None:
     variables = {each["name"]: each.get("value", "") for each in trainer["env"]}
     assert int(variables["LIGHTNING_SPOT_GRACE_PERIOD_S"]) == pod["terminationGracePeriodSeconds"]
     assert trainer["name"] == rules[1]["onExitCodes"]["containerName"]
-    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in trainer["volumeMounts"]}
     name, count = servers["Service"]["metadata"]["name"], servers["StatefulSet"]["spec"]["replicas"]
     named = [f"spot://{name}-{index}.{name}:7070" for index in range(count)]
     assert variables["LIGHTNING_SPOT_SERVERS"].split(",") == named

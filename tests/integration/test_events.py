@@ -1,0 +1,353 @@
+"""Events: a function is called with them and webhooks get them; neither harms a training, nor do logs have the URL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_spot import AutoResume, Event, EverySteps, PreemptedError, PreemptionGuard, SettingsError, SpotCheckpoint
+from lightning_spot.config import read_environment
+from lightning_spot.events import Events
+from lightning_spot.say import recovered, say
+from tests.support.said import keys, said
+from tests.support.server import RunningNode
+from tests.support.store import Kept
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process, until
+
+SECRET = "T000-very-secret"
+BROKEN = "<!channel> & more"
+
+
+class Chat:
+    """A webhook over real HTTP.
+
+    Attributes:
+        statuses: of the answers; the last one stays.
+        got: bodies of the requests that were answered.
+        gate: requests are answered while it is set.
+    """
+
+    def __init__(self) -> None:
+        self.statuses, self.got, self.gate, self.asked = [200], list[dict[str, Any]](), threading.Event(), 0
+        self.paths: list[str] = []
+        self.gate.set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.asked += 1
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.gate.wait(30)
+                outer.paths.append(self.path)
+                outer.got.append(body)
+                self.send_response(outer.statuses.pop(0) if len(outer.statuses) > 1 else outer.statuses[0], "no\x1b[2J")
+                self.send_header("Location", f"{outer.url}/elsewhere")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                outer.paths.append(f"GET {self.path}")
+                self.send_error(404)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.host = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.url = f"{self.host}/services/{SECRET}"
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def kinds(self) -> list[str]:
+        return [body["kind"] for body in self.got]
+
+
+@pytest.fixture
+def chat() -> Iterator[Chat]:
+    running = Chat()
+    yield running
+    running.gate.set()
+    running.server.shutdown()
+    running.server.server_close()
+
+
+@contextlib.contextmanager
+def telling(*webhooks: str, **more: Any) -> Iterator[Events]:
+    events = Events(webhooks=webhooks, **more)
+    try:
+        yield events
+    finally:
+        events.close(10.0)
+
+
+def spot(root: Path, **more: Any) -> SpotCheckpoint:
+    settings: dict[str, Any] = {"local_server": False, "on_full": "wait", "interval": EverySteps(2), "notices": None}
+    return SpotCheckpoint(str(root / "run-1"), **{**settings, **more})
+
+
+# -- what a training tells --------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_resumed_and_finished(tmp_path: Path, chat: Chat) -> None:
+    events: list[Event] = []
+    told: dict[str, Any] = {"on_event": events.append, "webhook": chat.url}
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, **told), StopAt(6)).fit(Net(), data())
+    assert events == []
+    trainer(spot(tmp_path, **told)).fit(Net(), data())
+    assert [event.kind for event in events] == chat.kinds == ["resumed", "finished"]
+    resumed, finished = events
+    assert (resumed.run, resumed.attempt, resumed.step) == ("run-1", 2, 6)
+    assert resumed.detail["snapshot"] == "step-000000006-attempt-0001"
+    assert resumed.detail["exact"] is True
+    assert (finished.step, finished.detail["persisted"]) == (40, True)
+    assert time.time() - 300 < finished.time_unix_s <= time.time()
+    new_process()
+    trainer(spot(tmp_path, **told)).fit(Net(), data())  # nothing is left to train
+    assert len(events) == 2
+
+
+class Taken(pl.Callback):
+    """Has the process told to end, in a step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_notice(tmp_path: Path, chat: Chat) -> None:
+    seen: list[tuple[Event, bool]] = []
+
+    def see(event: Event) -> None:
+        seen.append((event, any((tmp_path / "run-1").glob("step-*/manifest.json"))))
+
+    guarded = spot(tmp_path, notices="signal", on_event=see, webhook=chat.url)
+    with pytest.raises(PreemptedError):
+        trainer(guarded, Taken()).fit(Net(), data())
+    [(event, is_stored)] = seen
+    assert is_stored  # what a function takes of the time that is left comes last
+    assert (event.kind, event.run, event.attempt, event.detail["source"]) == ("preempted", "run-1", 1, "signal")
+    assert chat.kinds == ["preempted"]
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_what_a_function_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture, on_error: Any) -> None:
+    def broken(event: Event) -> None:
+        raise ZeroDivisionError(event.kind)
+
+    with pytest.raises(PreemptedError):  # its exit code counts
+        trainer(spot(tmp_path, notices="signal", on_event=broken, on_error=on_error), Taken()).fit(Net(), data())
+    assert [facts["about"] for facts in said(caplog, "on-event-failed")] == ["preempted"]
+    expected = pytest.raises(ZeroDivisionError) if on_error == "raise" else contextlib.nullcontext()
+    with expected:
+        trainer(spot(tmp_path, on_event=broken, on_error=on_error)).fit(Net(), data())
+    assert len(said(caplog, "on-event-failed")) == (1 if on_error == "raise" else 3)
+
+
+def test_callbacks_that_stand_alone(tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_WEBHOOK", chat.url)
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path), StopAt(6)).fit(Net(), data())
+    events: list[Event] = []
+    parts = AutoResume(str(tmp_path / "run-1"), local_server=False, on_event=events.append), PreemptionGuard("signal")
+    with pytest.raises(PreemptedError):
+        trainer(*parts, StopAfterResume()).fit(Net(), data())
+    assert [event.kind for event in events] == chat.kinds == ["resumed", "preempted"]
+    assert {event.run for event in events} == {"run-1"}
+
+
+class StopAfterResume(pl.Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_storage_that_fails_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+    real, fails = Kept.pipe_file, threading.Event()
+
+    def pipe_file(files: Kept, path: str, *arguments: Any, **more: Any) -> Any:
+        if fails.is_set() and "step-" in path:
+            raise OSError("no room")
+        return real(files, path, *arguments, **more)
+
+    class Breaks(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                fails.set()
+            if trainer.global_step == 10:
+                until(lambda: events, "it to be degraded")
+                fails.clear()
+                until(lambda: len(events) > 1, "it to be recovered")
+
+    monkeypatch.setattr(Kept, "pipe_file", pipe_file)
+    settings = {"local_server": False, "interval": EverySteps(1), "min_upload_interval_s": 0, "notices": None}
+    callback = SpotCheckpoint(f"kept://bucket{tmp_path}/run-1", on_event=events.append, **settings)
+    trainer(callback, Breaks()).fit(Net(), data())
+    assert [event.kind for event in events] == ["degraded", "recovered", "finished"]
+    assert {event.detail.get("cause") for event in events[:2]} == {"upload-failing"}
+
+
+def test_a_server_whose_storage_fails_for_a_while(
+    tmp_path: Path, chat: Chat, start_node: Callable[..., RunningNode]
+) -> None:
+    storage, away = tmp_path / "storage", tmp_path / "away"
+    storage.mkdir()
+    node = start_node("--storage", str(storage), environment={"LIGHTNING_SPOT_WEBHOOK": chat.url})
+
+    class Breaks(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                storage.rename(away)
+                storage.write_text("")
+            if trainer.global_step == 10:
+                until(lambda: chat.got, "it to be degraded")
+                storage.unlink()
+                away.rename(storage)
+                until(lambda: len(chat.got) > 1, "it to be recovered")
+
+    trainer(spot(tmp_path, local_server=True, servers=node.url, min_upload_interval_s=0), Breaks()).fit(Net(), data())
+    assert chat.kinds == ["degraded", "recovered"]
+    assert (chat.got[0]["run"], chat.got[0]["attempt"], chat.got[0]["detail"]["cause"]) == ("", 0, "upload-failing")
+    assert SECRET not in node.log.read_text()
+
+
+def test_a_drill_tells_no_chat(tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_DRILL", str(tmp_path / "drill"))
+    events: list[Event] = []
+    trainer(spot(tmp_path, on_event=events.append, webhook=chat.url)).fit(Net(), data())
+    assert [event.kind for event in events] == ["finished"]
+    assert chat.asked == 0
+
+
+def test_a_webhook_that_hangs_holds_nobody_up_for_long(
+    tmp_path: Path, chat: Chat, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat.gate.clear()
+    trainer(spot(tmp_path, webhook=chat.url)).fit(Net(), data())
+    assert [facts["about"] for facts in said(caplog, "webhook-failing")] == [chat.host]
+    assert SECRET not in caplog.text
+
+
+def test_nothing_listens_after_the_end(tmp_path: Path, chat: Chat) -> None:
+    trainer(spot(tmp_path, webhook=chat.url)).fit(Net(), data())
+    say(logging.WARNING, "upload-failing", "{about} fails", about="of another")
+    recovered("upload-failing", "{about} works", about="of another")
+    assert chat.kinds == ["finished"]
+    assert not [each for each in threading.enumerate() if each.name == "spot-webhook"]
+
+
+# -- the webhook ------------------------------------------------------------------------------------------------------
+
+
+def test_the_body(chat: Chat) -> None:
+    with telling(chat.url, now=lambda: ("run-1", 2, 40)) as events:
+        events.emit("degraded", BROKEN, cause="upload-failing")
+    [body] = chat.got
+    text = body.pop("text")
+    assert body.keys() == {"kind", "run", "attempt", "step", "time_unix_s", "host", "detail"}
+    assert (body["run"], body["attempt"], body["step"]) == ("run-1", 2, 40)
+    assert body["detail"] == {"message": BROKEN, "cause": "upload-failing"}
+    assert "run-1" in text
+    assert "&lt;!channel&gt; &amp; more" in text  # it calls nobody, and leads nowhere
+    with telling(chat.url) as events:
+        events.emit("degraded", "x" * 100_000)
+    assert len(chat.got[1]["text"]) <= 1000
+
+
+def test_events_come_in_order_and_the_newest_ones_count(chat: Chat) -> None:
+    chat.gate.clear()
+    with telling(chat.url) as events:
+        events.emit("resumed", "0")
+        until(lambda: chat.asked, "the first one to be sent")
+        for number in range(1, 200):
+            events.emit("degraded", str(number))
+        chat.gate.set()
+        until(lambda: len(chat.got) == 65, "all that are kept")
+    assert [int(body["detail"]["message"]) for body in chat.got] == [0, *range(136, 200)]
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 408])
+def test_it_is_tried_again(chat: Chat, caplog: pytest.LogCaptureFixture, status: int) -> None:
+    chat.statuses = [status, 204]
+    with telling(chat.url) as events:
+        events.emit("resumed", "")
+    assert chat.asked == 2
+    assert "webhook-failing" not in keys(caplog)
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308, 400, 401, 404, 410])
+def test_what_no_other_try_changes(chat: Chat, caplog: pytest.LogCaptureFixture, status: int) -> None:
+    """Nor does an event go where the other side says."""
+    chat.statuses = [status]
+    with telling(chat.url) as events:
+        events.emit("resumed", "")
+    assert chat.paths == [f"/services/{SECRET}"]
+    [facts] = said(caplog, "webhook-failing")
+    assert facts["why"] == f"HTTP status {status}"
+    assert SECRET not in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+def test_it_is_not_tried_for_ever(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_spot.retry.time.sleep", lambda _: None)
+    chat.statuses = [503]
+    with telling(chat.url) as events:
+        events.emit("resumed", "")
+        until(lambda: chat.asked == 5, "the last try")
+    assert chat.asked == 5
+
+
+def test_it_works_again(chat: Chat, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    chat.statuses = [404, 204]
+    with telling(chat.url) as events:
+        events.emit("resumed", "")
+        events.emit("finished", "")
+    found = [record.levelno for record in caplog.records if getattr(record, "spot_key", "") == "webhook-failing"]
+    assert found == [logging.WARNING, logging.INFO]
+
+
+def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+    with telling(f"http://127.0.0.1:1/{SECRET}") as events:
+        events.emit("resumed", "")
+        events.close(0.2)
+    assert len(said(caplog, "webhook-failing")) == 1
+    assert SECRET not in caplog.text
+
+
+def test_a_proxy_of_the_environment(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", chat.host)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with telling(f"http://chat.invalid/{SECRET}") as events:
+        events.emit("resumed", "")
+    assert chat.paths == [f"http://chat.invalid/{SECRET}"]
+
+
+def test_an_error_does_not_show_it() -> None:
+    with pytest.raises(SettingsError) as raised:
+        SpotCheckpoint("run-1", webhook=f"https://chat.example.com:{SECRET}/x")
+    assert raised.value.__context__ is None
+    assert SECRET not in str(raised.value)
+
+
+def test_a_variable_that_is_no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_WEBHOOK", f"ftp://{SECRET}")
+    with pytest.raises(SettingsError, match="LIGHTNING_SPOT_WEBHOOK") as raised:
+        read_environment()
+    assert SECRET not in str(raised.value)
+    monkeypatch.setenv("LIGHTNING_SPOT_WEBHOOK", f"https://chat.example.com/{SECRET}")
+    assert SECRET not in repr(read_environment())
