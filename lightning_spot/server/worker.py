@@ -148,6 +148,14 @@ class Reconciler(Observations):
                 self._questions.forget(before)
             self._ring.touch(run)
 
+    def tell(self, run: str) -> None:
+        """Ask the servers of a run at once how they are, and say with it what there is to say of the run."""
+        with self._ring.changed:
+            if (servers := self.servers.get(run)) is not None:
+                for server in servers.used:
+                    server.doubted = True
+                self._ring.touch(run)
+
     def forget(self, run: str, urls: Iterable[str]) -> None:
         """Forget a run, and how tiers did that nothing goes to any more."""
         with self._ring.changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -14,6 +15,8 @@ import yaml
 from lightning_spot import config
 from lightning_spot.cli.command import command_parser
 from lightning_spot.config import parse_bytes
+from lightning_spot.http.metrics import METRICS
+from tests.support.promtool import PROMTOOL, promtool
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -126,3 +129,83 @@ def test_the_trainer_in_kubernetes() -> None:
     assert variables["LIGHTNING_SPOT_SERVERS"].split(",") == named
     admitted = servers["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
     assert admitted.items() <= job["spec"]["template"]["metadata"]["labels"].items()
+
+
+# -- Prometheus and Grafana -------------------------------------------------------------------------------------------
+
+RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())["groups"][0]["rules"]
+DASHBOARD = json.loads((DEPLOY / "grafana" / "lightning-spot.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [rule["expr"] for rule in RULES] + [target["expr"] for panel in PANELS for target in panel["targets"]]
+OF_PROMETHEUS = {"instance", "job", "le"}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries_name_metrics_and_labels_that_are_exposed(query: str) -> None:
+    asked = set(re.findall(r"lightning_spot_(\w+)", query))
+    known = {
+        f"{name}{suffix}": metric
+        for name, metric in METRICS.items()
+        for suffix in {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}.get(
+            metric.kind, ("",)
+        )
+    }
+    assert asked or "up{" in query
+    assert asked <= known.keys()
+    listed = [name for names in re.findall(r"\b(?:by|on) \(([^)]*)\)", query) for name in names.split(", ")]
+    labels = {*listed, *re.findall(r"[{,]\s*(\w+)\s*=", query)}
+    assert labels <= OF_PROMETHEUS.union(*(known[name].labels for name in asked))
+    rated = re.findall(r"\b(?:rate|increase)\(lightning_spot_(\w+)", query)
+    assert {known[name].kind for name in rated} <= {"counter", "histogram", "summary"}
+
+
+def test_every_metric_is_on_the_dashboard_or_in_a_rule() -> None:
+    asked = {
+        re.sub(r"_(bucket|sum|count)$", "", name)
+        for query in QUERIES
+        for name in re.findall(r"lightning_spot_(\w+)", query)
+    }
+    assert asked == METRICS.keys()
+
+
+def test_the_dashboard_has_four_rows_and_no_panel_upon_another() -> None:
+    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    assert rows == ["Fleet", "Run", "Server", "Storage"]
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    cells = [
+        (place["x"] + x, place["y"] + y)
+        for panel in DASHBOARD["panels"]
+        for place in [panel["gridPos"]]
+        for x in range(place["w"])
+        for y in range(place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+def test_alerts_say_what_happened_and_what_to_do() -> None:
+    for rule in RULES:
+        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+    [scrape] = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert f'up{{job="{scrape["job_name"]}"}} == 0' in QUERIES
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
+def test_prometheus_reads_rules_queries_and_configuration(tmp_path: Path) -> None:
+    assert promtool("check", "rules", str(DEPLOY / "prometheus" / "rules.yaml")) == ""
+    assert promtool("check", "config", "--syntax-only", str(DEPLOY / "prometheus" / "prometheus.yml")) == ""
+    drawn = [query.replace("$__rate_interval", "1m") for query in QUERIES]
+    rules = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(drawn)]
+    (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    assert promtool("check", "rules", str(tmp_path / "queries.yaml")) == ""
+
+
+def test_the_pod_monitor_fits_the_servers() -> None:
+    servers, [monitor] = resources("server.yaml"), resources("podmonitor.yaml").values()
+    pod = servers["StatefulSet"]["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == pod["spec"]["containers"][0]["ports"][0]["name"]
+    secret = next(each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "token")
+    assert endpoint["authorization"]["credentials"] == {"name": secret["secretName"], "key": "token"}
