@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 logger = logging.getLogger("lightning_spot")
 
@@ -23,6 +24,23 @@ UNEXPECTED = "{about} failed unexpectedly. It is retried. Report the traceback."
 """Text of messages with the key ``unexpected``."""
 
 _MOST_CAUSES = 1024
+_MOST_RECENT, _LONGEST_RECENT = 100, 1000
+
+
+class Said(NamedTuple):
+    """A message that was logged.
+
+    Attributes:
+        unix_s: when.
+        level: as in :mod:`logging`.
+        key: names the event.
+        text: what was logged.
+    """
+
+    unix_s: float
+    level: int
+    key: str
+    text: str
 
 
 class Messages:
@@ -30,12 +48,16 @@ class Messages:
 
     Args:
         clock: gives seconds.
+
+    Attributes:
+        recent: the latest messages, oldest first.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         # By cause: when it was logged last, and how often it came up since. No lock: a forked child would inherit it.
         self._said: dict[tuple[str, str], tuple[float, int]] = {}
+        self.recent: deque[Said] = deque(maxlen=_MOST_RECENT)
 
     def say(
         self,
@@ -96,6 +118,7 @@ class Messages:
         rank = _rank()
         prefix = f"[spot r{rank}]" if rank else "[spot]"
         extra = {"spot_key": key, "spot_facts": facts}
+        self.recent.append(Said(time.time(), level, key, line[:_LONGEST_RECENT]))
         logger.log(level, "%s %s", prefix, line, exc_info=exc_info, extra=extra, stacklevel=3)
 
 
@@ -130,4 +153,4 @@ def _rank() -> int:
 
 
 _messages = Messages()
-say, recovered, forget = _messages.say, _messages.recovered, _messages.forget
+say, recovered, forget, recent = _messages.say, _messages.recovered, _messages.forget, _messages.recent

@@ -37,6 +37,7 @@ NAMED_BY_USERS = {
     "__main__", "callbacks.lightning_cli", "checkpoint_io", "entry_point",
     "cli.command", "service.program", "client.filesystem", "tiers.objects",
     *(f"cli.{command}" for command in ("doctor", "drill", "report", "simulate", "snapshots", "supervise")),
+    "cli.status_link",
 }  # fmt: skip
 
 
