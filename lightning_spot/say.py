@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 logger = logging.getLogger("lightning_spot")
 
@@ -23,6 +24,24 @@ UNEXPECTED = "{about} failed unexpectedly. It is retried. Report the traceback."
 """Text of messages with the key ``unexpected``."""
 
 _MOST_CAUSES = 1024
+_MOST_RECENT, _LONGEST_RECENT = 100, 1000
+
+
+class Said(NamedTuple):
+    """A message that was logged.
+
+    Attributes:
+        unix_s: when.
+        level: as in :mod:`logging`.
+        key: names the event.
+        text: what was logged.
+    """
+
+    unix_s: float
+    level: int
+    key: str
+    text: str
+
 
 Listener = Callable[[str, str, str, bool], None]
 """Takes a message's key, what it is about, its line, and whether the cause is over. It raises nothing."""
@@ -33,6 +52,9 @@ class Messages:
 
     Args:
         clock: gives seconds.
+
+    Attributes:
+        recent: the latest messages, oldest first.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,6 +62,7 @@ class Messages:
         # By cause: when it was logged last, and how often it came up since. No lock: a forked child would inherit it.
         self._said: dict[tuple[str, str], tuple[float, int]] = {}
         self._listeners: tuple[Listener, ...] = ()
+        self.recent: deque[Said] = deque(maxlen=_MOST_RECENT)
 
     def say(
         self,
@@ -123,6 +146,7 @@ class Messages:
         rank = _rank()
         prefix = f"[spot r{rank}]" if rank else "[spot]"
         extra = {"spot_key": key, "spot_facts": facts}
+        self.recent.append(Said(time.time(), level, key, line[:_LONGEST_RECENT]))
         logger.log(level, "%s %s", prefix, line, exc_info=exc_info, extra=extra, stacklevel=3)
 
 
@@ -157,4 +181,5 @@ def _rank() -> int:
 
 
 _messages = Messages()
-say, recovered, listen, forget = _messages.say, _messages.recovered, _messages.listen, _messages.forget
+say, recovered, listen = _messages.say, _messages.recovered, _messages.listen
+forget, recent = _messages.forget, _messages.recent

@@ -69,7 +69,11 @@ def newest_record(run_url: str, before: int | None = None) -> AttemptRecord | No
     Raises:
         TierError: if the tier fails.
     """
-    folder = _folder(run_url)
+    return newest_in(_folder(run_url), before)
+
+
+def newest_in(folder: Folder, before: int | None = None) -> AttemptRecord | None:
+    """As :func:`newest_record`, in the folder of a run's attempts."""
     older = [attempt for attempt in _attempts(folder) if before is None or attempt < before]
     found = (_read(folder, attempt) for attempt in reversed(older[-_MOST_DAMAGED:]))
     return next((record for record in found if record is not None), None)

@@ -21,6 +21,10 @@ POST       /v1/uploads/ID/stream               fill it, over a connection of its
 POST       /v1/uploads/ID/commit               make it a snapshot; on this host a slot filled through shared memory
 DELETE     /v1/uploads/ID                      give it up
 POST       /v1/flush                           bring everything to the tiers below
+POST       /v1/links                           make a link that a browser may open once
+GET        /open/LINK                          open it: a cookie, for the next two and nothing else
+GET        /                                   the status page
+GET        /v1/page                            what it shows
 GET        /v1/files/RUN/PATH                  read what is in memory (ranges too)
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
@@ -84,6 +88,7 @@ from lightning_spot.http.limits import (
     request_logger,
 )
 from lightning_spot.http.metrics import CONTENT_TYPE, exposition
+from lightning_spot.http.page import HEADERS, Page
 from lightning_spot.http.upload_requests import UploadRequests
 from lightning_spot.protocol.listening import CountedLog, open_files
 from lightning_spot.protocol.wire import (
@@ -133,24 +138,21 @@ _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
 _LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
 
-_PAGE = """\
+_NO_SESSION = """\
 <!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><title>Snapshot server</title></head>
 <body>
 <h1>Snapshot server</h1>
-<p>This is a snapshot server of lightning_spot. It answers trainings and commands, and has no pages for browsers.</p>
+<p>This is a snapshot server of lightning_spot. Its status page is opened by a link, which works once, for a minute. The
+link gives this browser access for 12 hours, or until the server ends. To make one:</p>
+<pre>{token}lightning-spot status --open --server spot://HOST:PORT</pre>
 <p>To list the snapshots of a run that this server holds:</p>
 <pre>{token}lightning-spot ls spot://HOST:PORT/RUN</pre>
 </body>
 </html>
 """
 _TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
-_PAGE_HEADERS = {
-    hdrs.CACHE_CONTROL: "no-store",
-    "Content-Security-Policy": "default-src 'none'",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 class Service:
@@ -161,18 +163,27 @@ class Service:
         token: secret every request must carry as ``Authorization: Bearer …``; ``None`` asks for none, but for our
             header of every request that comes by TCP.
         only_metrics: whether nothing else is answered than ``/metrics`` and ``/healthz``.
+        clock: gives seconds, for the sessions of browsers.
 
     Attributes:
         last_request_s: when the last request came (monotonic).
         counted: what strangers do.
     """
 
-    def __init__(self, server: SnapshotServer, token: str | None, *, only_metrics: bool = False) -> None:
+    def __init__(
+        self,
+        server: SnapshotServer,
+        token: str | None,
+        *,
+        only_metrics: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.server, self._only_metrics = server, only_metrics
         self.last_request_s = time.monotonic()
         self.counted = CountedLog(logger)
         self._token = token
         self._uploads = UploadRequests(server)
+        self._page = Page(server, functools.partial(not_ready, server), clock)
         self._connections: Connections | None = None
         self._flushing, self._flush_threads = Quota(_FLUSHES), ThreadPoolExecutor(_FLUSHES, "spot-flush")
 
@@ -192,6 +203,7 @@ class Service:
                 web.get("/v1/status", self._status),
                 *RunRequests(self.server).routes(),
                 *self._uploads.routes(),
+                *self._page.routes(),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read, allow_head=False),
                 web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
@@ -238,7 +250,8 @@ class Service:
             accepted.begin_request()
         request[GONE] = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
         try:
-            response = self._page(request) if _is_of_a_person(request) else await self._answer(request, handler)
+            is_refused = _is_of_a_person(request) and not self._page.admits(request)
+            response = self._refusal(request) if is_refused else await self._answer(request, handler)
         except SpotError as error:
             if isinstance(error, ServerRefusedError) and error.is_for_the_token:
                 self.counted.add("requests without this server's token", request.remote or THIS_HOST)
@@ -271,24 +284,25 @@ class Service:
         return response
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_admitted = self._page.admits(request)
         if request.path != "/healthz":
-            self._check_not_of_a_page(request)
+            self._check_not_of_a_page(request, is_admitted=is_admitted)
         if request.path not in _OPEN_TO_ALL:
             if request.path != _METRICS:  # which nobody waits for: a local server that is only watched ends
                 self.last_request_s = time.monotonic()
-            self._check_token(request)
+            if not is_admitted:
+                self._check_token(request)
             _check_protocol(request)
             _check_target(request)
             self._check_attempt(request)
         return await handler(request)
 
-    def _page(self, request: web.Request) -> web.Response:
-        """The same for every address: what this is, and what to use instead of a browser."""
+    def _refusal(self, request: web.Request) -> web.Response:
+        """What a browser without a session is shown, the same at every address: how to have one."""
         if self._token is not None:
             self.counted.add("requests without this server's token", request.remote or THIS_HOST)
-        page = _PAGE.format(token="" if self._token is None else _TOKEN_LINE)
-        status = 403 if self._token is None else 401
-        return web.Response(text=page, content_type="text/html", status=status, headers=_PAGE_HEADERS)
+        page = _NO_SESSION.format(token="" if self._token is None else _TOKEN_LINE)
+        return web.Response(text=page, content_type="text/html", status=401, headers=HEADERS)
 
     def _check_token(self, request: web.Request) -> None:
         if self._token is None:
@@ -321,10 +335,11 @@ class Service:
         request.match_info["run"] = key
         request[STILL_MAY] = functools.partial(self.server.registry.check_attempt, key, *shown)
 
-    def _check_not_of_a_page(self, request: web.Request) -> None:
+    def _check_not_of_a_page(self, request: web.Request, *, is_admitted: bool) -> None:
         """Refuse what a web page may have a browser of this host send, by its address or by a name of the page's own.
 
-        A page cannot have our header sent without asking first, which is never answered. A token proves as much.
+        A page cannot have our header sent without asking first, which is never answered. A token proves as much, as do
+        a link and its cookie at an address of this host.
 
         Raises:
             ServerRefusedError: to one that sends the header.
@@ -340,7 +355,7 @@ class Service:
                 "this server has no token, and the request names another host than this one. Nothing was done. Use"
                 " 127.0.0.1 or localhost, or set LIGHTNING_SPOT_TOKEN on both sides"
             )
-        elif not by_header and request.path != _METRICS:  # Prometheus sends no header, and a page cannot read it
+        elif not (by_header or is_admitted or request.path == _METRICS):  # a page cannot read what Prometheus does
             why = (
                 f"this server has no token: each request needs the header {PROTOCOL_HEADER}. Nothing was done. Add"
                 f" -H '{PROTOCOL_HEADER}: {PROTOCOL_VERSION}' to curl, or set LIGHTNING_SPOT_TOKEN on both sides"

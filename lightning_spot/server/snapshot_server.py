@@ -557,6 +557,18 @@ class Routes:
         """URL of the directory where what has left memory lies; ``None`` if nobody has said one."""
         return info.durable_url if info.durable_url is not None else self._own_tier(info)
 
+    def storage(self, info: RunInfo) -> Store | None:
+        """A run's storage, if this server may read it on behalf of the run; ``None`` if it has none.
+
+        Raises:
+            SpotError: if the run's attempt may not read it itself, or the tier fails.
+        """
+        if (url := self._own_tier(info)) is None:
+            return None
+        if url == info.durable_url:
+            self.check_owner(info.key)
+        return self.open_store(url)
+
     def away(self) -> dict[str, str]:
         """URLs of runs at servers that do not work, and what is wrong."""
         with self._ring.changed:

@@ -38,6 +38,12 @@ class Received:
     def __len__(self) -> int:
         return len(self._starts)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are here and checked."""
+        with self._changed:
+            return sum(nbytes for nbytes, _ in self.checked.values())
+
     def begin(self, start: int, stop: int, connection: socket.socket | None = None) -> None:
         """A range is about to be written: it is not checked any more. A connection that still writes it is closed.
 

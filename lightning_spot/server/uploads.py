@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from lightning_spot.config import KEEP
 from lightning_spot.errors import (
@@ -72,6 +73,16 @@ class Uploads:
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._uploads))
+
+    def status(self) -> list[dict[str, Any]]:
+        """What comes over the network now, as JSON-ready values."""
+        with self._lock:
+            coming = [(each, each.announced) for each in self._uploads.values()]
+        return [
+            {"run": of.run, "name": of.name, "nbytes": each.nbytes, "received_bytes": each.received.nbytes}
+            for each, of in coming
+            if of is not None
+        ]
 
     def close(self) -> None:
         """Take no new snapshots, and send on nothing that is not here yet."""

@@ -421,9 +421,10 @@ def test_a_browser_shows_what_this_is_and_nothing_else(
     }
     assert len(pages) == 1, "an address that is there looks like another one"
     ((status, page),) = pages
-    assert status == (401 if token else 403)
+    assert status == 401
     text = page.decode()
     assert text.startswith("<!DOCTYPE html>")
+    assert "lightning-spot status --open --server spot://HOST:PORT" in text
     assert "lightning-spot ls spot://HOST:PORT/RUN" in text
     assert ("LIGHTNING_SPOT_TOKEN" in text) == (token is not None)
     for secret in ("hush", str(tmp_path), "node.example", token or "hush"):

@@ -551,6 +551,22 @@ version counters of what is left out | capture.contents | unchanged::only_what_c
 version counters of what several share | capture.tensors | unchanged::a_second_tensor_on_the_same_memory_counts_too
 -        return (self.number, *[tensor._version for tensor in tensors])
 +        return (self.number, 0)
+# who reads a link in a history or a log sees the status page
+link used once | http.page | page::a_link_opens_the_page_once
+-        self._links.use(link)
++        pass
+# what a browser has been given reads snapshots, and deletes them
+cookie for the page only | http.page | page::the_cookie_is_for_the_page_only
+-return asked in (self.page, self.document) and self
++return self
+# a client has the server read what only that can
+storage read for its owner only | server.snapshot_server | page::nothing_is_read_where_the_attempt_may_not
+-            self.check_owner(info.key)
++            pass
+# an impostor leads a browser to another host
+link of the server asked | cli.status_link | page::an_impostor_leads_nowhere
+-if not _PATH.fullmatch(path)
++if False
 '''
 
 

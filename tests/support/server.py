@@ -214,7 +214,7 @@ def snapshot_server(root: Path, **settings: Any) -> Iterator[tuple[SnapshotServe
 
 
 @contextlib.contextmanager
-def served(node: SnapshotServer, port: int = 0) -> Iterator[int]:
+def served(node: SnapshotServer, port: int = 0, token: str | None = None, **service_fields: Any) -> Iterator[int]:
     """Serve ``node`` as long as the context lasts; its port, which is any that is free by default."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -222,7 +222,7 @@ def served(node: SnapshotServer, port: int = 0) -> Iterator[int]:
     ends = contextlib.AsyncExitStack()
 
     async def begin() -> int:
-        service = Service(node, None)
+        service = Service(node, token, **service_fields)
         runner = service.runner(shutdown_timeout_s=0.0)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)

@@ -1,0 +1,317 @@
+"""The status page: what a browser is shown without the token, for how long, and what the page polls.
+
+Who has the token makes a link (``POST /v1/links``). Opened once, within a minute, it gives the browser a cookie, which
+gets the page and its document for half a day, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import hashlib
+import logging
+import math
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import hdrs, web
+
+from lightning_spot._version import __version__
+from lightning_spot.config import without_password
+from lightning_spot.errors import SnapshotNotFoundError
+from lightning_spot.goodput.ledger import Account, spent, total
+from lightning_spot.goodput.records import newest_in
+from lightning_spot.say import recent
+from lightning_spot.server.runs import LEFT_S, RunInfo
+from lightning_spot.server.slots import Group, SlotState, View
+from lightning_spot.server.snapshot_server import SnapshotServer
+from lightning_spot.server.tier import TierHealth
+from lightning_spot.snapshot.shards import Status
+from lightning_spot.store.fences import ATTEMPTS_DIR
+from lightning_spot.store.store import HasFolders
+from lightning_spot.threads import in_background
+from lightning_spot.untrusted import plain
+
+logger = logging.getLogger(__name__)
+
+LINK_S = 60.0
+SESSION_S = 12 * 3600.0
+_MOST_PASSES = 64
+_MOST_SNAPSHOTS = 20  # of a run
+_LONGEST_MESSAGE = 1000
+_DOCUMENT_S = 1.0  # however many browsers poll
+_FIGURES_S = 5.0  # storage is asked for them
+
+_CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+HEADERS = {
+    hdrs.CACHE_CONTROL: "no-store",
+    "Content-Security-Policy": _CLOSED,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Of everything that a browser may show."""
+
+_OPENED = '<!DOCTYPE html><html lang="en"><title>Snapshot server</title><a href="/">Status page</a></html>\n'
+
+
+class Passes:
+    """Random secrets, each of which is good for a while; beyond so many, the oldest one is not. Used on one thread.
+
+    Args:
+        lasts_s: how long one is good.
+        clock: gives seconds.
+    """
+
+    def __init__(self, lasts_s: float, clock: Callable[[], float]) -> None:
+        self._lasts_s, self._clock = lasts_s, clock
+        self._until_s: dict[bytes, float] = {}  # by digest: how long a look-up takes says nothing of a secret
+
+    def new(self) -> str:
+        """One more, which a URL and a cookie can hold."""
+        while len(self._until_s) >= _MOST_PASSES:
+            del self._until_s[next(iter(self._until_s))]
+        secret = secrets.token_urlsafe(32)
+        self._until_s[_digest(secret)] = self._clock() + self._lasts_s
+        return secret
+
+    def is_good(self, secret: str) -> bool:
+        """Whether it is one that is good."""
+        return self._clock() < self._until_s.get(_digest(secret), -math.inf)
+
+    def use(self, secret: str) -> None:
+        """It is good no longer."""
+        self._until_s.pop(_digest(secret), None)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode(errors="replace")).digest()
+
+
+class Page:
+    """Handlers of the status page.
+
+    Args:
+        server: whose.
+        not_ready: tells why a run would not be well here now.
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self, server: SnapshotServer, not_ready: Callable[[], list[str]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._links, self._sessions = Passes(LINK_S, clock), Passes(SESSION_S, clock)
+        self._cookie = f"spot-page-{secrets.token_hex(4)}"  # other servers at this host are sent it, too
+        self._server, self._not_ready, self._figures = server, not_ready, Figures(server)
+        self._made, self._made_s, self._making = "", -math.inf, asyncio.Lock()
+
+    def routes(self) -> list[web.RouteDef]:
+        """Where they are asked."""
+        return [
+            web.post("/v1/links", self.link),
+            web.get("/open/{link}", self.open, allow_head=False),
+            web.get("/", self.page, allow_head=False),
+            web.get("/v1/page", self.document, allow_head=False),
+        ]
+
+    def admits(self, request: web.Request) -> bool:
+        """Whether a request needs no token: it opens a link, or shows the cookie for what that is for."""
+        asked = request.match_info.handler
+        if asked == self.open:
+            return self._links.is_good(request.match_info["link"])
+        return asked in (self.page, self.document) and self._sessions.is_good(request.cookies.get(self._cookie, ""))
+
+    async def link(self, _request: web.Request) -> web.Response:
+        """Make a path that a browser may open once."""
+        return web.json_response({"path": f"/open/{self._links.new()}"})
+
+    async def open(self, request: web.Request) -> web.Response:
+        """Give the browser a cookie, and send it to the page.
+
+        Not by a redirect: where a link is followed from another site, such as a terminal in a browser, the cookie
+        would not be shown after one.
+        """
+        if not self._links.is_good(link := request.match_info["link"]):
+            raise SnapshotNotFoundError("this link was used, or has expired")
+        self._links.use(link)
+        response = web.Response(text=_OPENED, content_type="text/html", headers={**HEADERS, "Refresh": "0; url=/"})
+        response.set_cookie(
+            self._cookie,
+            self._sessions.new(),
+            max_age=int(SESSION_S),
+            secure=request.secure,
+            httponly=True,
+            samesite="Strict",
+        )
+        return response
+
+    async def page(self, _request: web.Request) -> web.Response:
+        """The page."""
+        text, policy = _page()
+        headers = {**HEADERS, "Content-Security-Policy": policy}
+        return web.Response(text=text, content_type="text/html", headers=headers)
+
+    async def document(self, _request: web.Request) -> web.Response:
+        """What the page shows."""
+        async with self._making:
+            if time.monotonic() - self._made_s > _DOCUMENT_S:
+                document = await asyncio.to_thread(self._document)
+                self._made, self._made_s = web.json_response(document).text or "", time.monotonic()
+        return web.Response(text=self._made, content_type="application/json", headers=HEADERS)
+
+    def _document(self) -> dict[str, Any]:
+        server, now_s = self._server, time.monotonic()
+        ring = server.ring
+        with ring.changed:
+            slots = [(slot.state, slot.capacity) for slot in ring.slots]
+        listed = server.listed()
+        texts = {run["id"] or run["name"]: run["name"] for run in listed}
+        figures = self._figures.all()
+        return {
+            "server": {"version": __version__, "host": socket.gethostname(), "not_ready": self._not_ready()},
+            "unix_s": time.time(),
+            "runs": [self._run(run, figures, now_s) for run in listed],
+            "uploads": [{**each, "run": texts.get(each["run"], each["run"])} for each in server.uploads.status()],
+            "memory_bytes": ring.memory_bytes,
+            "slots": {
+                state.value: {
+                    "count": sum(of is state for of, _ in slots),
+                    "bytes": sum(nbytes for of, nbytes in slots if of is state),
+                }
+                for state in SlotState
+            },
+            "tiers": [_tier(url, health) for url, health in server.tiers().items()],
+            "messages": [
+                {"unix_s": said.unix_s, "level": said.level, "text": plain(said.text, _LONGEST_MESSAGE)}
+                for said in [*recent][::-1]
+            ],
+        }
+
+    def _run(self, run: dict[str, Any], figures: dict[str, dict[str, Any]], now_s: float) -> dict[str, Any]:
+        key, ring = run["id"] or run["name"], self._server.ring
+        with ring.changed:
+            view = ring.view(key)
+            newest = sorted(view.groups, key=lambda group: group.manifest.order, reverse=True)[:_MOST_SNAPSHOTS]
+            snapshots = [_snapshot(group, view) for group in newest]
+            is_asked_for = now_s - ring.opened_s.get(key, -math.inf) < LEFT_S
+        live = "training" if run["live"] or is_asked_for else "left"
+        return {
+            "key": key,
+            "name": plain(run["name"]),
+            "attempt": run["attempt"],
+            "host": plain(run["host"]),
+            "state": "complete" if run["complete"] else live,
+            "storage": plain(without_password(run["durable_url"] or "")),
+            "snapshots": snapshots,
+            "figures": figures.get(key, {}),
+        }
+
+
+@functools.cache
+def _page() -> tuple[str, str]:
+    """The page, and its content security policy: that script and that style, and requests to this server only."""
+    text = Path(__file__).with_name("page.html").read_text()
+
+    def source(kind: str) -> str:
+        (inline,) = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        return f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
+
+    allowed = [source("script"), source("style"), "connect-src 'self'", "img-src data:"]
+    return text, "; ".join([_CLOSED, *allowed, "require-trusted-types-for 'script'", "trusted-types 'none'"])
+
+
+def _snapshot(group: Group, view: View) -> dict[str, Any]:
+    manifest, shard = group.manifest, group.manifest.shard
+    return {
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "unix_s": manifest.created_unix_s,
+        "nbytes": sum(slot.manifest.nbytes for slot in group.slots if slot.manifest is not None),
+        "state": _state(group, view),
+        "shards": [len(group.slots), shard.writers] if shard is not None else None,
+    }
+
+
+def _state(group: Group, view: View) -> str:
+    if group.state is not Status.COMMITTED:
+        return "failed" if group.state is Status.ABORTED else "incomplete"
+    if all(slot.is_durable for slot in group.slots):
+        return "persisted"
+    if any(slot in view.owed for slot in group.slots):
+        return "uploading"
+    return "replicated" if all(slot.is_safe for slot in group.slots) else "local"
+
+
+def _tier(url: str, health: TierHealth) -> dict[str, Any]:
+    known = asdict(health)
+    return {
+        "url": plain(without_password(url)),
+        "error": plain(health.error or health.silent or health.refused, _LONGEST_MESSAGE),
+        "bytes_per_s": health.flushed_bytes / health.flush_s if health.flush_s > 0 else None,
+        **{name: known[name] for name in ("kind", "carried", "failures", "flushed", "flushed_bytes")},
+    }
+
+
+class Figures:
+    """What storage has of the goodput of runs. It is asked on a thread of its own, and only while a browser polls.
+
+    Args:
+        server: whose runs.
+    """
+
+    def __init__(self, server: SnapshotServer) -> None:
+        self._server = server
+        self._known: dict[str, dict[str, Any]] = {}
+        self._asking: Future[None] | None = None
+        self._asked_s = -math.inf
+
+    def all(self) -> dict[str, dict[str, Any]]:
+        """Those that are known of each run, by its key."""
+        is_free = self._asking is None or self._asking.done()
+        if is_free and time.monotonic() - self._asked_s > _FIGURES_S:
+            self._asking = in_background(self._ask, "spot-figures")
+        return self._known
+
+    def _ask(self) -> None:
+        with self._server.registry.lock:
+            runs = [run.info for run in self._server.registry.runs.values()]
+        self._known = {info.key: self._of(info) for info in runs}
+        self._asked_s = time.monotonic()
+
+    def _of(self, info: RunInfo) -> dict[str, Any]:
+        try:
+            return figures(self._server, info)
+        except (
+            Exception
+        ) as error:  # of one run: a tier that fails, of which its uploader tells, or what a writer forged
+            logger.debug("%s", error)
+            return self._known.get(info.key, {})
+
+
+def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:
+    """Goodput at the end of each attempt of a run, and the last preemption; empty where neither is known.
+
+    Raises:
+        SpotError: if its storage fails.
+    """
+    storage = server.routes.storage(info)
+    record = None
+    if isinstance(storage, HasFolders):
+        record = newest_in(storage.folder(ATTEMPTS_DIR, attempt=0, run_id=info.id))
+    if record is None:
+        return {}
+    before = record.earlier or Account()
+    attempts, sum_, goodput = [*before.latest, record], before.closed, []
+    for attempt, part in zip(attempts, spent(attempts), strict=True):
+        sum_ = total([sum_, part])
+        goodput.append([max(attempt.unix_s, attempt.begun_unix_s), sum_.goodput])
+    preempted = [attempt.unix_s for attempt in attempts if attempt.end in ("preempted", "killed")]
+    return {"goodput": goodput, "step": record.step, "preempted_unix_s": preempted[-1] if preempted else None}
