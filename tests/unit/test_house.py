@@ -36,7 +36,7 @@ MOST_WORDS = 30  # of a message
 NAMED_BY_USERS = {
     "__main__", "callbacks.lightning_cli", "checkpoint_io", "entry_point",
     "cli.command", "service.program", "client.filesystem", "tiers.objects",
-    *(f"cli.{command}" for command in ("doctor", "drill", "report", "simulate", "snapshots", "supervise")),
+    *(f"cli.{command}" for command in ("doctor", "drill", "history", "report", "simulate", "snapshots", "supervise")),
 }  # fmt: skip
 
 
