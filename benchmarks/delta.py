@@ -26,6 +26,7 @@ from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.delta import Coding, decode, encode
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.packing import Compression
+from lightning_spot.store.retention import Keep
 
 THIRDS = ("weights", "exp_avg", "exp_avg_sq")
 WARM_STEPS = 60
@@ -165,7 +166,7 @@ class _Sender:
     def __init__(self, url: str, run_id: str, compression: Compression) -> None:
         self._store = ServerStore(f"{url}/run@{run_id}")
         fields = {"name": "run", "id": run_id, "location": "", "attempt": 1, "token": "t"}
-        self._store.open_run(RunInfo(**fields, keep=1, compression=compression))  # type: ignore[arg-type]
+        self._store.open_run(RunInfo(**fields, keep=Keep(newest=1), compression=compression))  # type: ignore[arg-type]
         self._earlier: dict[str, Glance] = {}
         self._run_id = run_id
 

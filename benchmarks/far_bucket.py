@@ -25,7 +25,8 @@ from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snap
 from lightning_spot.snapshot.shards import part_bytes_for
 from lightning_spot.store.commit import Shard, put_shards
 from lightning_spot.store.fences import Claim
-from lightning_spot.store.store import Store, retain
+from lightning_spot.store.retention import Keep, retain
+from lightning_spot.store.store import Store
 
 DELAYS_MS = (1.0, 40.0, 100.0)
 RANK_BYTES = 2 * 2**20
@@ -138,7 +139,7 @@ def measured(kind: int, delay_ms: float, rounds: int) -> Taken:
         store.claim(Claim(attempt=1, run_id=RUN_ID, digest="t", location=url, started_unix_s=1.0))
         put = put_alone(store) if kind == 1 else put_in_shards(store, kind)
         manifest = put(1)
-        retain(store, KEEP, manifest)
+        retain(store, Keep(newest=KEEP), manifest)
         for step in range(2, KEEP + 1):
             put(step)
         server.asked()
@@ -146,7 +147,7 @@ def measured(kind: int, delay_ms: float, rounds: int) -> Taken:
             began_s = time.perf_counter()
             manifest = put(step)
             taken.durable_s.append(time.perf_counter() - began_s)
-            taken.retained_s.append(seconds(lambda m=manifest: retain(store, KEEP, m)))  # type: ignore[misc]
+            taken.retained_s.append(seconds(lambda m=manifest: retain(store, Keep(newest=KEEP), m)))  # type: ignore[misc]
             asked = server.asked()
             taken.requests.append(asked.total())
             taken.asked += asked

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_spot.interval.costs import Costs
     from lightning_spot.interval.policy import EverySeconds, EverySteps, IntervalPolicy
     from lightning_spot.preemption.notice import Notice, NoticeSource
+    from lightning_spot.store.retention import Keep
 
 __all__ = [
     "AutoResume",
@@ -39,6 +40,7 @@ __all__ = [
     "Goodput",
     "GoodputMonitor",
     "IntervalPolicy",
+    "Keep",
     "Notice",
     "NoticeSource",
     "NoticeUnavailableError",
@@ -67,6 +69,7 @@ _HOMES = {
     "Goodput": "lightning_spot.goodput.metric",
     "GoodputMonitor": "lightning_spot.callbacks.goodput_monitor",
     "IntervalPolicy": "lightning_spot.interval.policy",
+    "Keep": "lightning_spot.store.retention",
     "Notice": "lightning_spot.preemption.notice",
     "NoticeSource": "lightning_spot.preemption.notice",
     "NoticeUnavailableError": "lightning_spot.errors",

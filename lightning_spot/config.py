@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import math
 import os
 import re
 import tempfile
@@ -84,6 +85,7 @@ _MOST_BYTES = 2**63
 _LEAST_WITHOUT_A_UNIT = 2**20
 _MOST_NAMED = 5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 BUCKET_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 """Of object stores, whose libraries have an object appear whole or not at all. Other file systems are refused."""
 _AZURE = frozenset({"az", "abfs", "abfss"})
@@ -417,6 +419,28 @@ def parse_flag_bytes(text: str, flag: str = "") -> int:
             " bytes are meant"
         )
     return nbytes
+
+
+def parse_seconds(text: str, setting: str = "") -> float:
+    """Turn ``"90s"``, ``"10min"``, ``"2h"`` or ``"3d"`` into seconds; only 0 does without a unit.
+
+    Args:
+        text: what the user gave.
+        setting: its name, for the error.
+
+    Raises:
+        SettingsError: if it is no duration.
+    """
+    match = re.fullmatch(r"([0-9.]+)\s*(s|min|h|d)", text.strip())
+    try:
+        value = float(match[1]) * _SECONDS[match[2]] if match else float(text)
+    except ValueError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise SettingsError(f"{setting}{text!r} is no duration such as 90s, 10min, 2h or 3d")
+    if match is None and value:
+        raise SettingsError(f"{setting}{text!r} has no unit; write it like {text}s, {text}min, {text}h or {text}d")
+    return value
 
 
 def format_bytes(nbytes: float) -> str:

@@ -208,7 +208,7 @@ def number(fields: Mapping[str, Any], name: str, default: float | None, low: flo
         MalformedError: otherwise.
     """
     value = fields.get(name, default)
-    if type(value) not in (int, float) or not (math.isfinite(value) and low <= value <= high):
+    if type(value) not in (int, float) or not (low <= value <= high and math.isfinite(value)):
         raise MalformedError(f"{name} is no number from {low:g} to {high:g}")
     return float(value)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_spot.callbacks.fit_callback import FitCallback, move_to_the_end
@@ -31,6 +31,7 @@ from lightning_spot.session.session import FitSession
 from lightning_spot.session.snapshotter import Snapshotter
 from lightning_spot.snapshot.packing import chosen_compression
 from lightning_spot.state.loops import StepBoundaries
+from lightning_spot.store.retention import Keep
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -68,7 +69,7 @@ class RemoteSnapshot(FitCallback):
         replicas: int = 1,
         run_name: str | None = None,
         interval: IntervalPolicy | None = None,
-        keep: int = KEEP,
+        keep: int | Keep | Mapping[str, Any] = KEEP,
         slots: int | None = None,
         memory_limit: str | float | None = None,
         on_full: Literal["skip", "wait"] = "skip",
@@ -85,7 +86,6 @@ class RemoteSnapshot(FitCallback):
         device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
         super().__init__(on_event, webhook)
-        check_number("keep", keep, 1, whole=True)
         if slots is not None:
             check_number("slots", slots, 2, whole=True)  # one stays whole while the other is filled
         if on_full not in ("skip", "wait"):
@@ -117,7 +117,7 @@ class RemoteSnapshot(FitCallback):
             beyond=slots is None,
             memory_bytes=memory_limit_bytes(memory_limit),
             server_idle_timeout_s=float(server_idle_timeout_s),
-            keep=int(keep),
+            keep=Keep.of(keep),
             strict=on_error == "raise",
             min_upload_interval_s=float(min_upload_interval_s) if min_upload_interval_s is not None else None,
             compression=chosen_compression(compression, lossy),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +34,7 @@ from lightning_spot.session.preflight import takes_part
 from lightning_spot.session.selection import OnResumeFailure, ResumedFrom
 from lightning_spot.state.dataloader import DataResume
 from lightning_spot.state.namespaces import SpotCallback
+from lightning_spot.store.retention import Keep
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -55,7 +56,8 @@ class SpotCheckpoint(SpotCallback):
         run_name: name of the run; default the last component of ``dirpath``.
         interval: policy that decides when a snapshot is taken; default :class:`ConvergenceAware`, which measures what
             it needs.
-        keep: number of newest snapshots that are kept in storage and at each server, at least 1; default 2.
+        keep: number of newest snapshots that are kept in storage and at each server, at least 1; default 2. Or
+            :class:`Keep`, or its arguments as a mapping: storage keeps others as well, such as the best.
         notices: sources of preemption notices. ``"auto"`` (default) watches signals, the file that
             ``LIGHTNING_SPOT_NOTICE_FILE`` names, and the cloud that this machine is detected to be on. ``None``: no
             source. Or one or several of ``"aws"``, ``"gcp"``, ``"azure"``, ``"alibaba"``, ``"signal"``,
@@ -136,7 +138,7 @@ class SpotCheckpoint(SpotCallback):
         replicas: int = 1,
         run_name: str | None = None,
         interval: IntervalPolicy | None = None,
-        keep: int = KEEP,
+        keep: int | Keep | Mapping[str, Any] = KEEP,
         notices: Notices = "auto",
         grace_period_s: float | None = None,
         resume: bool = True,

@@ -12,8 +12,9 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -232,6 +233,7 @@ class Attempt:
         world_size: int,
         writers: int = 1,
         complete: bool = False,
+        metrics: Mapping[str, float] | None = None,
         persist: bool = True,
         wait_s: float,
         followed: bool = False,
@@ -249,6 +251,7 @@ class Attempt:
             world_size: number of ranks.
             writers: how many of them write it.
             complete: whether the run is at its end.
+            metrics: values that were logged last, by name; on rank 0.
             persist: whether storage is to have it, of several ranks'.
             wait_s: how long to wait for a clean slot.
             followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
@@ -258,6 +261,7 @@ class Attempt:
         try:
             self._ended |= complete
             manifest = self._manifest(step, epoch, world_size, writers, complete=complete, persist=persist)
+            manifest = replace(manifest, metrics=dict(metrics or {}))
             if self.writer.fence is not None:  # noticed in the background, perhaps after the others have begun
                 raise self.writer.fence
             if isinstance(content, SpotError):

@@ -29,7 +29,8 @@ from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.fences import Owner, Standing
-from lightning_spot.store.store import Holdings, on_behalf, retain
+from lightning_spot.store.retention import retain
+from lightning_spot.store.store import Holdings, on_behalf
 
 _POLL_S = 0.05  # how often the ring, or a server, is asked while training ends
 _LOOK_S = 10.0  # storage has at least so long to answer, also past the deadline

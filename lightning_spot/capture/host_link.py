@@ -19,6 +19,7 @@ from lightning_spot.say import recovered, say
 from lightning_spot.server.host import Host
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.packing import Compression
+from lightning_spot.store.retention import Keep
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class RingSettings:
         beyond: whether it may have more of them for a GPU whose snapshots overlap.
         memory_bytes: limit of their memory.
         server_idle_timeout_s: its server ends when no trainer came for so long.
-        keep: snapshots that each tier keeps.
+        keep: which snapshots storage keeps, and how many each server.
         strict: whether to raise where a warning would do.
         min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
         compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
@@ -52,7 +53,7 @@ class RingSettings:
     slots: int
     memory_bytes: int
     server_idle_timeout_s: float
-    keep: int
+    keep: Keep
     strict: bool
     min_upload_interval_s: float | None = None
     compression: Compression = "auto"

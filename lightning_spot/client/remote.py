@@ -35,6 +35,7 @@ from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fences import Claim, Owner
+from lightning_spot.store.retention import Keep
 from lightning_spot.store.store import Holdings, Progress
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
@@ -159,7 +160,7 @@ class ServerStore:
                 location=claim.location,
                 attempt=claim.attempt,
                 token=claim.digest,
-                keep=claim.keep,
+                keep=Keep(newest=max(1, claim.keep)),
                 pid=claim.pid,
                 host=claim.host,
             )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from lightning_spot.config import (
     parse_bytes,
     parse_flag_bytes,
     parse_listen,
+    parse_seconds,
     read_environment,
     why_no_place,
     without_password,
@@ -26,8 +25,6 @@ from lightning_spot.protocol.record import ServerRecord
 from lightning_spot.protocol.slot import host_memory_bytes
 from lightning_spot.protocol.wire import DEFAULT_PORT
 from lightning_spot.server.runs import check_prefix
-
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +62,10 @@ def seconds(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: if it is none.
     """
-    match = re.fullmatch(r"([0-9.]+)\s*(s|min|h|d)", text.strip())
     try:
-        value = float(match[1]) * _UNITS[match[2]] if match else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d") from None
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 90s, 10min, 2h or 3d")
-    if match is None and value:
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit; write it like {text}s, {text}min, {text}h or {text}d")
-    return value
+        return parse_seconds(text)
+    except SettingsError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

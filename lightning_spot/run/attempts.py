@@ -34,6 +34,7 @@ from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.store.fences import Claim, Owner
 from lightning_spot.store.fsspec_client import open_filesystem, tier_errors, time_of
+from lightning_spot.store.retention import Keep
 from lightning_spot.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def begin_attempt(
     found: Survey,
     host: Host,
     *,
-    keep: int,
+    keep: Keep,
     min_upload_interval_s: float | None,
     compression: Compression,
     replicas: int,
@@ -59,7 +60,7 @@ def begin_attempt(
     Args:
         found: what the tiers hold; its storage may be unreadable, then the number leaves room for it.
         host: ring on this host.
-        keep: snapshots each tier keeps.
+        keep: which snapshots storage keeps, and how many each server.
         min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
         compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
         replicas: how many of them each snapshot is kept at.
@@ -267,7 +268,7 @@ def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
         location=folder if "://" in folder else f"file://{folder}",
         attempt=attempt,
         token=secrets.token_hex(8),
-        keep=1,
+        keep=Keep(newest=1),
         durable_url=folder,
         is_claimed=False,
         pid=os.getpid(),

@@ -98,6 +98,9 @@ def open_newest(
             text = "snapshot {about} skipped: {reason}"
             say(logging.WARNING, "snapshot-skipped", text, about=what, reason=reason)
 
+    if aside := found.set_aside:
+        text = "a rewind has set {count} newer snapshots aside, {about} among them"
+        say(logging.INFO, "rewound", text, about=aside[-1], count=len(aside))
     policy = policy or retry.DEFAULT_POLICY
     pauses = itertools.islice(growing(policy.first_pause_s), policy.tries - 1)  # for all of them together
     for manifest, source in found.candidates:
@@ -117,6 +120,7 @@ def open_newest(
             say(logging.WARNING, "resume-fell-back", "the run resumes from {about} instead", about=where)
         return opened
     pass_over_unreadable(None)
+    reasons += [f"{name}: a rewind has set it aside" for name in aside]
     if reasons:
         raise CorruptSnapshotError(
             f"there are snapshots of run {found.location.name!r}, but none can be used: {'; '.join(reasons)}. Fix what"

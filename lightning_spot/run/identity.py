@@ -33,6 +33,7 @@ class ServerRun:
         location: its durable directory, see :attr:`~lightning_spot.run.location.Location.canonical`.
         attempt: highest attempt the server knows of.
         host: name of the machine that trained it; ``""`` if the server does not know, or is on this machine.
+        live: whether its trainer is on the server's host, and is connected to it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ServerRun:
     location: str
     attempt: int = 0
     host: str = ""
+    live: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,13 +37,13 @@ from lightning_spot.run.identity import Identity, ServerRun, identify, runs_of
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.say import forget, say
-from lightning_spot.snapshot.manifest import Manifest, snapshot_order
+from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.store.commit import commit_left, look
-from lightning_spot.store.fences import Claim
+from lightning_spot.store.fences import Claim, Rewind
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import HasFolders, Holdings
 from lightning_spot.threads import both, in_background
-from lightning_spot.untrusted import file_name, integer, line
+from lightning_spot.untrusted import file_name, flag, integer, line
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,26 @@ class Survey:
 
     @property
     def candidates(self) -> list[tuple[Manifest, Source]]:
-        """Snapshots with the tiers that hold them, best first: newest, then nearest."""
-        found = [(manifest, source) for source, holdings in self.answers for manifest in holdings.manifests]
+        """Snapshots with the tiers that hold them, best first: newest, then nearest; but for what is set aside."""
+        found = [item for item in self._held() if not self._is_aside(item[0].order)]
         # Stable: at equal age the order of the tiers decides.
         return sorted(found, key=lambda item: item[0].order, reverse=True)
+
+    @property
+    def set_aside(self) -> list[str]:
+        """Names of the snapshots that a rewind has set aside, at whatever tier."""
+        return sorted({manifest.name for manifest, _ in self._held() if self._is_aside(manifest.order)})
+
+    @property
+    def rewinds(self) -> list[Rewind]:
+        """Those that storage has."""
+        return self.durable.rewinds if self.durable is not None else []
+
+    def _held(self) -> list[tuple[Manifest, Source]]:
+        return [(manifest, source) for source, holdings in self.answers for manifest in holdings.manifests]
+
+    def _is_aside(self, order: Order | None) -> bool:
+        return any(rewind.sets_aside(order) for rewind in self.rewinds)
 
     @property
     def unreadable(self) -> dict[str, str]:
@@ -86,6 +102,7 @@ class Survey:
             f"{name} at {source.tier}": why
             for source, holdings in self.answers
             for name, why in holdings.unreadable.items()
+            if not self._is_aside(snapshot_order(name))
         }
 
     @property
@@ -299,6 +316,7 @@ def _listed(client: ServerClient) -> list[ServerRun]:
                 location=line(item, "location"),
                 attempt=integer(item, "attempt", None, 0, LARGEST),
                 host=line(item, "host"),
+                live=flag(item, "live"),
             )
             for item in answer["runs"]
         ]

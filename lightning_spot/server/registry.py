@@ -90,7 +90,7 @@ class Registry:
             self._check_same_places(known.info, info)
         check_fence(info.name, info.attempt, self.highest(info.key))
         forgotten = self._make_room(client) if known is None else []
-        run = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic(), client=client)
+        run = Run(info, opened_s=time.monotonic(), client=client)
         if known is not None and known.info.attempt == info.attempt:  # other ranks and hosts have opened it, too
             run.sessions, run.carried_for = known.sessions, known.carried_for
             run.info = replace(run.info, figures=info.figures or known.info.figures)

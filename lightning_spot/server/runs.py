@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 from lightning_spot import untrusted
-from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST, MOST_SERVERS, check_run_name, directory_of, scheme_of
+from lightning_spot.config import HIGHEST_ATTEMPT, LARGEST, MOST_SERVERS, check_run_name, directory_of, scheme_of
 from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.snapshot.manifest import MOST_WRITERS, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim, digest_of
+from lightning_spot.store.retention import Keep, read_keep
 from lightning_spot.untrusted import LONGEST_NAME, UnixSeconds, as_object, finite, integer, number, short, text, whole
 
 EPOCH_UNIX_S = 1_577_836_800
@@ -68,7 +69,6 @@ def run_text(name: str, identity: str) -> str:
 LONGEST_PLACE = 1024
 """Of directories and URLs that are listed for everybody."""
 
-_MOST_KEPT = 10**6
 _MOST_PID = 2**31
 _LONGEST_APART_S = 365 * 86400.0
 
@@ -173,7 +173,7 @@ class RunInfo:
         location: its durable directory, see :class:`~lightning_spot.store.fences.Claim`.
         attempt: the attempt that writes from now on.
         token: of the attempt.
-        keep: snapshots each tier keeps.
+        keep: which snapshots storage keeps, and how many each server.
         durable_url: durable directory as a store's URL; ``None`` if the server is not to write there.
         min_upload_interval_s: least seconds between two snapshots brought to storage; 0 for as often as it
             can; ``None`` for that, too, but fewer of those that follow each other in moments, see
@@ -203,7 +203,7 @@ class RunInfo:
     location: _Place
     attempt: Annotated[int, whole(0, HIGHEST_ATTEMPT)]
     token: _Name = field(repr=False)
-    keep: Annotated[int, whole(0, _MOST_KEPT)] = KEEP
+    keep: Annotated[Keep, read_keep] = field(default_factory=Keep)
     durable_url: _Place | None = None
     min_upload_interval_s: Annotated[float, _seconds] | None = None
     compression: Annotated[Compression, _compression] = "auto"
@@ -240,7 +240,7 @@ class RunInfo:
             started_unix_s=time.time(),
             host=self.host,
             pid=self.pid,
-            keep=self.keep,
+            keep=self.keep.newest,
         )
 
 

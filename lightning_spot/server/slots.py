@@ -29,7 +29,8 @@ from lightning_spot.snapshot.shards import (
     status,
     why_aborted,
 )
-from lightning_spot.store.store import newest_first, worth_keeping
+from lightning_spot.store.retention import worth_keeping
+from lightning_spot.store.store import newest_first
 
 
 class SlotState(enum.Enum):

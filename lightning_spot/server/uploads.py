@@ -204,7 +204,7 @@ class Uploads:
             upload.coming = Coming(manifest, upload.slot.view(upload.nbytes))
         upload.base = Base.newest(self._ring, upload.run, upload.writer if manifest.shard is not None else None)
         info = self._registry.info(upload.run)
-        kept = max(1, info.keep if info is not None else KEEP)
+        kept = info.keep.newest if info is not None else KEEP
         self._ahead.make(upload.run, upload.nbytes, 1 + kept, upload.writer)
 
     def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:

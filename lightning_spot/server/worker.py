@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_spot.config import KEEP
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -51,7 +50,8 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store import commit
 from lightning_spot.store.fences import Standing
-from lightning_spot.store.store import SETTLED_S, Store, check_claimed, on_behalf, retain
+from lightning_spot.store.retention import Keep, retain
+from lightning_spot.store.store import SETTLED_S, Store, check_claimed, on_behalf
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class Reconciler(Observations):
     def _plan(self, run: str) -> set[Lane]:
         """Find out what is to be done for a run; the lanes at which it has changed."""
         if (info := self._run(run)) is not None:
-            self._ring.trim(run, info.keep)
+            self._ring.trim(run, info.keep.newest)
         if (servers := self.servers.get(run)) is not None:
             self._ring.set_tiers(run, servers.tiers())
         found: dict[Lane, list[Action]] = {}
@@ -421,7 +421,7 @@ class Reconciler(Observations):
         if action.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(action.about))
         elif action.kind is Kind.RETAIN:
-            keep = info.keep if info is not None else KEEP
+            keep = info.keep if info is not None else Keep()
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, action.about)):
                 facts: dict[str, Any] = {"why": unseen, "snapshot": action.name}
                 say(logging.WARNING, "upload-not-listed", "{why} ({snapshot})", about=f"{run} {unseen}", **facts)

@@ -47,6 +47,7 @@ from lightning_spot.session.resume import Resume
 from lightning_spot.session.topology import Topology, check_storage
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.state.dump import KEY, Dump, gather
+from lightning_spot.state.logged_values import LoggedNumbers
 from lightning_spot.state.own_parameters import average_now_and_then
 from lightning_spot.state.per_trainer import OfTrainer
 from lightning_spot.state.sharded import holder_of, is_sharded, split
@@ -168,6 +169,7 @@ class Coordinator(OfTrainer):
         self._newest: Manifest | None = None  # that was committed, when so many had been aborted
         self._aborted_before = 0
         self._apart = Pause()
+        self._logged = LoggedNumbers(settings.ring.keep.monitor)
 
     # -- what became of it ----------------------------------------------------------------------------------------
 
@@ -458,8 +460,10 @@ class Coordinator(OfTrainer):
         content: Any = dump
         owned: Owners = {}
         kept: Owners = {}
+        metrics: dict[str, float] = {}
         try:
             content = self._content(dump, how)
+            metrics = self._logged.now(trainer) if self._is_first else {}
             owned = optimizer_owned(trainer.optimizers)
             if isinstance(content, ShardedCheckpoint):
                 frozen = by_storage(holder_of(trainer).frozen(content.state))
@@ -479,6 +483,7 @@ class Coordinator(OfTrainer):
             world_size=trainer.world_size,
             writers=how.writers,
             complete=how.complete,
+            metrics=metrics,
             persist=how.persist,
             wait_s=wait_s,
             followed=followed,

@@ -349,7 +349,8 @@ def without_failed(found: Survey, attempt: int, on_failure: OnResumeFailure) -> 
 
 def _failed_since(found: Survey, newest: Manifest, attempt: int) -> int:
     """How many attempts have ended since a snapshot was taken, and had none: not those that a notice ended."""
-    count = starts_between(newest.attempt, attempt) - 1
+    since = max([newest.attempt, *(rewind.after for rewind in found.rewinds)])
+    count = starts_between(since, attempt) - 1
     if count < 1:
         return 0
     try:
@@ -360,6 +361,6 @@ def _failed_since(found: Survey, newest: Manifest, attempt: int) -> int:
     others = [
         record
         for record in records
-        if newest.attempt < record.attempt < attempt and (record.end in ("preempted", "complete") or record.snapshots)
+        if since < record.attempt < attempt and (record.end in ("preempted", "complete") or record.snapshots)
     ]
     return max(0, count - len(others))

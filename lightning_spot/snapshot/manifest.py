@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +41,8 @@ _MOST_SMALL_PARTS = 2**17  # of less than the usual size: who makes a manifest l
 MOST_STEPS = 10**18
 _MOST_RANKS = 10**7
 _MOST_VERSIONS = 64
+MOST_METRICS = 64
+"""Of one snapshot."""
 _LAST_WITHOUT_CHECKSUM = 3  # format of manifests that have no checksum of themselves
 _CHECKSUMS = re.compile(r"[0-9a-f]*")
 _CHECKSUM_DIGITS = 32
@@ -121,6 +124,18 @@ def _versions(fields: Mapping[str, Any], name: str, _default: object) -> dict[st
     return {untrusted.plain(of): untrusted.plain(version) for of, version in items}
 
 
+def is_metric_name(name: object) -> bool:
+    """Whether a manifest can have a metric of that name."""
+    return isinstance(name, str) and 0 < len(name) <= untrusted.LONGEST_NAME and untrusted.is_line(name)
+
+
+def _metrics(fields: Mapping[str, Any], name: str, _default: object) -> dict[str, float]:
+    found = untrusted.as_object(fields[name])
+    if len(found) > MOST_METRICS or not all(map(is_metric_name, found)):
+        raise MalformedError(f"{name} are no {MOST_METRICS} numbers with names at most")
+    return {each: untrusted.number(found, each, None, -sys.float_info.max, sys.float_info.max) for each in found}
+
+
 def _present(_fields: Mapping[str, Any], _name: str, _default: object) -> int:
     return MANIFEST_VERSION
 
@@ -148,6 +163,7 @@ class Manifest:
         created_unix_s: wall-clock time of the capture, seconds since 1970.
         world_size: number of ranks that trained.
         versions: versions of torch, lightning and lightning_spot that wrote it.
+        metrics: finite values of logged metrics, those that were logged last before it, by name; some of them.
         exact: whether it holds the very bits of the training state; not what ``lossy="topk"`` made of it.
         shard: what of a snapshot it is, if it is one writer's shard of it; then :attr:`name` is that of the shard.
         format: version of the format that it is written in; one that was read from an earlier one has the present one.
@@ -169,6 +185,7 @@ class Manifest:
     run_id: FileName = ""
     lineage: FileName = ""
     versions: Annotated[Mapping[str, str], _versions] = field(default_factory=dict)
+    metrics: Annotated[Mapping[str, float], _metrics] = field(default_factory=dict)
     exact: bool = True
     shard: ShardOf | None = None
     format: Annotated[int, _present] = MANIFEST_VERSION
@@ -285,6 +302,8 @@ class Manifest:
         fields = asdict(self)
         if not self.files:
             del fields["files"]
+        if not self.metrics:
+            del fields["metrics"]
         if self.exact:
             del fields["exact"]
         if self.shard is None:

@@ -5,6 +5,7 @@ Lightning's checkpoints hold none of it: a mean over an epoch would be one over 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torchmetrics import Metric
 
+from lightning_spot.snapshot.manifest import MOST_METRICS, is_metric_name
 from lightning_spot.state import compat, namespaces
 from lightning_spot.trees import mapped
 
@@ -79,6 +81,36 @@ def last_values(trainer: pl.Trainer) -> State:
     present = compat.RESULTS.of(trainer.fit_loop.epoch_loop) is not None and trainer.training
     found = connector.metrics["callback"] if present else {}
     return {**compat.CALLBACK_METRICS.of(connector), **found}
+
+
+class LoggedNumbers:
+    """The finite numbers among the values that were logged last, for manifests: as many as one may have.
+
+    Args:
+        monitor: the one of those on a GPU that is read: training waits for that, once for each value.
+    """
+
+    def __init__(self, monitor: str | None) -> None:
+        self._monitor = monitor
+        self._read: tuple[torch.Tensor | None, float] = (None, math.nan)
+
+    def now(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Those of now: what Lightning keeps; nothing is computed."""
+        logged = compat.CALLBACK_METRICS.of(compat.LOGGER_CONNECTOR.of(trainer))
+        names = sorted(filter(is_metric_name, logged), key=lambda name: name != self._monitor)[:MOST_METRICS]
+        found = {name: self._number(logged[name], is_wanted=name == self._monitor) for name in names}
+        return {name: number for name, number in found.items() if math.isfinite(number)}
+
+    def _number(self, value: object, *, is_wanted: bool) -> float:
+        if not isinstance(value, torch.Tensor):
+            return float(value) if isinstance(value, (int, float)) else math.nan
+        if value.numel() != 1 or value.is_complex() or (value.device.type != "cpu" and not is_wanted):
+            return math.nan
+        if value.device.type == "cpu":
+            return float(value)
+        if self._read[0] is not value:
+            self._read = value, float(value)
+        return self._read[1]
 
 
 def is_metric(value: object) -> TypeGuard[Metric]:

@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST
 from lightning_spot.errors import CorruptSnapshotError, FencedError, MalformedError, TierError, TierReason
 from lightning_spot.say import say
+from lightning_spot.snapshot.manifest import Order, order_name, snapshot_order
 from lightning_spot.untrusted import FileName, Line, UnixSeconds, decoded, read_sealed, sealed_json, whole
 
 Read = TypeVar("Read")
@@ -24,6 +25,7 @@ _MOST_FORGOTTEN = 20
 _MOST_DAMAGED = 8
 _CLAIM = re.compile(r"attempt-(\d{1,9})\.json", re.ASCII)
 _OF_ATTEMPT = re.compile(r"attempt-(\d{1,9})(?:\.progress)?\.json", re.ASCII)
+_REWIND = re.compile(r"rewind-(\d{1,9})-(.+)\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class Claim:
         started_unix_s: when the attempt began, seconds since 1970.
         host: name of its machine.
         pid: its process.
-        keep: snapshots each tier keeps.
+        keep: newest snapshots that each tier keeps.
     """
 
     attempt: Annotated[int, whole(0, HIGHEST_ATTEMPT)]
@@ -67,6 +69,38 @@ class Claim:
             return decoded(cls, read_sealed(text))
         except MalformedError as error:
             raise CorruptSnapshotError(f"a claim is damaged: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """The next start is to resume from an earlier snapshot. The name of its file in the attempts directory has all.
+
+    Of several of one attempt the one that goes back furthest counts, so that a file takes another one's place safely:
+    it is written first, then the other one is removed.
+
+    Attributes:
+        after: the newest attempt when it was asked for: what later ones take is newer.
+        to: that snapshot, by its :attr:`~lightning_spot.snapshot.manifest.Manifest.order`.
+    """
+
+    after: int
+    to: Order
+
+    @property
+    def file(self) -> str:
+        """Name of its file."""
+        return f"rewind-{self.after:04d}-{order_name(self.to)}.json"
+
+    def sets_aside(self, order: Order | None) -> bool:
+        """Whether no resume takes the snapshot of that order."""
+        return order is not None and order[0] <= self.after and order > self.to
+
+
+def rewinds_in(names: Iterable[str]) -> list[Rewind]:
+    """The rewinds among the file names of an attempts directory."""
+    matches = filter(None, map(_REWIND.fullmatch, names))
+    found = ((int(match[1]), snapshot_order(match[2])) for match in matches)
+    return [Rewind(after, to) for after, to in found if to is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +252,24 @@ def read_twice(read: Callable[[], Read]) -> Read:
 
 
 def forgettable(names: Iterable[str]) -> list[str]:
-    """Claims and records of attempts too old to be needed: a later claim fences as well, a later record sums them up.
+    """Claims, records and rewinds of attempts too old to be needed.
 
+    A later claim fences as well, a later record sums them up, and what a rewind has set aside was deleted since.
     At most 20 of them at a time, so that no sweep takes long. Only claims say which attempts there were: a record whose
     number no attempt has had makes nothing old.
     """
     names = list(names)
     oldest_kept = highest_claim(names) - KEPT_ATTEMPTS
-    numbered = sorted((int(match[1]), name) for name in names if (match := _OF_ATTEMPT.fullmatch(name)))
-    return [name for number, name in numbered[:_MOST_FORGOTTEN] if number <= oldest_kept]
+    return [name for number, _, name in _of_attempts(names)[:_MOST_FORGOTTEN] if number <= oldest_kept]
+
+
+def files_of_attempts(names: Iterable[str]) -> list[str]:
+    """Claims, records and rewinds among file names; the newest claim is the last."""
+    return [name for _, _, name in _of_attempts(names)]
+
+
+def _of_attempts(names: Iterable[str]) -> list[tuple[int, bool, str]]:
+    names = list(names)
+    matches = [match for name in names if (match := _OF_ATTEMPT.fullmatch(name))]
+    found = [(int(match[1]), _CLAIM.fullmatch(match[0]) is not None, match[0]) for match in matches]
+    return sorted([*found, *((rewind.after, False, rewind.file) for rewind in rewinds_in(names))])

@@ -28,6 +28,7 @@ from lightning_spot.store.fences import (
     ATTEMPTS_DIR,
     Claim,
     Owner,
+    Rewind,
     Standing,
     check_fence,
     check_owner,
@@ -35,6 +36,7 @@ from lightning_spot.store.fences import (
     first_readable,
     highest_claim,
     read_twice,
+    rewinds_in,
 )
 
 Result = TypeVar("Result")
@@ -58,6 +60,7 @@ class Holdings:
         shards: registers of snapshots that several ranks write, as far as they are at this tier.
         names: what an object store has listed of the run, for :meth:`Store.sweep`; of others it lists by itself.
         attempts: and of the folder of claims.
+        rewinds: that were asked for in storage.
     """
 
     manifests: list[Manifest] = field(default_factory=list)
@@ -67,6 +70,11 @@ class Holdings:
     shards: list[Manifest] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     attempts: list[str] = field(default_factory=list)
+    rewinds: list[Rewind] = field(default_factory=list)
+
+    def sets_aside(self, manifest: Manifest) -> bool:
+        """Whether a rewind has set a snapshot aside, see :class:`Rewind`."""
+        return any(rewind.sets_aside(manifest.order) for rewind in self.rewinds)
 
     @classmethod
     def of_memory(cls, held: Iterable[Manifest], claimed: int = 0) -> Holdings:
@@ -265,7 +273,7 @@ class FileStore(ABC):
                     found.unreadable[name] = manifest
                 else:
                     found.unfinished.append(name)
-        found.manifests = newest_first(found.manifests)
+        found.manifests, found.rewinds = newest_first(found.manifests), rewinds_in(found.attempts)
         found.highest_attempt = highest_attempt(highest_claim(found.attempts), names, found.manifests)
         return found
 
@@ -460,46 +468,3 @@ def highest_attempt(claimed: int, names: Iterable[str], manifests: Iterable[Mani
     """Highest attempt over claims, names of snapshots (committed or not) and manifests."""
     named = (order[0] for name in names if (order := snapshot_order(name)) is not None)
     return max([claimed, *named, *(manifest.attempt for manifest in manifests)])
-
-
-def worth_keeping(line: Sequence[Manifest]) -> list[Manifest]:
-    """Snapshots, newest first, but last those whose state is there as the end of the run, too."""
-    ends = {(end.lineage, end.attempt, end.step) for end in line if end.complete}
-    twice = [item for item in line if not item.complete and (item.lineage, item.attempt, item.step) in ends]
-    return [*(item for item in line if item not in twice), *twice]
-
-
-def retain(store: Store, keep: int, current: Manifest) -> str:
-    """Delete older snapshots of the lineage of ``current`` beyond the newest ``keep``, and what killed writers left.
-
-    Nothing is deleted before the tier has shown that ``current`` is committed there: it is listed, its manifest, read
-    back, is equal, and its file has its size (that its bytes arrived, the tier has acknowledged: directories by fsync,
-    object stores by the checksum of each request). Snapshots of another lineage, newer ones and those that cannot be
-    read stay. So do the newest ``keep`` exact ones, and every exact one until another is put there. One whose state is
-    there as the end of the run, too, goes before an older one does.
-
-    Args:
-        store: the tier.
-        keep: snapshots to keep, ``current`` among them; at least 1.
-        current: a snapshot just put there.
-
-    Returns:
-        why nothing older was deleted, for people; ``""`` if the tier shows ``current``.
-
-    Raises:
-        TierError: if the tier fails; what was not deleted is deleted next time.
-    """
-    held = store.survey()
-    listed = held.manifests
-    if current.name not in [manifest.name for manifest in listed]:
-        return f"what is written to {store.url} is not listed there at once: nothing older is deleted until it is"
-    if not store.has(current):
-        return f"what is written to {store.url} is not seen there as it was written: nothing older is deleted"
-    older = [manifest for manifest in listed if manifest.lineage == current.lineage and manifest.order < current.order]
-    line = worth_keeping([current, *older])
-    kept = [*line[: max(1, keep)], *[manifest for manifest in line if manifest.exact][: max(1, keep)]]
-    for manifest in older:
-        if manifest not in kept and (current.exact or not manifest.exact):
-            store.delete(manifest)
-    store.sweep(current, held)
-    return ""

@@ -23,11 +23,12 @@ from lightning_spot.server.host import InProcessHost
 from lightning_spot.session import coordinator as fit_coordinator
 from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
 from lightning_spot.session.topology import Topology
+from lightning_spot.store.retention import Keep
 from tests.support.said import keys
 from tests.support.server import named_run
 
 ONE, TWO = ((0, 1, 2, 3),), ((0, 1), (2, 3))
-RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
+RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=Keep(newest=1), strict=False)
 SERVERS = ("spot://a:1", "spot://b:1")
 
 

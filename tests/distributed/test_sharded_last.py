@@ -34,6 +34,7 @@ from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.state.dump import Dump
 from lightning_spot.state.sharded import Dtensors
 from lightning_spot.store.local import LocalStore
+from lightning_spot.store.retention import Keep
 from tests.support.ranks import rows
 from tests.support.server import snapshot_server
 
@@ -42,7 +43,7 @@ HOSTS = ((0, 2), (1, 3))
 ROWS, COLUMNS = 512, 8
 ENDS = [ROWS * COLUMNS * part // 4 for part in range(5)]
 RANGES = tuple(itertools.pairwise(ENDS))
-RING = RingSettings(slots=3, memory_bytes=2**26, server_idle_timeout_s=30.0, keep=5, strict=False)
+RING = RingSettings(slots=3, memory_bytes=2**26, server_idle_timeout_s=30.0, keep=Keep(newest=5), strict=False)
 SETTINGS = SnapshotSettings(policy=EverySteps(1), ring=RING, on_full="wait", upload_timeout_s=LAST_S, copy_mode="eager")
 HOW = Decision(writers=4, ranges=())
 

@@ -36,7 +36,7 @@ from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.store import retain
+from lightning_spot.store.retention import Keep, retain
 from tests.support import shard_scenarios
 from tests.support.folders import files_below
 from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of, run_info
@@ -330,7 +330,7 @@ def check_store(root: Path, told: dict[str, int]) -> None:
     store = LocalStore(root / "durable")
     assert max(whole_steps(root), default=0) >= told.get("durable", 0), "what was durable is lost"
     assert store.claimed() >= told.get("claimed", 0), "an attempt is forgotten"
-    retain(store, 1, put(root, 9, attempt=9))  # the next one works, and tidies up
+    retain(store, Keep(newest=1), put(root, 9, attempt=9))  # the next one works, and tidies up
     assert whole_steps(root) == [9]
     assert leftovers(root / "durable") == []
 
@@ -407,7 +407,7 @@ def check_places(root: Path, told: dict[str, int]) -> None:
     steps = shards_steps(root)
     assert steps[0] == shard_scenarios.STEPS, "another try does not commit it"
     assert shard_scenarios.ABORTED not in steps, "an aborted one counts"
-    retain(store, 1, store.survey().manifests[0])
+    retain(store, Keep(newest=1), store.survey().manifests[0])
     assert shards_steps(root) == [shard_scenarios.STEPS]
 
 

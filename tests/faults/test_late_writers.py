@@ -19,7 +19,7 @@ from lightning_spot.run.identity import next_attempt
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.store import retain
+from lightning_spot.store.retention import Keep, retain
 from tests.integration.test_identity import train
 from tests.support.said import said
 from tests.support.snapshots import serverless
@@ -41,7 +41,7 @@ class LateWriter(Net):
 
         def write() -> None:
             store = LocalStore(run)
-            retain(store, 1, store.put_parts(newest, parts(), attempt=newest.attempt))
+            retain(store, Keep(newest=1), store.put_parts(newest, parts(), attempt=newest.attempt))
             self._done.set()
 
         threading.Thread(target=write, daemon=True).start()

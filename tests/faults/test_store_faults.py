@@ -18,7 +18,8 @@ from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.store import object_files, posix
-from lightning_spot.store.store import Store, retain
+from lightning_spot.store.retention import Keep, retain
+from lightning_spot.store.store import Store
 from tests.support import faulty
 from tests.support.faulty import KINDS, Plan, faulty_calls
 from tests.support.folders import files_below
@@ -74,14 +75,14 @@ class Run:
         self._claim(1)
         for step in (1, 2):
             self._put(step)
-        self._worked(lambda: retain(self.store, 1, manifest_of(2)))
+        self._worked(lambda: retain(self.store, Keep(newest=1), manifest_of(2)))
         for step in (1, 2):
             if self._worked(lambda step=step: self.store.put(file_of(step), memoryview(image_of(step)), attempt=1)):  # type: ignore[misc]
                 self.file_step = step
         self._look()
         self._worked(lambda: self.store.fetch(manifest_of(2), memoryview(bytearray(NBYTES))))
         self._put(3, in_parts=True)
-        self._worked(lambda: retain(self.store, 2, manifest_of(3)))
+        self._worked(lambda: retain(self.store, Keep(newest=2), manifest_of(3)))
         self._claim(2)
         self._put(4, attempt=2)
         self._worked(lambda: self.store.sweep(manifest_of(4, 2)))
@@ -150,7 +151,7 @@ class Run:
         self.store.claim(claim_of(9))
         last = manifest_of(9, 9)
         self.store.put(last, memoryview(image_of(9)), attempt=9)
-        retain(self.store, 1, last)
+        retain(self.store, Keep(newest=1), last)
         allowed = {f"{last.name}/model.ckpt", f"{last.name}/manifest.json", "last.ckpt", NOTED}
         there = {str(path.relative_to(root)) for path in files_below(root)}
         left = {name for name in there - allowed if not name.startswith("attempts/attempt-")}
@@ -298,7 +299,7 @@ def test_every_request_of_a_put_in_blocks_to_s3(
             assert held == [first] or not store.has(first), f"call {at}: a manifest stands beside other bytes"
         else:
             assert store.survey().manifests == [], f"call {at}"
-        retain(store, 2, _put_small(store, attempt=2))
+        retain(store, Keep(newest=2), _put_small(store, attempt=2))
         left = store._fs.list_multipart_uploads(s3.removeprefix("s3://")) or []  # type: ignore[attr-defined]
         assert left == [] or (what == "file" and at > 3), f"call {at}: {left}"
         for item in left:  # of a user's file: docs name the lifecycle rule
@@ -336,7 +337,7 @@ def test_a_store_that_lacks_something_loses_nothing(
             put.append(manifest_of(step, attempt))
             store.put(put[-1], memoryview(image_of(step)), attempt=attempt)
             assert store.has(put[-1])
-            said.add(retain(store, 2, put[-1]))
+            said.add(retain(store, Keep(newest=2), put[-1]))
             if step % 2:
                 time.sleep(LAG_S if lacks == "listings at once" else 0)
         time.sleep(LAG_S if lacks == "listings at once" else 0)
@@ -347,5 +348,5 @@ def test_a_store_that_lacks_something_loses_nothing(
             store.fetch(manifest, memoryview(bytearray(NBYTES)))
     assert len(said | {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}) <= 2
     monkeypatch.setattr(faulty.FaultyS3, "unlisted_s", 0.0)
-    retain(store, 2, put[-1])
+    retain(store, Keep(newest=2), put[-1])
     assert [item.name for item in store.survey().manifests] == [item.name for item in put[:-3:-1]]

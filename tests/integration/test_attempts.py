@@ -35,12 +35,13 @@ from lightning_spot.run.survey import survey
 from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.retention import Keep
 from tests.support.said import said
 from tests.support.server import named_run
 
 pytestmark = pytest.mark.guarantee("G13")
 
-RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=1, strict=False)
+RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=Keep(newest=1), strict=False)
 
 
 class Listed(InProcessHost):

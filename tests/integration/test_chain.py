@@ -24,6 +24,7 @@ from lightning_spot.server.runs import RunInfo, check_prefix, refusal
 from lightning_spot.snapshot import coming
 from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.store.local import LocalStore
+from lightning_spot.store.retention import Keep
 from tests.support.chain import FIRST, RUN, SECOND, Chained, OverHttp, chained
 from tests.support.proxy import Proxy
 from tests.support.server import MIB, RUN_ID, Bench, RunningNode, manifest_of
@@ -181,7 +182,7 @@ def test_a_removed_snapshot_is_gone_everywhere(make: Callable[..., Chained]) -> 
 
 def test_old_snapshots_are_removed_by_whoever_writes(make: Callable[..., Chained]) -> None:
     bench = make()
-    bench.start(FIRST, keep=2)
+    bench.start(FIRST, keep=Keep(newest=2))
     for step in range(1, 6):
         bench.save(step, wait_s=10)
         assert bench.flush() == []
@@ -440,6 +441,8 @@ def test_a_node_that_forgot_a_run_is_told_all_of_it_again(monkeypatch: pytest.Mo
         return {}
 
     monkeypatch.setattr(store.client, "call", call)
-    store.know(RunInfo(name="run", id=RUN_ID, location="", attempt=3, token="t", keep=7, durable_url="s3://b/run"))
+    store.know(
+        RunInfo(name="run", id=RUN_ID, location="", attempt=3, token="t", keep=Keep(newest=7), durable_url="s3://b/run")
+    )
     store._lease(manifest_of(1), 3)
-    assert [(body["keep"], body["durable_url"], body["token"]) for body in told] == [(7, "s3://b/run", "t")]
+    assert [(body["keep"]["newest"], body["durable_url"], body["token"]) for body in told] == [(7, "s3://b/run", "t")]

@@ -22,7 +22,8 @@ from lightning_spot.snapshot.parts import verify_file
 from lightning_spot.store.fences import claim_name, digest_of
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.posix import temporary_name
-from lightning_spot.store.store import Holdings, retain
+from lightning_spot.store.retention import Keep, retain
+from lightning_spot.store.store import Holdings
 from tests.integration.test_stores import fetched, put, snapshot
 from tests.support import faulty
 from tests.support.faulty import Plan, faulty_calls
@@ -82,7 +83,7 @@ def test_an_unreadable_manifest_is_named_and_hides_no_other(store: LocalStore, s
     assert found.manifests == [good]
     assert list(found.unreadable) == [bad.name]
     assert found.unreadable[bad.name]
-    retain(store, 1, put(store, 5))
+    retain(store, Keep(newest=1), put(store, 5))
     assert os.path.lexists(store.root / bad.manifest_path), "what could not be read was deleted"
     assert (store.root / bad.data_path).exists()
 
@@ -151,7 +152,7 @@ def test_a_linked_run_is_used_but_links_in_it_are_not_followed(tmp_path: Path) -
     (real / snapshot_name(2, 1)).symlink_to(tmp_path / "elsewhere")
     assert [manifest.step for manifest in store.survey().manifests] == [1]
     assert fetched(store, moved) == snapshot(1)[1]
-    retain(store, 1, put(store, 5, attempt=2, by=2))
+    retain(store, Keep(newest=1), put(store, 5, attempt=2, by=2))
     store.delete(moved)
     assert sorted(path.name for path in (tmp_path / "archive" / moved.name).iterdir()) == [MANIFEST_FILE, "model.ckpt"]
     assert (tmp_path / "elsewhere" / "model.ckpt").read_text() == "not ours"

@@ -27,6 +27,7 @@ from lightning_spot.server.tier import ServerTier
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
+from lightning_spot.store.retention import Keep
 from tests.support.said import said
 from tests.support.server import RunningNode
 from tests.support.snapshots import serverless
@@ -215,7 +216,9 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
         own = replace(found, identity=replace(found.identity, run_id=new_id()))  # each has looked by itself
         host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
         try:
-            info, _ = begin_attempt(own, host, keep=2, min_upload_interval_s=0.0, compression="off", replicas=1)
+            info, _ = begin_attempt(
+                own, host, keep=Keep(newest=2), min_upload_interval_s=0.0, compression="off", replicas=1
+            )
             assert [run["id"] for run in host._server.listed()] == [info.id]
             return info
         finally:
@@ -237,7 +240,9 @@ def test_an_unreadable_tier_leaves_a_gap_and_is_claimed_later(tmp_path: Path) ->
     train(path, 7)
     found = replace(survey(Location.of(str(path), local_server=False)), durable=None, claim=None, answers=[])
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
-    info, is_claimed = begin_attempt(found, host, keep=2, min_upload_interval_s=0.0, compression="off", replicas=1)
+    info, is_claimed = begin_attempt(
+        found, host, keep=Keep(newest=2), min_upload_interval_s=0.0, compression="off", replicas=1
+    )
     watch = ClaimWatch(str(path), info.claim(), is_made=is_claimed, fenced=lambda error: pytest.fail(str(error)))
     try:
         assert info.attempt == JUMP

@@ -30,8 +30,8 @@ from lightning_spot.store import s3 as s3_requests
 from lightning_spot.store.fences import digest_of
 from lightning_spot.store.fsspec_client import tier_errors
 from lightning_spot.store.objects import ObjectStore
+from lightning_spot.store.retention import Keep, retain
 from lightning_spot.store.s3 import list_folder, remove_objects
-from lightning_spot.store.store import retain
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.store import Kept, fetched, put, snapshot
@@ -137,7 +137,7 @@ def test_only_unfinished_uploads_of_dead_attempts_are_aborted(
     store = ObjectStore(f"{bucket}/run-1")
     store.claim(claim_of(2))
     current = put(store, 9, attempt=2)
-    retain(store, 2, current)
+    retain(store, Keep(newest=2), current)
     assert sorted(uploads_of(raw, bucket)) == sorted([mine[1], mine[2], *others])
 
 

@@ -16,7 +16,8 @@ import pytest
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FencedError, SpotError, TierError
 from lightning_spot.store.fsspec_client import open_filesystem
-from lightning_spot.store.store import Store, retain
+from lightning_spot.store.retention import Keep, retain
+from lightning_spot.store.store import Store
 from tests.integration.test_stores import fetched, put, sharded
 from tests.support.folders import end_nodes
 from tests.support.oracle import HOME, claim_of, lines
@@ -149,7 +150,7 @@ def test_a_large_put_that_is_killed_leaves_nothing(server: Server, tmp_path: Pat
     begun_s = time.monotonic()
     store.put(manifest, image, attempt=2)
     put_s = time.monotonic() - begun_s
-    assert retain(store, 2, manifest) == ""
+    assert retain(store, Keep(newest=2), manifest) == ""
     begun_s = time.monotonic()
     store.fetch(manifest, memoryview(bytearray(LARGE)))
     print(f"{server.name}: {LARGE >> 20} MiB put in {put_s:.1f} s, fetched in {time.monotonic() - begun_s:.1f} s")
@@ -171,10 +172,10 @@ def test_retention_and_names(server: Server, name: str) -> None:
     store.claim(claim_of(1))
     for step in range(1, 5):
         manifest = put(store, step)
-        assert retain(store, 2, manifest) == ""
+        assert retain(store, Keep(newest=2), manifest) == ""
     of_several, image = sharded(5)
     store.put(of_several, memoryview(image), attempt=1)
-    assert retain(store, 2, of_several) == ""
+    assert retain(store, Keep(newest=2), of_several) == ""
     found = open_store(url).survey()
     assert [item.step for item in found.manifests] == [5, 4]
     assert fetched(store, of_several) == image

@@ -27,6 +27,7 @@ from lightning_spot.server.slots import Commit, Mark, Slot, SlotState, View, reu
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.retention import Keep
 from tests.support.chain import FIRST, RUN, SECOND, THIRD, Chained, chained
 from tests.support.said import said, said_about
 from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
@@ -359,7 +360,9 @@ def pair(tmp_path: Path) -> Iterator[list[tuple[SnapshotServer, str]]]:
         SnapshotServer(slots=None, memory_bytes=8 * MIB, open_store=lambda _url: pytest.fail("written"))
         for _ in range(2)
     ]
-    info = RunInfo(name="run", id=RUN_ID, location=f"file://{tmp_path / 'run'}", attempt=1, token="t", keep=2)
+    info = RunInfo(
+        name="run", id=RUN_ID, location=f"file://{tmp_path / 'run'}", attempt=1, token="t", keep=Keep(newest=2)
+    )
     with served(nodes[0]) as first, served(nodes[1]) as second:
         urls = [f"spot://127.0.0.1:{port}" for port in (first, second)]
         for url in urls:

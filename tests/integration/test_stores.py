@@ -35,7 +35,8 @@ from lightning_spot.store import objects, posix
 from lightning_spot.store import posix as local_files
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
-from lightning_spot.store.store import Holdings, Store, retain, worth_keeping
+from lightning_spot.store.retention import Keep, retain, worth_keeping
+from lightning_spot.store.store import Holdings, Store
 from tests.support.oracle import claim_of
 from tests.support.real_stores import SERVERS, Server, use, why_missing
 from tests.support.store import fetched, put, snapshot
@@ -408,9 +409,9 @@ def test_retention_keeps_the_newest(store: Store) -> None:
     for step in (1, 2, 3):
         put(store, step)
     newest = put(store, 4)
-    retain(store, 2, newest)
+    retain(store, Keep(newest=2), newest)
     assert [manifest.step for manifest in store.survey().manifests] == [4, 3]
-    retain(store, 0, newest)
+    retain(store, Keep(newest=1), newest)
     assert [manifest.step for manifest in store.survey().manifests] == [4]
 
 
@@ -421,7 +422,7 @@ def test_retention_does_not_keep_the_end_of_a_run_twice(store: Store) -> None:
         put(store, step)
     kept = put(store, 3, attempt=2)
     last = put(store, 4, attempt=2)
-    retain(store, 2, put(store, 4, attempt=2, name=snapshot_name(4, 2, complete=True), complete=True))
+    retain(store, Keep(newest=2), put(store, 4, attempt=2, name=snapshot_name(4, 2, complete=True), complete=True))
     assert [manifest.name for manifest in store.survey().manifests] == [f"{last.name}-complete", kept.name]
 
 
@@ -431,9 +432,9 @@ def test_retention_keeps_to_its_lineage(store: Store) -> None:
     for step in (1, 2, 3):
         put(store, step, lineage="aaaaaaaaaaaa")
     newest = put(store, 1, attempt=2, lineage="bbbbbbbbbbbb")
-    retain(store, 1, newest)
+    retain(store, Keep(newest=1), newest)
     assert len(store.survey().manifests) == 4
-    retain(store, 1, put(store, 2, attempt=2, lineage="bbbbbbbbbbbb"))
+    retain(store, Keep(newest=1), put(store, 2, attempt=2, lineage="bbbbbbbbbbbb"))
     assert [(item.attempt, item.step) for item in store.survey().manifests] == [(2, 2), (1, 3), (1, 2), (1, 1)]
 
 
@@ -443,7 +444,7 @@ def test_retention_leaves_what_is_newer_and_what_cannot_be_read(store: Store) ->
         put(store, step)
     _write(store, f"{snapshot_name(2, 1)}/{MANIFEST_FILE}", b"garbage")
     _write(store, f"{snapshot_name(4, 1)}/{MANIFEST_FILE}", b'{"format": 99}')
-    retain(store, 1, put(store, 5))
+    retain(store, Keep(newest=1), put(store, 5))
     found = store.survey()
     assert [manifest.step for manifest in found.manifests] == [8, 5]
     assert set(found.unreadable) == {snapshot_name(2, 1), snapshot_name(4, 1)}
@@ -454,10 +455,12 @@ def test_retention_deletes_nothing_where_the_newest_is_missing(store: Store) -> 
     store.claim(claim_of(1, keep=100))
     for step in (1, 2, 3):
         put(store, step)
-    assert "is not listed there at once: nothing older is deleted" in retain(store, 1, snapshot(9)[0])
-    assert "is not seen there as it was written" in retain(store, 1, replace(snapshot(3)[0], created_unix_s=9.0))
+    assert "is not listed there at once: nothing older is deleted" in retain(store, Keep(newest=1), snapshot(9)[0])
+    assert "is not seen there as it was written" in retain(
+        store, Keep(newest=1), replace(snapshot(3)[0], created_unix_s=9.0)
+    )
     assert [manifest.step for manifest in store.survey().manifests] == [3, 2, 1]
-    assert retain(store, 3, snapshot(3)[0]) == ""
+    assert retain(store, Keep(newest=3), snapshot(3)[0]) == ""
 
 
 def _write(store: Store, below: str, data: bytes) -> None:
@@ -477,7 +480,7 @@ def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch
     _write(store, f"{snapshot_name(2, 1)}/{MANIFEST_FILE}", b'{"format": 1, "na')
     newest = put(store, 5)
     assert [manifest.step for manifest in store.survey().manifests] == [5]
-    retain(store, 1, newest)
+    retain(store, Keep(newest=1), newest)
     fs, root = fsspec.core.url_to_fs(store.url)
     fs.invalidate_cache()
     left = {path.split("/")[-2] for path in fs.find(root) if path.endswith(("model.ckpt", "meta.pt", "distcp", "data"))}
@@ -493,7 +496,7 @@ def test_a_sweep_touches_nothing_that_it_does_not_understand(store: Store) -> No
     stay += [f"{snapshot_name(1, 3)}/model.ckpt"]  # of a later attempt
     for below in (f"{ours}/model.ckpt", *stay):
         _write(store, below, b"?")
-    retain(store, 1, put(store, 5, attempt=2))
+    retain(store, Keep(newest=1), put(store, 5, attempt=2))
     files, root = fsspec.core.url_to_fs(store.url)
     files.invalidate_cache()
     there = {path.removeprefix(f"{root}/") for path in files.find(root)}

@@ -32,7 +32,7 @@ from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.fences import Claim, digest_of
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.store import retain
+from lightning_spot.store.retention import Keep, retain
 from tests.support import shard_scenarios
 
 HOME = Path(__file__).resolve().parents[2]
@@ -229,7 +229,7 @@ def use_store(root: Path, tell: Tell) -> None:
         for _ in range(2):
             if _worked(tell, store.put, manifest, image, attempt=max(1, writer)):
                 tell("durable", step)
-        _worked(tell, retain, store, 1, manifest)
+        _worked(tell, retain, store, Keep(newest=1), manifest)
 
 
 def use_file(root: Path, tell: Tell) -> None:
@@ -245,7 +245,7 @@ def run_info(root: Path, *, attempt: int = 1, keep: int = 2, session: str = "") 
     """A run without an identity that is kept in ``root/durable``."""
     url = str(root / "durable")
     run = RunInfo(name="run", id="", location=url, attempt=attempt, token=f"token-{attempt}")
-    return replace(run, keep=keep, durable_url=url, session=session)
+    return replace(run, keep=Keep(newest=keep), durable_url=url, session=session)
 
 
 def use_node(root: Path, tell: Tell) -> None:

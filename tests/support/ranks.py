@@ -27,6 +27,7 @@ from lightning_spot.snapshot.coming import Sealing
 from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import JoinedImage, assemble
 from lightning_spot.store.local import LocalStore
+from lightning_spot.store.retention import Keep
 from tests.support.filled import fill
 from tests.support.server import named_run
 
@@ -155,7 +156,7 @@ class Desk:
     def __init__(self, root: Path, memory_bytes: int = 2**28, host: type[InProcessHost] = InProcessHost) -> None:
         self.store = LocalStore(root / "run")
         self.host = host(slots=3, memory_bytes=memory_bytes, open_store=open_store)
-        self.host.open_run(named_run("run", self.store.url, keep=100))
+        self.host.open_run(named_run("run", self.store.url, keep=Keep(newest=100)))
         self.writer = SnapshotWriter(self.host, lambda: self.host)
         self.weights: list[Any] = [torch.randn(300, 100) for _ in range(5)]
         self.buffer = torch.zeros(10)

@@ -18,6 +18,7 @@ from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.slots import Buffer, Commit, Known, Mark, Slot, SlotState, Tiers, View
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
 from lightning_spot.snapshot.shards import Status, registers_of, status, why_aborted
+from lightning_spot.store.retention import Keep
 from tests.support.server import RUN_ID
 from tests.support.shards import failed_shard, shard_manifest
 
@@ -168,7 +169,14 @@ class World:
 
     def info(self, **more: object) -> RunInfo:
         fields: dict[str, object] = {"durable_url": STORAGE, "replicas": self.replicas, "hosts": self.hosts, **more}
-        plain = {"name": "run", "id": RUN_ID, "location": STORAGE, "attempt": 1, "token": "t", "keep": KEEP}
+        plain = {
+            "name": "run",
+            "id": RUN_ID,
+            "location": STORAGE,
+            "attempt": 1,
+            "token": "t",
+            "keep": Keep(newest=KEEP),
+        }
         return RunInfo(**{**plain, **fields})  # type: ignore[arg-type]
 
     def open(self, place: Place, *, apart: bool) -> None:

@@ -14,6 +14,7 @@ from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.commit import Look, put_shards
 from lightning_spot.store.local import LocalStore
+from lightning_spot.store.retention import Keep
 from tests.support.server import RUN_ID
 from tests.support.shards import failed_shard, sealed_apart, sealed_shard, shard_image
 
@@ -32,7 +33,7 @@ Tell = Callable[..., None]
 def run_info(root: Path, *, attempt: int = 1, session: str = "") -> RunInfo:
     url = str(root / "durable")
     named = {"name": "run", "id": RUN_ID, "location": f"file://{url}", "token": f"token-{attempt}"}
-    return RunInfo(**named, attempt=attempt, keep=2, durable_url=url, session=session)
+    return RunInfo(**named, attempt=attempt, keep=Keep(newest=2), durable_url=url, session=session)
 
 
 def claim(root: Path, attempt: int = 1) -> None:

@@ -14,6 +14,7 @@ from lightning_spot.server import ring
 from lightning_spot.server.ring import Ring, SlotsAhead
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
+from lightning_spot.store.retention import Keep
 from tests.support.server import MIB, RUN_ID, Bench, image_of, manifest_of
 from tests.support.waiting import until
 
@@ -51,7 +52,7 @@ def receive(bench: Bench, step: int, nbytes: int = 1000) -> Manifest:
 
 def test_only_the_first_sender_waits_for_memory(make_bench: Callable[..., Bench], made: list[bool]) -> None:
     bench = make_bench(slots=None, memory_bytes=64 * MIB)
-    bench.open(keep=2)
+    bench.open(keep=Keep(newest=2))
     for step in range(6):
         receive(bench, step)
         assert bench.flush() == []
@@ -62,7 +63,7 @@ def test_a_sender_waits_for_the_slot_that_is_being_made(
     make_bench: Callable[..., Bench], made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench(slots=None, memory_bytes=64 * MIB)
-    bench.open(keep=1)
+    bench.open(keep=Keep(newest=1))
     go_on, leased = threading.Event(), Ring.try_lease
 
     def held_up(self: Ring, run: str, nbytes: int, *, only_new: bool = False, **how: bool) -> object:
@@ -84,7 +85,7 @@ def test_a_sender_waits_for_the_slot_that_is_being_made(
 
 def test_nothing_makes_room_for_what_nobody_has_asked_for(make_bench: Callable[..., Bench], made: list[bool]) -> None:
     bench = make_bench(slots=None, memory_bytes=4 * MIB)
-    bench.open(keep=5)
+    bench.open(keep=Keep(newest=5))
     first = receive(bench, 1)
     assert bench.flush() == []
     receive(bench, 2)

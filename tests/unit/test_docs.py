@@ -138,7 +138,7 @@ def test_the_protocol_in_the_text_is_the_present_one() -> None:
 
 
 def test_settings_in_the_text_are_there() -> None:
-    kinds = ("SpotCheckpoint", "RemoteSnapshot", "EverySteps", "EverySeconds", "ConvergenceAware")
+    kinds = ("SpotCheckpoint", "RemoteSnapshot", "EverySteps", "EverySeconds", "ConvergenceAware", "Keep")
     known = {name for kind in kinds for name in inspect.signature(getattr(lightning_spot, kind)).parameters}
     page = TEXTS["docs/reference/settings.md"]
     named = set(re.findall(r"(?<![-\w])([a-z_]+)=", "".join(re.findall(r"`[^`\n]+`", page))))

@@ -15,6 +15,7 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError, SnapshotNo
 from lightning_spot.server import worker
 from lightning_spot.server.reconcile import LAST_RETRY_S, BackOff
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.retention import Keep
 from tests.integration.test_chain import FIRST, RUN
 from tests.support.chain import Chained
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench
@@ -31,7 +32,7 @@ def errors_for(name: str, error: Exception) -> Callable[[str, Manifest], Excepti
 
 
 def test_a_slow_tier_takes_the_newest_when_it_is_free(bench: Bench) -> None:
-    bench.open(keep=50)
+    bench.open(keep=Keep(newest=50))
     bench.tier().open.clear()
     bench.save(1)
     until(lambda: bench.tier().tries, "the tier to be at it")
@@ -259,7 +260,7 @@ def test_a_deletion_does_not_wait_for_later_commits(bench: Bench) -> None:
 
 
 def test_a_failed_retention_is_retried_without_a_new_snapshot(bench: Bench) -> None:
-    bench.open(keep=1)
+    bench.open(keep=Keep(newest=1))
     bench.tier().errors = errors_for("delete", OSError("later"))
     for step in (1, 2):
         bench.save(step)

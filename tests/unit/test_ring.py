@@ -43,6 +43,7 @@ from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.local import LocalStore
+from lightning_spot.store.retention import Keep
 from tests.support.oracle import claim_of
 from tests.support.said import said, said_about
 from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, image_of, manifest_of
@@ -560,7 +561,7 @@ def test_readers_are_safe_from_reuse(make_bench: Callable[..., Bench]) -> None:
 def test_one_run_cannot_fill_a_node(make_bench: Callable[..., Bench]) -> None:
     """Snapshots of a run that were superseded, and clean old ones, make room for another run's."""
     bench = make_bench(slots=None, memory_bytes=40 * MIB)
-    bench.open(keep=100)
+    bench.open(keep=Keep(newest=100))
     for step in range(1, 8):
         bench.save(step, nbytes=4 * MIB, wait_s=10)
     bench.open(run_id=OTHER_ID)
@@ -572,7 +573,7 @@ def test_one_run_cannot_fill_a_node(make_bench: Callable[..., Bench]) -> None:
 
 def test_a_run_stays_within_its_own_bound(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(slots=None, memory_bytes=64 * MIB, run_memory_bytes=16 * MIB)
-    bench.open(keep=100)
+    bench.open(keep=Keep(newest=100))
     for step in range(1, 10):
         bench.save(step, nbytes=5 * MIB, wait_s=10)
         held = [slot for slot in bench.node.ring.slots if slot.run == RUN_ID]
@@ -765,7 +766,7 @@ def test_two_living_nodes_never_share_an_area(make_bench: Callable[..., Bench], 
 
 def test_an_heir_with_fewer_slots_loses_nothing(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
     killed = make_bench(area=runtime_dir / "area")
-    killed.open(durable=False, keep=9)
+    killed.open(durable=False, keep=Keep(newest=9))
     for step in (1, 2, 3):
         killed.save(step)
     killed.die()
@@ -911,7 +912,7 @@ def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
 
 def test_a_node_without_slots_is_bounded_by_memory_only(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(slots=None)
-    bench.open(durable=False, keep=100)
+    bench.open(durable=False, keep=Keep(newest=100))
     for step in range(20):
         bench.save(step)
     assert len(bench.committed()) == 20
@@ -960,7 +961,7 @@ def test_a_node_is_not_settled_while_a_deletion_is_owed(bench: Bench) -> None:
 
 
 def test_opening_a_run_without_its_token_changes_nothing_of_it(bench: Bench) -> None:
-    bench.open(keep=7)
+    bench.open(keep=Keep(newest=7))
     bench.tier().open.clear()
     bench.save(1)
     known = bench.node.registry.find(RUN).info
@@ -971,7 +972,7 @@ def test_opening_a_run_without_its_token_changes_nothing_of_it(bench: Bench) -> 
         with pytest.raises(SettingsError, match="/elsewhere"):
             bench.node.open_run(moved)
     assert bench.node.ring.owed(bench.node.committed(RUN)[:1]) == [bench.tier().url]
-    assert bench.node.registry.find(RUN).info.keep == 7
+    assert bench.node.registry.find(RUN).info.keep == Keep(newest=7)
 
 
 def test_one_writer_never_undoes_what_another_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.slots import Buffer, Commit, Limits, Making, Mark, Slot, Slots, SlotState, View, find_room
 from lightning_spot.session.snapshotter import Pacing
+from lightning_spot.store.retention import Keep
 from tests.support.ranks import Desk
 from tests.support.server import MIB, image_of, manifest_of, named_run
 from tests.support.store import GatedStore
@@ -38,7 +39,7 @@ class Here:
     def __init__(self, root: Path) -> None:
         self.store = GatedStore(str(root / "tier"))
         self.host = InProcessHost(slots=3, memory_bytes=2**26, open_store=lambda _url: self.store)
-        self.host.open_run(named_run("run", self.store.url, keep=100))
+        self.host.open_run(named_run("run", self.store.url, keep=Keep(newest=100)))
         self.slots = self.host._server.ring.slots
 
     def take(self, step: int) -> bool:
@@ -86,7 +87,7 @@ def test_a_larger_slot_made_ahead_replaces_only_superseded_ones(tmp_path: Path) 
     """The newest snapshot is there until the next one is: what is made ahead of that never takes its place."""
     store = GatedStore(str(tmp_path / "tier"))
     host = InProcessHost(slots=2, memory_bytes=2**26, open_store=lambda _url: store)
-    host.open_run(named_run("run", store.url, keep=100))
+    host.open_run(named_run("run", store.url, keep=Keep(newest=100)))
     larger = 4 * slot_capacity(NBYTES)
 
     def there() -> list[int]:

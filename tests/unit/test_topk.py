@@ -26,7 +26,7 @@ from lightning_spot.server.slots import Commit, Slot, SlotState, View, reusable
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.store import retain
+from lightning_spot.store.retention import Keep, retain
 from tests.support.chain import FIRST, chained
 from tests.support.filled import check_archive
 from tests.support.said import said
@@ -267,7 +267,7 @@ def test_an_exact_one_is_never_deleted_for_one_that_is_not(tmp_path: Path) -> No
         image = memoryview(bytes(1000))
         manifest = (plain if exact else plain.inexact()).sealed(image)
         store.put(manifest, image, attempt=1)
-        retain(store, 2, manifest)
+        retain(store, Keep(newest=2), manifest)
         return sorted((item.step, item.exact) for item in store.survey().manifests)
 
     put(1, True)

@@ -20,6 +20,7 @@ from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot import packing
+from lightning_spot.store.retention import Keep
 from tests.support.server import MIB
 from tests.support.waiting import until
 from tests.support.wire_pair import Pair, floats, kinds, needs_zstd, pair, state, trained
@@ -120,7 +121,9 @@ def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> Non
     with pytest.raises(SettingsError, match="servers= names none"):
         SpotCheckpoint(str(tmp_path), lossy="topk")
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
-    ring = RingSettings(slots=2, memory_bytes=2**24, server_idle_timeout_s=9.0, keep=1, strict=True, compression="off")
+    ring = RingSettings(
+        slots=2, memory_bytes=2**24, server_idle_timeout_s=9.0, keep=Keep(newest=1), strict=True, compression="off"
+    )
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run-1"), local_server=False)), host, ring)
     known = host._server.registry.info(attempt.info.key)
     attempt.finish(5.0, complete=False)
