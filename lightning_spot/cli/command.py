@@ -208,7 +208,11 @@ COMMANDS = {
         call="status",
         text="show the runs at servers and on this host, and how safe they are",
         codes={0: "done, also by Ctrl-C", 2: "wrong usage", INCOMPLETE: "done, but a server did not answer"},
-        examples=("lightning-spot status -w", "lightning-spot status --server spot://10.0.0.5:7070 -o json"),
+        examples=(
+            "lightning-spot status -w",
+            "lightning-spot status --server spot://10.0.0.5:7070 -o json",
+            "lightning-spot status --server spot://10.0.0.5:7070 --open",
+        ),
     ),
     "ls": _Command(
         module="cli.snapshots",

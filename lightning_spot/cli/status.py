@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,19 +23,21 @@ from lightning_spot.cli.output import (
     error_console,
     plain_table,
     print_answer,
+    print_line,
 )
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import LARGEST, MOST_SERVERS, read_environment
-from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.errors import ServerRefusedError, SettingsError, SpotError
 from lightning_spot.protocol.record import local_records
 from lightning_spot.protocol.wire import Address, answered, parse_spot_url
-from lightning_spot.untrusted import MOST_UNIX_S, as_object, flag, integer, number, texts
+from lightning_spot.untrusted import MOST_UNIX_S, as_object, flag, integer, number, plain, text, texts
 
 _ANSWER_S = 5.0
 _EVERY_S = 2.0
 _ASKED_S = 35.0
 """The hosts of a run ask its servers every 10 s how things are."""
 _MOST_STEP = 10**15
+_PATH = re.compile(r"/open/[\w-]{1,100}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``status``."""
     add_servers(parser, "ask this snapshot server; may be given several times (default: LIGHTNING_SPOT_SERVERS)")
     parser.add_argument("-w", "--watch", action="store_true", help="show it again every 2 s, until Ctrl-C")
+    parser.add_argument("--open", action="store_true", help="print a link to the status page of the server, for once")
     add_output(parser, names=True)
 
 
@@ -82,6 +86,11 @@ def status(arguments: argparse.Namespace) -> int:
     if not named:
         named, given_by = read_environment().servers, "LIGHTNING_SPOT_SERVERS"
     check_servers(named, given_by)
+    if arguments.open:
+        if len(named) != 1:
+            raise SettingsError("--open opens the page of one server: name it by --server spot://HOST:PORT")
+        print_line(link(named[0]))
+        return 0
     addresses = [parse_spot_url(server)[0] for server in named]
     if arguments.watch:
         return _watch(addresses)
@@ -94,6 +103,21 @@ def status(arguments: argparse.Namespace) -> int:
     for problem in silent:
         error_console().print(f"not asked: {problem}")
     return INCOMPLETE if silent else 0
+
+
+def link(server_url: str) -> str:
+    """Have a server make a link to its status page, which a browser may open once, within a minute.
+
+    Raises:
+        SettingsError: if ``server_url`` is no server's.
+        ServerUnreachableError: if no server answers there.
+        ServerRefusedError: if it refuses the token, or answers with another address.
+    """
+    address, _ = parse_spot_url(server_url)
+    path = text(ServerClient(address).call("POST", "/v1/links"), "path")
+    if not _PATH.fullmatch(path):  # else it could lead to another host
+        raise ServerRefusedError(f"{address} answered with {plain(path)!r} instead of a link", tier=str(address))
+    return f"http://{address.host}:{address.port}{path}"
 
 
 def _watch(addresses: Sequence[Address]) -> int:

@@ -110,7 +110,7 @@ class Page:
     ) -> None:
         self._links, self._sessions = Passes(LINK_S, clock), Passes(SESSION_S, clock)
         self._cookie = f"spot-page-{secrets.token_hex(4)}"  # other servers at this host are sent it, too
-        self._server, self._not_ready, self._figures = server, not_ready, Figures(server)
+        self._server, self._not_ready, self._figures = server, not_ready, GoodputHistory(server)
         self._made, self._made_s, self._making = "", -math.inf, asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -260,7 +260,7 @@ def _tier(url: str, health: TierHealth) -> dict[str, Any]:
     }
 
 
-class Figures:
+class GoodputHistory:
     """What storage has of the goodput of runs. It is asked on a thread of its own, and only while a browser polls.
 
     Args:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.cli.status_link import link
+from lightning_spot.cli.status import link
 from lightning_spot.say import Said, recent
 from tests.support.browser import Tab, chromium, needs_chromium
 from tests.support.server import RUN_ID, Bench, named_run, served, snapshot_server

@@ -37,7 +37,7 @@ MOST_WORDS = 30  # of a message
 NAMED_BY_USERS = {
     "__main__", "callbacks.lightning_cli", "checkpoint_io", "entry_point",
     "cli.command", "client.filesystem", "store.objects",
-    *(command.module for command in COMMANDS.values()), "cli.status_link",
+    *(command.module for command in COMMANDS.values()),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from lightning_spot.cli.status_link import link
+from lightning_spot.cli.status import link
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import ServerRefusedError, SpotError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
