@@ -108,7 +108,7 @@ class Page:
     ) -> None:
         self._links, self._sessions = Passes(LINK_S, clock), Passes(SESSION_S, clock)
         self._cookie = f"spot-page-{secrets.token_hex(4)}"  # other servers at this host are sent it, too
-        self._server, self._not_ready, self._figures = server, not_ready, Figures(server)
+        self._server, self._not_ready, self._history = server, not_ready, GoodputHistory(server)
         self._made, self._made_s, self._making = "", -math.inf, asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -170,13 +170,13 @@ class Page:
         ring = server.ring
         with ring.changed:
             slots = [(slot.state, slot.capacity) for slot in ring.slots]
-        listed, known = server.listed(), self._figures.all()
+        listed, known = server.listed(), self._history.all()
         return {
             "host": socket.gethostname(),
             "not_ready": self._not_ready(),
             "unix_s": time.time(),
             "runs": [self._run(run, known, now_s) for run in listed],
-            "uploads": server.uploads.status(),
+            "uploads": [{**each, "name": plain(each["name"])} for each in server.uploads.status()],
             "memory_bytes": ring.memory_bytes,
             "slots": {
                 state.value: {
@@ -199,7 +199,7 @@ class Page:
             newest = sorted(view.groups, key=lambda group: group.manifest.order, reverse=True)[:_MOST_SNAPSHOTS]
             snapshots = [_snapshot(group, view) for group in newest]
             is_asked_for = now_s - ring.opened_s.get(key, -math.inf) < LEFT_S
-        live = "training" if run["live"] or is_asked_for else "left"
+        live = "training" if run["live"] or is_asked_for else "stopped"
         return {
             "key": key,
             "name": plain(run["name"]),
@@ -240,7 +240,8 @@ def _snapshot(group: Group, view: View) -> dict[str, Any]:
 def _state(group: Group, view: View) -> str:
     if group.state is not Status.COMMITTED:
         return "failed" if group.state is Status.ABORTED else "incomplete"
-    if all(slot.is_durable for slot in group.slots):
+    is_all = group.is_here or any(slot.settled for slot in group.slots)  # of a shard, that says nothing of the others
+    if is_all and all(slot.is_durable for slot in group.slots):
         return "persisted"
     if any(slot in view.owed for slot in group.slots):
         return "uploading"
@@ -258,7 +259,7 @@ def _tier(url: str, health: TierHealth) -> dict[str, Any]:
     }
 
 
-class Figures:
+class GoodputHistory:
     """What storage has of the goodput of runs. It is asked on a thread of its own, and only while a browser polls.
 
     Args:

@@ -31,8 +31,10 @@ from lightning_spot.http.page import LINK_S, SESSION_S, Page
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.wire import Address
 from lightning_spot.say import Messages
+from lightning_spot.server.slots import Held, Mark
 from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN_ID, Bench, manifest_of, named_run, served
+from tests.support.shards import shard_manifest
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -252,6 +254,28 @@ def test_the_document_says_what_there_is(bench: Bench, browser: Browser) -> None
     assert (place["error"], place["flushed"], place["flushed_bytes"]) == ("", 1, 1000)
     assert place["bytes_per_s"] > 0
     tier.open.set()
+
+
+def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browser) -> None:
+    """A server that has one of two shards, and stored that, knows nothing of the other one."""
+    bench.open()
+    one = shard_manifest(1, writer=0)
+    upload = bench.node.lease(f"run@{RUN_ID}", 1, one.nbytes)
+    bench.node.seal(upload.id, one)
+
+    def shown() -> tuple[str, list[int]]:
+        (snapshot,) = browser.document()["runs"][0]["snapshots"]
+        return snapshot["state"], snapshot["shards"]
+
+    browser.enter()
+    assert shown() == ("incomplete", [1, 2])
+    (slot,) = bench.node.ring.committed(RUN_ID)
+    assert slot.manifest is not None
+    bench.node.ring.mark(Held.of([slot]), str(bench.root / f"tier-{RUN_ID}"), Mark.SAFE)
+    bench.node.ring.mark_committed(RUN_ID, one.lineage, one.order)
+    until(lambda: shown() == ("replicated", [1, 2]), "the page to show it")
+    bench.node.ring.settle(RUN_ID, one.lineage, one.order)
+    until(lambda: shown() == ("persisted", [1, 2]), "the page to show it")
 
 
 def test_secrets_in_urls_are_not_shown(bench: Bench, browser: Browser) -> None:
