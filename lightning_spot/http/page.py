@@ -18,13 +18,11 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from aiohttp import hdrs, web
 
-from lightning_spot._version import __version__
 from lightning_spot.config import without_password
 from lightning_spot.errors import SnapshotNotFoundError
 from lightning_spot.goodput.ledger import Account, spent, total
@@ -47,8 +45,8 @@ SESSION_S = 12 * 3600.0
 _MOST_PASSES = 64
 _MOST_SNAPSHOTS = 20  # of a run
 _LONGEST_MESSAGE = 1000
-_DOCUMENT_S = 1.0  # however many browsers poll
-_FIGURES_S = 5.0  # storage is asked for them
+DOCUMENT_S = 1.0  # however many browsers poll
+FIGURES_S = 5.0  # storage is asked for them
 
 _CLOSED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
@@ -110,7 +108,7 @@ class Page:
     ) -> None:
         self._links, self._sessions = Passes(LINK_S, clock), Passes(SESSION_S, clock)
         self._cookie = f"spot-page-{secrets.token_hex(4)}"  # other servers at this host are sent it, too
-        self._server, self._not_ready, self._figures = server, not_ready, GoodputHistory(server)
+        self._server, self._not_ready, self._history = server, not_ready, GoodputHistory(server)
         self._made, self._made_s, self._making = "", -math.inf, asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -162,7 +160,7 @@ class Page:
     async def document(self, _request: web.Request) -> web.Response:
         """What the page shows."""
         async with self._making:
-            if time.monotonic() - self._made_s > _DOCUMENT_S:
+            if time.monotonic() - self._made_s > DOCUMENT_S:
                 document = await asyncio.to_thread(self._document)
                 self._made, self._made_s = web.json_response(document).text or "", time.monotonic()
         return web.Response(text=self._made, content_type="application/json", headers=HEADERS)
@@ -172,14 +170,13 @@ class Page:
         ring = server.ring
         with ring.changed:
             slots = [(slot.state, slot.capacity) for slot in ring.slots]
-        listed = server.listed()
-        texts = {run["id"] or run["name"]: run["name"] for run in listed}
-        figures = self._figures.all()
+        listed, known = server.listed(), self._history.all()
         return {
-            "server": {"version": __version__, "host": socket.gethostname(), "not_ready": self._not_ready()},
+            "host": socket.gethostname(),
+            "not_ready": self._not_ready(),
             "unix_s": time.time(),
-            "runs": [self._run(run, figures, now_s) for run in listed],
-            "uploads": [{**each, "run": texts.get(each["run"], each["run"])} for each in server.uploads.status()],
+            "runs": [self._run(run, known, now_s) for run in listed],
+            "uploads": [{**each, "name": plain(each["name"])} for each in server.uploads.status()],
             "memory_bytes": ring.memory_bytes,
             "slots": {
                 state.value: {
@@ -195,14 +192,14 @@ class Page:
             ],
         }
 
-    def _run(self, run: dict[str, Any], figures: dict[str, dict[str, Any]], now_s: float) -> dict[str, Any]:
+    def _run(self, run: dict[str, Any], known: dict[str, dict[str, Any]], now_s: float) -> dict[str, Any]:
         key, ring = run["id"] or run["name"], self._server.ring
         with ring.changed:
             view = ring.view(key)
             newest = sorted(view.groups, key=lambda group: group.manifest.order, reverse=True)[:_MOST_SNAPSHOTS]
             snapshots = [_snapshot(group, view) for group in newest]
             is_asked_for = now_s - ring.opened_s.get(key, -math.inf) < LEFT_S
-        live = "training" if run["live"] or is_asked_for else "left"
+        live = "training" if run["live"] or is_asked_for else "stopped"
         return {
             "key": key,
             "name": plain(run["name"]),
@@ -211,7 +208,7 @@ class Page:
             "state": "complete" if run["complete"] else live,
             "storage": plain(without_password(run["durable_url"] or "")),
             "snapshots": snapshots,
-            "figures": figures.get(key, {}),
+            "figures": known.get(key, {}),
         }
 
 
@@ -243,7 +240,8 @@ def _snapshot(group: Group, view: View) -> dict[str, Any]:
 def _state(group: Group, view: View) -> str:
     if group.state is not Status.COMMITTED:
         return "failed" if group.state is Status.ABORTED else "incomplete"
-    if all(slot.is_durable for slot in group.slots):
+    is_all = group.is_here or any(slot.settled for slot in group.slots)  # of a shard, that says nothing of the others
+    if is_all and all(slot.is_durable for slot in group.slots):
         return "persisted"
     if any(slot in view.owed for slot in group.slots):
         return "uploading"
@@ -251,12 +249,13 @@ def _state(group: Group, view: View) -> str:
 
 
 def _tier(url: str, health: TierHealth) -> dict[str, Any]:
-    known = asdict(health)
     return {
         "url": plain(without_password(url)),
         "error": plain(health.error or health.silent or health.refused, _LONGEST_MESSAGE),
+        "carried": health.carried,
+        "flushed": health.flushed,
+        "flushed_bytes": health.flushed_bytes,
         "bytes_per_s": health.flushed_bytes / health.flush_s if health.flush_s > 0 else None,
-        **{name: known[name] for name in ("kind", "carried", "failures", "flushed", "flushed_bytes")},
     }
 
 
@@ -276,7 +275,7 @@ class GoodputHistory:
     def all(self) -> dict[str, dict[str, Any]]:
         """Those that are known of each run, by its key."""
         is_free = self._asking is None or self._asking.done()
-        if is_free and time.monotonic() - self._asked_s > _FIGURES_S:
+        if is_free and time.monotonic() - self._asked_s > FIGURES_S:
             self._asking = in_background(self._ask, "spot-figures")
         return self._known
 
@@ -297,7 +296,7 @@ class GoodputHistory:
 
 
 def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:
-    """Goodput at the end of each attempt of a run, and the last preemption; empty where neither is known.
+    """Goodput of a run, as times and shares, and when it was preempted last; empty where neither is known.
 
     Raises:
         SpotError: if its storage fails.
@@ -314,4 +313,4 @@ def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:
         sum_ = total([sum_, part])
         goodput.append([max(attempt.unix_s, attempt.begun_unix_s), sum_.goodput])
     preempted = [attempt.unix_s for attempt in attempts if attempt.end in ("preempted", "killed")]
-    return {"goodput": goodput, "step": record.step, "preempted_unix_s": preempted[-1] if preempted else None}
+    return {"goodput": goodput, "preempted_unix_s": preempted[-1] if preempted else None}

@@ -79,10 +79,13 @@ def filled(make_bench: Callable[..., Bench]) -> Bench:
     return bench
 
 
-def test_what_others_say_does_nothing(tab: Tab, make_bench: Callable[..., Bench]) -> None:
+def test_what_others_say_does_nothing(
+    tab: Tab, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "0123456789abcdef")
     bench = filled(make_bench)
     recent.append(Said(1e9, logging.WARNING, "key", HOSTILE))
-    with served(bench.node) as port:
+    with served(bench.node, token="0123456789abcdef") as port:
         opened(tab, f"spot://127.0.0.1:{port}")
         assert "<img src=x" in tab.text
         assert tab.value("document.title").startswith("Snapshot server")

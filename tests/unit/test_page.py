@@ -9,6 +9,7 @@ import http.client
 import json
 import re
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,12 +26,15 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import ServerRefusedError, SpotError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import write_record
+from lightning_spot.http import page
 from lightning_spot.http.page import LINK_S, SESSION_S, Page
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.wire import Address
 from lightning_spot.say import Messages
+from lightning_spot.server.slots import Held, Mark
 from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN_ID, Bench, manifest_of, named_run, served
+from tests.support.shards import shard_manifest
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -149,9 +153,9 @@ def test_the_cookie_is_for_this_server_and_no_script(browser: Browser) -> None:
     assert re.fullmatch(r"spot-page-[0-9a-f]{8}=[\w-]{43}", cookie.split("; ")[0])
 
 
-async def _opened(page: Page, **more: Any) -> web.Response:
-    made = json.loads((await page.link(make_mocked_request("POST", "/v1/links"))).text or "")["path"]
-    return await page.open(make_mocked_request("GET", made, match_info={"link": made.removeprefix("/open/")}, **more))
+async def _opened(shown: Page, **more: Any) -> web.Response:
+    made = json.loads((await shown.link(make_mocked_request("POST", "/v1/links"))).text or "")["path"]
+    return await shown.open(make_mocked_request("GET", made, match_info={"link": made.removeprefix("/open/")}, **more))
 
 
 def test_over_tls_the_cookie_never_goes_in_clear(bench: Bench) -> None:
@@ -207,8 +211,8 @@ def test_pages_of_others_cannot_use_the_cookie(browser: Browser) -> None:
 
 def test_the_policy_allows_the_page_and_nothing_else(browser: Browser) -> None:
     refused, opened, document = browser.ask("/"), browser.open(browser.link()), browser.ask("/v1/page")
-    page = browser.ask("/")
-    for answer in (refused, opened, document, page):
+    shown = browser.ask("/")
+    for answer in (refused, opened, document, shown):
         assert answer.headers["Cache-Control"] == "no-store"
         assert answer.headers["Referrer-Policy"] == "no-referrer"
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
@@ -216,8 +220,8 @@ def test_the_policy_allows_the_page_and_nothing_else(browser: Browser) -> None:
         policy = dict(part.split(" ", 1) for part in answer.headers["Content-Security-Policy"].split("; "))
         closed = ("default-src", "base-uri", "form-action", "frame-ancestors")
         assert {policy.pop(name) for name in closed} == {"'none'"}
-        assert not policy or answer is page
-    text = page.body.decode()
+        assert not policy or answer is shown
+    text = shown.body.decode()
     assert policy.pop("connect-src") == "'self'"
     assert policy.pop("img-src") == "data:"
     for kind in ("script", "style"):
@@ -247,9 +251,31 @@ def test_the_document_says_what_there_is(bench: Bench, browser: Browser) -> None
     assert shown["memory_bytes"] == 64 * MIB
     assert {state: each["count"] for state, each in shown["slots"].items()} == {"free": 0, "filling": 1, "committed": 2}
     (place,) = shown["tiers"]
-    assert (place["kind"], place["flushed"], place["flushed_bytes"]) == ("durable", 1, 1000)
+    assert (place["error"], place["flushed"], place["flushed_bytes"]) == ("", 1, 1000)
     assert place["bytes_per_s"] > 0
     tier.open.set()
+
+
+def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browser) -> None:
+    """A server that has one of two shards, and stored that, knows nothing of the other one."""
+    bench.open()
+    one = shard_manifest(1, writer=0)
+    upload = bench.node.lease(f"run@{RUN_ID}", 1, one.nbytes)
+    bench.node.seal(upload.id, one)
+
+    def shown() -> tuple[str, list[int]]:
+        (snapshot,) = browser.document()["runs"][0]["snapshots"]
+        return snapshot["state"], snapshot["shards"]
+
+    browser.enter()
+    assert shown() == ("incomplete", [1, 2])
+    (slot,) = bench.node.ring.committed(RUN_ID)
+    assert slot.manifest is not None
+    bench.node.ring.mark(Held.of([slot]), str(bench.root / f"tier-{RUN_ID}"), Mark.SAFE)
+    bench.node.ring.mark_committed(RUN_ID, one.lineage, one.order)
+    until(lambda: shown() == ("replicated", [1, 2]), "the page to show it")
+    bench.node.ring.settle(RUN_ID, one.lineage, one.order)
+    until(lambda: shown() == ("persisted", [1, 2]), "the page to show it")
 
 
 def test_secrets_in_urls_are_not_shown(bench: Bench, browser: Browser) -> None:
@@ -276,9 +302,30 @@ def test_goodput_and_the_last_preemption_come_from_storage(bench: Bench, browser
         return figures
 
     figures = until(known, "figures of the run")
-    assert figures["step"] == 99
     assert figures["preempted_unix_s"] == 1100.0
     assert figures["goodput"] == [[1100.0, pytest.approx(0.5)], [1300.0, pytest.approx(2 / 3)]]
+
+
+def test_storage_that_hangs_is_not_waited_for(bench: Bench, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.open()
+    asked, goes_on = threading.Semaphore(0), threading.Event()
+
+    def hang(*_: Any) -> dict[str, Any]:
+        asked.release()
+        assert goes_on.wait(30)
+        return {"goodput": [[1.0, 0.5]]}
+
+    monkeypatch.setattr(page, "figures", hang)
+    monkeypatch.setattr(page, "FIGURES_S", 0.0)
+    browser.enter()
+    try:
+        for _ in range(3):
+            assert browser.document()["runs"][0]["figures"] == {}
+        assert asked.acquire(timeout=30)
+        assert not asked.acquire(blocking=False), "one thread asks"
+    finally:
+        goes_on.set()
+    until(lambda: browser.document()["runs"][0]["figures"], "figures once it answers")
 
 
 def test_nothing_is_read_where_the_attempt_may_not(tmp_path: Path, make_bench: Callable[..., Bench]) -> None:
