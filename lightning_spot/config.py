@@ -6,6 +6,7 @@ Not for the arguments of callbacks or commands: those belong to them.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import re
 import tempfile
@@ -112,6 +113,8 @@ class Environment:
             file that holds it; 16 to 512 printable ASCII characters without blanks.
         runtime_dir: ``LIGHTNING_SPOT_RUNTIME_DIR``: directory (mode 0700) for sockets, records and logs of this host's
             servers. Default ``/tmp/lightning-spot-UID``.
+        metrics: ``LIGHTNING_SPOT_METRICS``: ``host:port`` at which a local server that is started now answers
+            ``GET /metrics``; beyond this host only with a token.
         shm_dir: ``LIGHTNING_SPOT_SHM_DIR``: tmpfs that holds snapshots in memory. Default ``/dev/shm``.
         drill_dir: ``LIGHTNING_SPOT_DRILL``: set by ``lightning-spot drill``; replaces every ``dirpath``.
         notice_file: ``LIGHTNING_SPOT_NOTICE_FILE``: file that announces a preemption when it appears.
@@ -129,6 +132,7 @@ class Environment:
     servers: tuple[str, ...]
     token: str | None = field(repr=False)
     runtime_dir: Path
+    metrics: tuple[str, int] | None
     shm_dir: Path | None
     drill_dir: str | None
     notice_file: str | None
@@ -152,11 +156,13 @@ def read_environment() -> Environment:
     shm = os.environ.get("LIGHTNING_SPOT_SHM_DIR", "/dev/shm")
     array_job, array_task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     servers = os.environ.get("LIGHTNING_SPOT_SERVERS", "").split(",")
+    token, metrics = _token(), os.environ.get("LIGHTNING_SPOT_METRICS")
     return Environment(
         dirpath=os.environ.get(RUN_VARIABLE, "").strip(),
         servers=tuple(server.strip() for server in servers if server.strip()),
-        token=_token(),
+        token=token,
         runtime_dir=Path(os.environ.get("LIGHTNING_SPOT_RUNTIME_DIR") or default_runtime),
+        metrics=parse_listen("LIGHTNING_SPOT_METRICS", metrics, token) if metrics else None,
         shm_dir=Path(shm) if shm and os.path.isdir(shm) and os.access(shm, os.W_OK) else None,
         drill_dir=os.environ.get(DRILL_VARIABLE) or None,
         notice_file=os.environ.get(NOTICE_FILE_VARIABLE) or None,
@@ -168,6 +174,39 @@ def read_environment() -> Environment:
         slurm_job=f"{array_job}_{array_task}" if array_job else os.environ.get("SLURM_JOB_ID"),
         restarter_pid=_restarter_pid(),
     )
+
+
+def parse_listen(setting: str, text: str, token: str | None) -> tuple[str, int]:
+    """Host and port that a server is to listen at.
+
+    Args:
+        setting: its name, for the error.
+        text: what the user gave.
+        token: that requests need; ``None`` for none.
+
+    Raises:
+        SettingsError: if it is no address, or one beyond this host without a token.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise SettingsError(f"{setting} {text!r}: write it like 127.0.0.1:7070")
+    host = host.strip("[]")
+    if not is_loopback(host) and token is None:
+        raise SettingsError(
+            f"{setting} {text}: a server listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN (or"
+            " LIGHTNING_SPOT_TOKEN_FILE) here and for its clients, or listen on 127.0.0.1"
+        )
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this host, whatever a name server says."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def requested_run() -> tuple[str, list[str] | None] | None:

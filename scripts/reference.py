@@ -15,6 +15,7 @@ from typing import Any
 from lightning_spot import errors
 from lightning_spot.cli.command import command_parser
 from lightning_spot.config import Environment
+from lightning_spot.http.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 _MARK = re.compile(r"<!-- generated: ([a-z-]+) -->")
@@ -87,6 +88,15 @@ def guarantees() -> str:
     return "\n".join(["| Guarantee | Tests |", "|---|---|", *rows])
 
 
+def metrics() -> str:
+    """A table of what servers show to Prometheus."""
+    rows = [
+        f"| `lightning_spot_{name}` | {metric.kind} | {', '.join(metric.labels)} | {metric.help} |"
+        for name, metric in METRICS.items()
+    ]
+    return "\n".join(["| Metric | Type | Labels | Meaning |", "|---|---|---|---|", *rows])
+
+
 def changelog() -> str:
     """The changelog, without its title."""
     return (ROOT / "CHANGELOG.md").read_text().split("\n", 1)[1]
@@ -105,6 +115,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "environment": environment,
     "errors": error_tree,
     "guarantees": guarantees,
+    "metrics": metrics,
 }
 
 

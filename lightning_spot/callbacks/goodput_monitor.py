@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from lightning_spot.goodput.records import Journal, begin_unix_s
 from lightning_spot.patches import Patches
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
+from lightning_spot.server.runs import Figures
 from lightning_spot.session.preflight import takes_part
 from lightning_spot.session.session import FitSession
 from lightning_spot.state.loggers import logged_step
@@ -168,19 +170,21 @@ class GoodputMonitor(SpotCallback):
                 journal.leave()
 
     def _begin(self, trainer: pl.Trainer) -> None:
-        snapshots = self._snapshots
+        fit, snapshots = FitSession.of(trainer), self._snapshots
         if (url := self._dirpath) is None:
             assert snapshots is not None  # see setup
             url = snapshots.location.url
         self._journal = Journal(
             url,
             snapshots.attempt if snapshots is not None else None,
-            snapshots=FitSession.of(trainer).resume.snapshots,
+            snapshots=fit.resume.snapshots,
             heartbeat_s=self._heartbeat_s,
             begun_unix_s=self._begun_unix_s,
             replicas=snapshots.replicas if snapshots is not None else 0,
             newest_persisted=partial(_newest_in, url) if snapshots is not None else None,
+            tell=partial(_tell, fit, snapshots) if snapshots is not None else bool,
         )
+        fit.report = self._journal.hurry
 
     def _note(self, trainer: pl.Trainer, journal: Journal) -> None:
         snapshots = self._snapshots
@@ -195,9 +199,9 @@ class GoodputMonitor(SpotCallback):
         values |= {f"badput_{name}": getattr(whole, name) for name in _BADPUT}
         if (snapshots := self._snapshots) is not None:
             committed = snapshots.last_committed_step
-            persisted = self._journal.persisted_step if self._journal is not None else None
+            persisted = self._journal.persisted if self._journal is not None else None
             values["last_committed_step"] = _NO_STEP if committed is None else float(committed)
-            values["last_persisted_step"] = _NO_STEP if persisted is None else float(persisted)
+            values["last_persisted_step"] = _NO_STEP if persisted is None else float(persisted[0])
             values["snapshot_blocked_ms"] = 1000 * snapshots.snapshot_blocked_s
         if self._log_every_s is None:
             return
@@ -256,7 +260,31 @@ class GoodputMonitor(SpotCallback):
         )
 
 
-def _newest_in(url: str) -> int | None:
-    """The step of the newest snapshot in the storage of a run."""
+def _newest_in(url: str) -> tuple[int, float] | None:
+    """Step and time of the newest snapshot in the storage of a run."""
     manifests = open_store(url).survey().manifests
-    return manifests[0].step if manifests else None
+    return (manifests[0].step, manifests[0].created_unix_s) if manifests else None
+
+
+def _tell(fit: FitSession, snapshots: RemoteSnapshot, journal: Journal) -> None:
+    """Tell the local server what was measured. Any thread may call it."""
+    if (snapshotter := snapshots.snapshotter) is None:
+        return
+    is_noticed = fit.deadline is not None
+    end = "preempted" if is_noticed and journal.record.end == "running" else journal.record.end
+    whole, persisted = journal.spent, journal.persisted or (-1, 0.0)
+    snapshotter.report(
+        Figures(
+            snapshots={
+                "taken": snapshotter.writing.taken,
+                "skipped": snapshots.num_skipped,
+                "dropped": snapshots.num_dropped,
+            },
+            blocked=snapshotter.pacing.blocked,
+            seconds={name.removesuffix("_s"): getattr(whole, name) for name in Spent.__slots__},
+            attempts=dict(Counter([*(each.end for each in journal.earlier.latest), end])),
+            notices=int(is_noticed),
+            persisted_step=persisted[0],
+            persisted_unix_s=persisted[1],
+        )
+    )

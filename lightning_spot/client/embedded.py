@@ -39,7 +39,7 @@ from lightning_spot.protocol.record import ServerRecord
 from lightning_spot.protocol.slot import map_shared
 from lightning_spot.protocol.wire import Address
 from lightning_spot.server.host import Lease, newest_safe_step
-from lightning_spot.server.runs import Opened, RunInfo
+from lightning_spot.server.runs import Figures, Opened, RunInfo
 from lightning_spot.server.slots import Making
 from lightning_spot.server.tier import Listed, TierHealth
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
@@ -364,6 +364,10 @@ class EmbeddedHost:
     def open_snapshot(self, manifest: Manifest) -> int:
         """See :meth:`Session.open_snapshot`."""
         return self.session.open_snapshot(self.run, manifest.name)
+
+    def report(self, figures: Figures) -> None:
+        """See :meth:`Host.report`."""
+        self._call("POST", f"/v1/runs/{quoted(self.run)}/figures", asdict(figures), again=True)
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

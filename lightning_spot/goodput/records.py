@@ -226,12 +226,13 @@ class Journal:
         heartbeat_s: seconds between two writes to storage.
         begun_unix_s: when the attempt began, see :func:`begin_unix_s`.
         replicas: at how many snapshot servers each snapshot is kept.
-        newest_persisted: looks up the step of the newest snapshot in storage, ``None`` if there is none.
+        newest_persisted: looks up step and time of the newest snapshot in storage, ``None`` if there is none.
+        tell: tells servers what was measured, at each of these writes.
 
     Attributes:
         record: of this attempt.
         earlier: account of those before it.
-        persisted_step: what ``newest_persisted`` has found last; ``None`` before it has found one.
+        persisted: what ``newest_persisted`` has found last; ``None`` before it has found one.
     """
 
     def __init__(
@@ -243,10 +244,11 @@ class Journal:
         heartbeat_s: float,
         begun_unix_s: float,
         replicas: int = 0,
-        newest_persisted: Callable[[], int | None] | None = None,
+        newest_persisted: Callable[[], tuple[int, float] | None] | None = None,
+        tell: Callable[[Journal], object] = bool,
     ) -> None:
-        self.persisted_step: int | None = None
-        self._newest_persisted = newest_persisted
+        self.persisted: tuple[int, float] | None = None
+        self._newest_persisted, self._tell = newest_persisted, tell
         self._url = run_url
         self._heartbeat_s = heartbeat_s
         self._ahead_s = time.time() - time.monotonic()  # days by which a clock is set meanwhile are no training
@@ -309,6 +311,10 @@ class Journal:
         self._wake.set()
         self._thread.join(CLOSE_S)
 
+    def hurry(self) -> None:
+        """Write now, and tell servers, without waiting for it."""
+        self._wake.set()
+
     def leave(self) -> None:
         """Keep the record no longer, and wait for nothing: what was noted last stands."""
         self._stopping = True
@@ -358,6 +364,10 @@ class Journal:
             self._wake.clear()
             stopping = self._stopping
             try:
+                self._tell(self)
+            except Exception as error:  # training needs none of it
+                logger.debug("servers are not told what was measured: %r", error)
+            try:
                 write_record(self._url, self.record.attempt, self.record.as_dict())
                 self._mend()
             except TierError as error:
@@ -377,7 +387,7 @@ class Journal:
     def _look(self) -> None:
         if self._newest_persisted is not None:
             try:
-                self.persisted_step = self._newest_persisted()
+                self.persisted = self._newest_persisted()
             except Exception as error:  # a storage that fails is warned of by those who upload
                 logger.debug("it is not known which snapshot is the newest in storage: %r", error)
 

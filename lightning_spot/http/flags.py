@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from lightning_spot.config import (
     format_bytes,
     parse_bytes,
     parse_flag_bytes,
+    parse_listen,
     read_environment,
     why_no_place,
     without_password,
@@ -149,18 +149,10 @@ def settings_from(arguments: argparse.Namespace) -> ServerSettings:
             f"--memory-limit {arguments.memory_limit}: this machine (or container) has {format_bytes(whole)} in all."
             " Give what slots may take of it, and leave some for everything else"
         )
-    host, _, port = arguments.listen.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise SettingsError(f"--listen {arguments.listen!r}: write it like 127.0.0.1:{DEFAULT_PORT}")
-    host = host.strip("[]")
-    if not is_loopback(host) and read_environment().token is None:
-        raise SettingsError(
-            f"--listen {arguments.listen}: a server listens beyond this host only with a token. Set"
-            " LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) here and on the trainers, or listen on 127.0.0.1"
-        )
+    host, port = parse_listen("--listen", arguments.listen, read_environment().token)
     flush_to = _absolute("--storage", arguments.storage) if arguments.storage is not None else None
     allow = tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage)
-    return ServerSettings(host=host, port=int(port), flush_to=flush_to, allow=allow, **shared)
+    return ServerSettings(host=host, port=port, flush_to=flush_to, allow=allow, **shared)
 
 
 def _absolute(flag: str, url: str) -> str:
@@ -172,13 +164,3 @@ def _absolute(flag: str, url: str) -> str:
             " pass servers=['spot://…', 'spot://…'] and replicas=2 to the trainer"
         )
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address means this host, whatever a name server says."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

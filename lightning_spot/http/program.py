@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import directory_of, format_bytes, read_environment, scheme_of, why_weak
+from lightning_spot.config import Environment, directory_of, format_bytes, read_environment, scheme_of, why_weak
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
 from lightning_spot.http.flags import ServerSettings, add_arguments, settings_from
@@ -150,7 +150,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     connections = service.connections(runner.server)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.counted.on_loop_error)
-    channel = None
+    channel, ends = None, AsyncExitStack()
     if settings.record is None:
         accepting = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
@@ -161,6 +161,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         accepting = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
         channel = DescriptorChannel(server, settings.record.fds, environment.token)
+        await _serve_metrics(server, environment, ends)
     signals = _Signals()
     if settings.record is not None:
         await _until_unneeded(server, service, settings.server_idle_timeout_s, signals)
@@ -168,8 +169,31 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         await signals.first.wait()
     left = await _drain(server, service, settings.drain_timeout_s, signals)
     accepting.close()
+    await ends.aclose()
     await _end(server, service, runner, channel, settings.record, keep_files=bool(left))
     return 1 if left else 0
+
+
+async def _serve_metrics(server: SnapshotServer, environment: Environment, ends: AsyncExitStack) -> None:
+    """Answer ``GET /metrics`` of a local server at the address that the environment names, until ``ends``."""
+    if environment.metrics is None:
+        return
+    try:
+        listener = ends.enter_context(_bind(*environment.metrics))
+    except OSError as error:  # the server of another run on this host may have it
+        text = "metrics of this host's server are not served: {error}. Set LIGHTNING_SPOT_METRICS to a free address"
+        say(logging.WARNING, "metrics-not-served", text, error=error)
+        return
+    service = Service(server, environment.token, only_metrics=True)
+    runner = service.runner(_SHUTDOWN_S)
+    await runner.setup()
+    ends.push_async_callback(runner.cleanup)
+    ends.callback(service.close)
+    assert runner.server is not None
+    connections = service.connections(runner.server)
+    accepting = await asyncio.get_running_loop().create_server(connections, sock=listener, backlog=_AT_ONCE)
+    ends.callback(accepting.close)
+    listener.listen(_BACKLOG)
 
 
 def _check_storage(flush_to: str | None) -> None:

@@ -5,11 +5,13 @@ method     path                                what
 =========  ==================================  =================================================================
 GET        /healthz                            200 while the event loop turns; needs no token
 GET        /readyz                             200 if a run would be well here, else 503 and why; needs no token
+GET        /metrics                            the same for Prometheus, see ``metrics``
 GET        /v1/status                          slots, runs, tiers
 GET        /v1/runs                            the runs this server knows
 POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
 POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
+POST       /v1/runs/RUN/figures                what the trainer has measured (this host only)
 GET        /v1/runs/RUN/snapshots              the attempt that writes, the newest snapshot that counts, what is in
                                                 memory (shards as they are), what a tier has refused
 POST       /v1/runs/RUN/awaited                wait until a snapshot counts, or never will (this host only)
@@ -48,6 +50,7 @@ from lightning_spot.client.remote import ONLY_NEAR
 from lightning_spot.config import (
     PROTOCOL_VERSION,
     SEND_BYTES,
+    is_loopback,
     take_environment,
     without_password,
 )
@@ -62,10 +65,10 @@ from lightning_spot.http.fields import (
     attempt_of,
     committed,
     json_body,
+    only_same_host,
     same_host,
     seconds,
 )
-from lightning_spot.http.flags import is_loopback
 from lightning_spot.http.limits import (
     HEAD_TIMEOUT_S,
     LONGEST_FIELD_BYTES,
@@ -80,6 +83,7 @@ from lightning_spot.http.limits import (
     client_of,
     request_logger,
 )
+from lightning_spot.http.metrics import CONTENT_TYPE, exposition
 from lightning_spot.http.upload_requests import UploadRequests
 from lightning_spot.protocol.listening import CountedLog, open_files
 from lightning_spot.protocol.wire import (
@@ -97,7 +101,7 @@ from lightning_spot.protocol.wire import (
 )
 from lightning_spot.say import say
 from lightning_spot.server.ring import Ring
-from lightning_spot.server.runs import RunInfo, parse_run
+from lightning_spot.server.runs import Figures, RunInfo, parse_run
 from lightning_spot.server.slots import Held, Slot
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.files import FileSpan
@@ -123,6 +127,7 @@ def not_ready(server: SnapshotServer) -> list[str]:
 
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
+_METRICS = "/metrics"
 _READ_BUFFER_BYTES = 256 * 1024
 _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
@@ -155,14 +160,15 @@ class Service:
         server: what is served.
         token: secret every request must carry as ``Authorization: Bearer …``; ``None`` asks for none, but for our
             header of every request that comes by TCP.
+        only_metrics: whether nothing else is answered than ``/metrics`` and ``/healthz``.
 
     Attributes:
         last_request_s: when the last request came (monotonic).
         counted: what strangers do.
     """
 
-    def __init__(self, server: SnapshotServer, token: str | None) -> None:
-        self.server = server
+    def __init__(self, server: SnapshotServer, token: str | None, *, only_metrics: bool = False) -> None:
+        self.server, self._only_metrics = server, only_metrics
         self.last_request_s = time.monotonic()
         self.counted = CountedLog(logger)
         self._token = token
@@ -177,9 +183,11 @@ class Service:
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES)
         app.on_response_prepare.append(_name_protocol)
+        app.add_routes([web.get("/healthz", self._healthy), web.get(_METRICS, self._metrics)])
+        if self._only_metrics:
+            return app
         app.add_routes(
             [
-                web.get("/healthz", self._healthy),
                 web.get("/readyz", self._ready),
                 web.get("/v1/status", self._status),
                 *RunRequests(self.server).routes(),
@@ -266,7 +274,8 @@ class Service:
         if request.path != "/healthz":
             self._check_not_of_a_page(request)
         if request.path not in _OPEN_TO_ALL:
-            self.last_request_s = time.monotonic()
+            if request.path != _METRICS:  # which nobody waits for: a local server that is only watched ends
+                self.last_request_s = time.monotonic()
             self._check_token(request)
             _check_protocol(request)
             _check_target(request)
@@ -331,7 +340,7 @@ class Service:
                 "this server has no token, and the request names another host than this one. Nothing was done. Use"
                 " 127.0.0.1 or localhost, or set LIGHTNING_SPOT_TOKEN on both sides"
             )
-        elif not by_header:
+        elif not by_header and request.path != _METRICS:  # Prometheus sends no header, and a page cannot read it
             why = (
                 f"this server has no token: each request needs the header {PROTOCOL_HEADER}. Nothing was done. Add"
                 f" -H '{PROTOCOL_HEADER}: {PROTOCOL_VERSION}' to curl, or set LIGHTNING_SPOT_TOKEN on both sides"
@@ -348,6 +357,10 @@ class Service:
     async def _ready(self, _request: web.Request) -> web.Response:
         reasons = await asyncio.to_thread(not_ready, self.server)
         return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        body = await asyncio.to_thread(exposition, self.server)
+        return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def _status(self, _request: web.Request) -> web.Response:
         return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.server.status)})
@@ -423,6 +436,7 @@ class RunRequests:
             web.post(OPEN_PATH, self.open),
             web.post("/v1/runs/{run}/close", self.close),
             web.post("/v1/runs/{run}/settle", self.settle),
+            web.post("/v1/runs/{run}/figures", self.figures),
             web.get("/v1/runs/{run}/snapshots", self.snapshots),
         ]
 
@@ -468,6 +482,13 @@ class RunRequests:
         attempt = attempt_of(body)
         name, lineage = text(body, "name"), text(body, "lineage")
         await asyncio.to_thread(self._server.settle, request.match_info["run"], attempt, name, lineage)
+        return web.json_response({})
+
+    async def figures(self, request: web.Request) -> web.Response:
+        """What the trainer has measured."""
+        only_same_host(request)
+        figures = decoded(Figures, await json_body(request))
+        await asyncio.to_thread(self._server.report, request.match_info["run"], figures)
         return web.json_response({})
 
     async def snapshots(self, request: web.Request) -> web.Response:

@@ -106,7 +106,7 @@ class SlotArea:
     def keep_run(self, info: RunInfo, complete: bool, deletions: Iterable[tuple[str, Manifest]]) -> None:
         """Note what a restarted server must know of a run, see :class:`Left`."""
         record = {
-            "info": asdict(replace(info, session="")),
+            "info": asdict(replace(info, session="", figures=None)),
             "complete": complete,
             "deletions": [[url, manifest.to_dict()] for url, manifest in deletions],
         }

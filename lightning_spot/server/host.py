@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.server.runs import Opened, RunInfo
+from lightning_spot.server.runs import Figures, Opened, RunInfo
 from lightning_spot.server.slots import Making
 from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
 from lightning_spot.server.tier import TierHealth
@@ -168,6 +168,9 @@ class Host(Protocol):
     def safe_step(self) -> int | None:
         """Newest step of this attempt that is safe at a tier below, as far as memory knows."""
 
+    def report(self, figures: Figures) -> None:
+        """Say what the trainer has measured."""
+
     def leave(self, *, complete: bool) -> None:
         """Let the run go; ``complete`` when it has reached its end."""
 
@@ -298,6 +301,10 @@ class InProcessHost:
         key, ring = self._server.registry.key(self.run), self._server.ring
         held = ((manifest, held.safe) for held, manifest in ring.readable(key))
         return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key, elsewhere=True)))
+
+    def report(self, figures: Figures) -> None:
+        """See :meth:`Host.report`."""
+        self._server.report(self.run, figures)
 
     def leave(self, *, complete: bool) -> None:
         """See :meth:`Host.leave`."""

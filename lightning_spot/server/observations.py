@@ -188,9 +188,9 @@ class Questions:
         with ring.changed:
             upload, is_left = server.asked_to_upload, self._seen.desired(run).is_left
             committed = ring.newest_committed(run, elsewhere=True)
-        asked = replace(
-            servers.info, servers=(), replicas=1, session="", committed=committed, carry=upload, left=is_left
-        )
+            known = self._seen.info(run) or servers.info
+        asked = replace(servers.info, servers=(), replicas=1, session="", committed=committed, carry=upload)
+        asked = replace(asked, left=is_left, figures=known.figures)
         try:
             opened = self._tier(server).open_run(asked)
             if opened.leaves:

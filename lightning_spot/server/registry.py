@@ -93,6 +93,7 @@ class Registry:
         run = Run(replace(info, keep=max(1, info.keep)), opened_s=time.monotonic(), client=client)
         if known is not None and known.info.attempt == info.attempt:  # other ranks and hosts have opened it, too
             run.sessions, run.carried_for = known.sessions, known.carried_for
+            run.info = replace(run.info, figures=info.figures or known.info.figures)
         if info.session:
             run.sessions.add(info.session)
         self._note_carrying(run)

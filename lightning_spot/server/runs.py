@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 from lightning_spot import untrusted
 from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST, MOST_SERVERS, check_run_name, directory_of, scheme_of
-from lightning_spot.errors import ServerRefusedError, SettingsError
+from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.snapshot.manifest import MOST_WRITERS, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim, digest_of
-from lightning_spot.untrusted import LONGEST_NAME, number, short, text, whole
+from lightning_spot.untrusted import LONGEST_NAME, UnixSeconds, as_object, finite, integer, number, short, text, whole
 
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
@@ -94,6 +95,74 @@ def _compression(fields: Mapping[str, Any], name: str, _default: object) -> Comp
     return next((each for each in get_args(Compression) if each == named), "auto")
 
 
+BLOCKED_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+"""Bounds by which a :class:`Histogram` counts what snapshots cost training."""
+
+_MOST_COUNTED = 10**15
+_MOST_LABELS = 16
+_LABEL = re.compile(r"[a-z_]{1,32}", re.ASCII)
+
+
+def _labelled(fields: Mapping[str, Any], name: str, _default: object) -> dict[str, float]:
+    """A few numbers by their labels.
+
+    Raises:
+        MalformedError: otherwise.
+    """
+    given = as_object(fields.get(name, {}))
+    if len(given) > _MOST_LABELS or not all(_LABEL.fullmatch(label) for label in given):
+        raise MalformedError(f"{name} has more than {_MOST_LABELS} labels, or one that is no word")
+    return {label: number(given, label, None, 0, _MOST_COUNTED) for label in given}
+
+
+def _buckets(fields: Mapping[str, Any], name: str, _default: object) -> list[int]:
+    counts = untrusted.items(fields, name, len(BLOCKED_S) + 1)
+    if len(counts) != len(BLOCKED_S) + 1:
+        raise MalformedError(f"{name} has not {len(BLOCKED_S) + 1} counts")
+    return [integer({name: count}, name, None, 0, _MOST_COUNTED) for count in counts]
+
+
+@dataclass(kw_only=True, slots=True)
+class Histogram:
+    """How often a snapshot has blocked training for how long.
+
+    Attributes:
+        counts: by the bounds of :data:`BLOCKED_S`; the last of those beyond them.
+        sum_s: seconds of all together.
+    """
+
+    counts: Annotated[list[int], _buckets] = field(default_factory=lambda: [0] * (len(BLOCKED_S) + 1))
+    sum_s: Annotated[float, finite(0, _MOST_COUNTED)] = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one more."""
+        self.counts[bisect_left(BLOCKED_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What a trainer has measured, for the metrics of the servers that have its run.
+
+    Attributes:
+        snapshots: of this attempt, by their result.
+        blocked: how long each of them has blocked training.
+        seconds: of the run so far, by what they were spent on.
+        attempts: of the run, by how they ended.
+        notices: of a preemption, in this attempt.
+        persisted_step: newest snapshot in storage, -1 for none.
+        persisted_unix_s: when that was taken.
+    """
+
+    snapshots: Annotated[dict[str, float], _labelled]
+    blocked: Histogram
+    seconds: Annotated[dict[str, float], _labelled]
+    attempts: Annotated[dict[str, float], _labelled]
+    notices: Annotated[int, whole(0, _MOST_COUNTED)] = 0
+    persisted_step: Annotated[int, whole(-1, 10**18)] = -1
+    persisted_unix_s: UnixSeconds = 0.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
     """What a trainer, or the server on its host, says of a run when it opens it.
@@ -126,6 +195,7 @@ class RunInfo:
         session: live connection of the trainer, if it is on this host.
         pid: its process id, for messages.
         host: name of its machine, for messages.
+        figures: what its trainer has measured last; ``None`` if it has not said, or another host does.
     """
 
     name: _Name
@@ -148,6 +218,7 @@ class RunInfo:
     session: _Name = ""
     pid: Annotated[int, whole(0, _MOST_PID)] = 0
     host: _Name = ""
+    figures: Figures | None = None
 
     @property
     def key(self) -> str:

@@ -19,7 +19,7 @@ from lightning_spot.server.placement import placed_apart
 from lightning_spot.server.reconcile import Server, Servers
 from lightning_spot.server.registry import MOST_RUNS, Registry
 from lightning_spot.server.ring import Ring
-from lightning_spot.server.runs import Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
+from lightning_spot.server.runs import Figures, Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
 from lightning_spot.server.slots import Slot, Tiers
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.server.uploads import Uploads
@@ -205,6 +205,17 @@ class SnapshotServer:
         key = self.registry.key(run)
         check_fence(run, attempt, self.registry.highest(key))
         self.ring.settle(key, lineage, order)
+
+    def report(self, run: str, figures: Figures) -> None:
+        """Note what the trainer of a run has measured.
+
+        The run's servers hear of it when they are asked next; at once if it is a notice, or how an attempt has ended.
+        """
+        with self._lock:
+            known = self.registry.find(run)
+            before, known.info = known.info.figures, replace(known.info, figures=figures)
+            if before is None or (before.attempts, before.notices) != (figures.attempts, figures.notices):
+                self.reconciler.ask_now(known.info.key)
 
     def claimed(self, run: str) -> int:
         """Highest attempt of a run known here; 0 if none."""
@@ -584,7 +595,9 @@ def _role(server: Server) -> str:
 
 def _same(known: RunInfo, info: RunInfo) -> bool:
     """Whether a run is opened once more by the same attempt, with the same tiers."""
-    one, other = (replace(each, session="", pid=0, host="", committed="", left=False) for each in (known, info))
+    one, other = (
+        replace(each, session="", pid=0, host="", committed="", left=False, figures=None) for each in (known, info)
+    )
     return one == other
 
 

@@ -148,6 +148,14 @@ class Reconciler(Observations):
                 self._questions.forget(before)
             self._ring.touch(run)
 
+    def ask_now(self, run: str) -> None:
+        """Ask the servers of a run how they are, which tells them what is known of it."""
+        with self._ring.changed:
+            if (servers := self.servers.get(run)) is not None:
+                for server in servers.used:
+                    server.asked_s = float("-inf")
+                self._ring.touch(run)
+
     def forget(self, run: str, urls: Iterable[str]) -> None:
         """Forget a run, and how tiers did that nothing goes to any more."""
         with self._ring.changed:

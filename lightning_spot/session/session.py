@@ -62,6 +62,7 @@ class FitSession(PerTrainer):
         snapshotters: those who take its snapshots, one for each :class:`RemoteSnapshot`.
         deadline: by when all has to be safe; ``None`` while no notice stops the run.
         summarize: logs the summary of the run; where the end is an error, that comes last.
+        report: has servers told at once what was measured, without waiting for it.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -74,6 +75,7 @@ class FitSession(PerTrainer):
         self.resume = Resume(self._trainer)
         self.deadline: Deadline | None = None
         self.summarize: Callable[[], object] = bool
+        self.report: Callable[[], object] = bool
 
     def begin(self) -> None:
         """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
@@ -198,6 +200,7 @@ class FitSession(PerTrainer):
         say(logging.INFO, "stopping", text, only_rank_zero=True, notice=notice.text, step=trainer.global_step)
         longest_s = max((item.settings.upload_timeout_s for item in self.snapshotters), default=0.0)
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
+        self.report()
         for snapshotter in self.snapshotters:
             bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
             if safe := snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE):

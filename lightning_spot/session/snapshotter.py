@@ -28,6 +28,7 @@ from lightning_spot.run.identity import starts_between
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
 from lightning_spot.server.reconcile import FOLLOWED_S
+from lightning_spot.server.runs import Figures, Histogram
 from lightning_spot.session import run_lookup
 from lightning_spot.session.collectives import Agreement, AsyncBroadcast
 from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
@@ -80,13 +81,14 @@ class Pacing:
     Attributes:
         policy: that decides.
         stall_s: seconds that training has waited for snapshots.
+        blocked: how long it has waited for each of them.
         passed_over: snapshots that were due and never begun, since there was no slot for them yet; on rank 0.
     """
 
     def __init__(self, policy: IntervalPolicy, best_effort: BestEffort | None = None) -> None:
         self.policy = policy
         self._best_effort = best_effort or BestEffort()
-        self.stall_s = 0.0
+        self.stall_s, self.blocked = 0.0, Histogram()
         self.passed_over, self._is_refused = 0, False
         self._rate = FailureRate()
         self._stall, self._stalled_s = RobustMean(), -1.0
@@ -354,6 +356,7 @@ class Pacing:
         """Note what the last snapshot has cost; whether there is something new."""
         if self._stalled_s < 0:
             return False
+        self.blocked.observe(self._stalled_s)
         self._stall.add(self._stalled_s)  # the optimizer step after it has waited for the rest of the copy
         self._stalled_s = -1.0
         return True
@@ -744,6 +747,13 @@ class Snapshotter(OfTrainer):
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or how.complete else 0.0
             followed = not how.complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
             writing.write(dump, how, wait_s=wait_s, followed=followed)
+
+    def report(self, figures: Figures) -> None:
+        """Tell the local server what was measured; without one, nobody asks. Any thread may call it."""
+        host = attempt.writer.host if (attempt := self.writing.attempt) is not None else None
+        if host is not None:
+            with contextlib.suppress(SpotError):  # whoever takes the next snapshot finds that it is lost
+                host.report(figures)
 
     # -- end ------------------------------------------------------------------------------------------------------
 

@@ -258,9 +258,9 @@ def test_the_newest_snapshot_in_storage_is_logged(tmp_path: Path) -> None:
 
 
 def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
-    answers: list[int | Exception] = [OSError("it fails"), 7, OSError("it fails again")]
+    answers: list[tuple[int, float] | Exception] = [OSError("it fails"), (7, 1e9), OSError("it fails again")]
 
-    def look() -> int:
+    def look() -> tuple[int, float]:
         answer = answers.pop(0) if answers else OSError("it fails for good")
         if isinstance(answer, Exception):
             raise answer
@@ -269,7 +269,7 @@ def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), None, heartbeat_s=0.01, begun_unix_s=time.time(), newest_persisted=look)
     until(lambda: not answers, "three looks")
     journal.close("complete")
-    assert journal.persisted_step == 7
+    assert journal.persisted == (7, 1e9)
 
 
 def test_the_report_shows_replicas_where_there_were_some(

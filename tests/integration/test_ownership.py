@@ -374,6 +374,7 @@ NAME = snapshot_name(1, 2)
 CHANGES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/v1/runs/{run}/close"): {"session": ""},
     ("POST", "/v1/runs/{run}/settle"): {"attempt": 2, "name": NAME, "lineage": ""},
+    ("POST", "/v1/runs/{run}/figures"): {},
     ("POST", "/v1/runs/{run}/uploads"): {"attempt": 2, "nbytes": 100},
     ("POST", "/v1/runs/{run}/fail"): {"attempt": 2},
     ("POST", "/v1/runs/{run}/awaited"): {"name": NAME},

@@ -19,6 +19,7 @@ import yaml
 import lightning_spot
 from lightning_spot import config
 from lightning_spot.cli.command import command_parser
+from lightning_spot.http.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -169,6 +170,7 @@ def test_metrics_are_documented() -> None:
     for name in ("goodput", "last_committed_step", "last_persisted_step", "snapshot_blocked_ms", "badput_"):
         assert name in source
         assert f"`spot/{name}" in page
+    assert re.findall(r"^\| `lightning_spot_(\w+)` \|", _script("reference").metrics(), re.MULTILINE) == [*METRICS]
 
 
 def test_diagrams_are_as_drawn() -> None:

@@ -1,0 +1,15 @@
+"""Prometheus' own checks of rules and metrics, where ``promtool`` is installed (Debian's ``prometheus``)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+PROMTOOL = shutil.which("promtool")
+
+
+def promtool(*arguments: str, stdin: str = "") -> str:
+    """What it complains of."""
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *arguments], input=stdin, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr if done.returncode or arguments[:2] == ("check", "metrics") else ""
