@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from lightning_spot.cli.command import command_parser
 from lightning_spot.config import parse_bytes
+from lightning_spot.http.metrics import METRICS
+from tests.support.prometheus import PROMTOOL, promtool
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -92,3 +96,126 @@ def test_the_trainer_in_kubernetes() -> None:
     assert variables["LIGHTNING_SPOT_SERVERS"].split(",") == named
     admitted = servers["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
     assert admitted.items() <= job["spec"]["template"]["metadata"]["labels"].items()
+
+
+# -- Prometheus and Grafana -------------------------------------------------------------------------------------------
+
+RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())["groups"][0]["rules"]
+DASHBOARD = json.loads((DEPLOY / "grafana" / "lightning-spot.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [rule["expr"] for rule in RULES] + [target["expr"] for panel in PANELS for target in panel["targets"]]
+OF_PROMETHEUS = {"instance", "job", "le"}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries_name_metrics_and_labels_that_are_exposed(query: str) -> None:
+    asked = set(re.findall(r"lightning_spot_(\w+)", query))
+    known = {
+        f"{name}{suffix}": metric
+        for name, metric in METRICS.items()
+        for suffix in {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}.get(
+            metric.kind, ("",)
+        )
+    }
+    assert asked or "up{" in query
+    assert asked <= known.keys()
+    listed = [name for names in re.findall(r"\b(?:by|on) \(([^)]*)\)", query) for name in names.split(", ")]
+    labels = {*listed, *re.findall(r"[{,]\s*(\w+)\s*=", query)}
+    assert labels <= OF_PROMETHEUS.union(*(known[name].labels for name in asked))
+    rated = re.findall(r"\b(?:rate|increase)\(lightning_spot_(\w+)", query)
+    assert {known[name].kind for name in rated} <= {"counter", "histogram", "summary"}
+
+
+def test_every_metric_is_on_the_dashboard_or_in_a_rule() -> None:
+    asked = {
+        re.sub(r"_(bucket|sum|count)$", "", name)
+        for query in QUERIES
+        for name in re.findall(r"lightning_spot_(\w+)", query)
+    }
+    assert asked == METRICS.keys()
+
+
+def test_the_dashboard_has_four_rows_and_no_panel_upon_another() -> None:
+    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    assert rows == ["Fleet", "Run", "Server", "Storage"]
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    cells = [
+        (place["x"] + x, place["y"] + y)
+        for panel in DASHBOARD["panels"]
+        for place in [panel["gridPos"]]
+        for x in range(place["w"])
+        for y in range(place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+def test_alerts_say_what_happened_and_what_to_do() -> None:
+    for rule in RULES:
+        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+    [scrape] = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert f'up{{job="{scrape["job_name"]}"}} == 0' in QUERIES
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
+def test_prometheus_reads_rules_queries_and_configuration(tmp_path: Path) -> None:
+    assert promtool("check", "rules", str(DEPLOY / "prometheus" / "rules.yaml")) == ""
+    assert promtool("check", "config", "--syntax-only", str(DEPLOY / "prometheus" / "prometheus.yml")) == ""
+    drawn = [query.replace("$__rate_interval", "1m") for query in QUERIES]
+    rules = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(drawn)]
+    (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    assert promtool("check", "rules", str(tmp_path / "queries.yaml")) == ""
+
+
+HEALTHY = {
+    "run_live": "1x300",
+    "last_persisted_timestamp_seconds": "0+60x300",
+    "persist_lag_seconds": "0 60 0 60x297",
+    "upload_failing": "0 1 0x298",
+    "ring_full": "0 1 0x298",
+    "goodput_ratio": "0.2 0.95x299",
+    "attempt": "1x100 2x199",
+}
+SICK = {
+    "LightningSpotNothingPersisted": {"last_persisted_timestamp_seconds": "60x300"},
+    "LightningSpotLagGrowing": {"persist_lag_seconds": "0+30x300"},
+    "LightningSpotUploadsFailing": {"upload_failing": "1x300"},
+    "LightningSpotRingFull": {"ring_full": "1x300"},
+    "LightningSpotGoodputLow": {"goodput_ratio": "0.5x300"},
+    "LightningSpotPreemptionStorm": {"attempt": "1+1x300"},
+    "LightningSpotServerDown": {"up": "0x300"},
+}
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
+@pytest.mark.parametrize("sick", ["", "never persisted", *SICK])
+def test_each_alert_fires_for_its_cause_and_for_no_other(tmp_path: Path, sick: str) -> None:
+    """Two servers show a run for five hours; the second one, which knows less of it, changes nothing."""
+    shown = {"up": "1x300", **HEALTHY, **SICK.get(sick, {})}
+    if sick == "never persisted":
+        sick = "LightningSpotNothingPersisted"
+        del shown["last_persisted_timestamp_seconds"]
+    series = []
+    for instance, values in (("a", shown), ("b", {"run_live": "0x300", "attempt": "1x300", "up": "1x300"})):
+        for name, value in values.items():
+            prefix, labels = (
+                ("", 'job="lightning-spot"') if name == "up" else ("lightning_spot_", 'run="r",tier="storage"')
+            )
+            series.append({"series": f'{prefix}{name}{{instance="{instance}",{labels}}}', "values": value})
+    asked = {"eval_time": "299m", "expr": 'group by (alertname) (ALERTS{alertstate="firing"})'}
+    fired = [{"labels": f'{{alertname="{sick}"}}', "value": 1}] if sick else []
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": [{**asked, "exp_samples": fired}]}
+    rules = str(DEPLOY / "prometheus" / "rules.yaml")
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [rules], "tests": [test]}))
+    assert promtool("test", "rules", str(tmp_path / "test.yaml")) == ""
+
+
+def test_the_pod_monitor_fits_the_servers() -> None:
+    servers, [monitor] = resources("server.yaml"), resources("podmonitor.yaml").values()
+    pod = servers["StatefulSet"]["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == pod["spec"]["containers"][0]["ports"][0]["name"]
+    secret = next(each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "token")
+    assert endpoint["authorization"]["credentials"] == {"name": secret["secretName"], "key": "token"}
