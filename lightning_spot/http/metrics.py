@@ -129,13 +129,13 @@ def _add_ring(found: _Exposition, server: SnapshotServer) -> None:
 
 
 def _add_run(found: _Exposition, server: SnapshotServer, run: Run) -> None:
-    name, key, figures = run.info.text, run.info.key, run.info.figures
-    asked_s = server.ring.opened_s.get(key, float("-inf"))
-    is_live = run.info.session in server.registry.sessions or time.monotonic() - asked_s < LEFT_S
+    info, name, figures = run.info, run.info.text, run.info.figures
+    asked_s = server.ring.opened_s.get(info.key, float("-inf"))
+    is_live = info.session in server.registry.sessions or time.monotonic() - asked_s < LEFT_S
     found.add("run_live", int(is_live and not run.complete), name)
-    found.add("attempt", run.info.attempt, name)
+    found.add("attempt", info.attempt, name)
     with server.ring.changed:
-        groups = [each for each in server.ring.view(key).groups if not each.manifest.why_failed]
+        groups = [each for each in server.ring.view(info.key).groups if not each.manifest.why_failed]
         committed = _newest([each for each in groups if each.state is Status.COMMITTED])
         persisted = _newest([each for each in groups if _is_persisted(each)])
     step, unix_s = (persisted.step, persisted.created_unix_s) if persisted is not None else (-1, 0.0)

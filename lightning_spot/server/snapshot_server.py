@@ -207,11 +207,15 @@ class SnapshotServer:
         self.ring.settle(key, lineage, order)
 
     def report(self, run: str, figures: Figures) -> None:
-        """Note what the trainer of a run has measured; the run's servers are told at once."""
+        """Note what the trainer of a run has measured.
+
+        The run's servers hear of it when they are asked next; at once if it is a notice, or how an attempt has ended.
+        """
         with self._lock:
             known = self.registry.find(run)
-            known.info = replace(known.info, figures=figures)
-            self.reconciler.tell(known.info.key)
+            before, known.info = known.info.figures, replace(known.info, figures=figures)
+            if before is None or (before.attempts, before.notices) != (figures.attempts, figures.notices):
+                self.reconciler.ask_now(known.info.key)
 
     def claimed(self, run: str) -> int:
         """Highest attempt of a run known here; 0 if none."""

@@ -148,12 +148,12 @@ class Reconciler(Observations):
                 self._questions.forget(before)
             self._ring.touch(run)
 
-    def tell(self, run: str) -> None:
-        """Ask the servers of a run at once how they are, and say with it what there is to say of the run."""
+    def ask_now(self, run: str) -> None:
+        """Ask the servers of a run how they are, which tells them what is known of it."""
         with self._ring.changed:
             if (servers := self.servers.get(run)) is not None:
                 for server in servers.used:
-                    server.doubted = True
+                    server.asked_s = float("-inf")
                 self._ring.touch(run)
 
     def forget(self, run: str, urls: Iterable[str]) -> None:

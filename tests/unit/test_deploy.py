@@ -16,7 +16,7 @@ from lightning_spot import config
 from lightning_spot.cli.command import command_parser
 from lightning_spot.config import parse_bytes
 from lightning_spot.http.metrics import METRICS
-from tests.support.promtool import PROMTOOL, promtool
+from tests.support.prometheus import PROMTOOL, promtool
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -199,6 +199,49 @@ def test_prometheus_reads_rules_queries_and_configuration(tmp_path: Path) -> Non
     rules = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(drawn)]
     (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
     assert promtool("check", "rules", str(tmp_path / "queries.yaml")) == ""
+
+
+HEALTHY = {
+    "run_live": "1x300",
+    "last_persisted_timestamp_seconds": "0+60x300",
+    "persist_lag_seconds": "0 60 0 60x297",
+    "upload_failing": "0 1 0x298",
+    "ring_full": "0 1 0x298",
+    "goodput_ratio": "0.2 0.95x299",
+    "attempt": "1x100 2x199",
+}
+SICK = {
+    "LightningSpotNothingPersisted": {"last_persisted_timestamp_seconds": "60x300"},
+    "LightningSpotLagGrowing": {"persist_lag_seconds": "0+30x300"},
+    "LightningSpotUploadsFailing": {"upload_failing": "1x300"},
+    "LightningSpotRingFull": {"ring_full": "1x300"},
+    "LightningSpotGoodputLow": {"goodput_ratio": "0.5x300"},
+    "LightningSpotPreemptionStorm": {"attempt": "1+1x300"},
+    "LightningSpotServerDown": {"up": "0x300"},
+}
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Debian's package prometheus")
+@pytest.mark.parametrize("sick", ["", "never persisted", *SICK])
+def test_each_alert_fires_for_its_cause_and_for_no_other(tmp_path: Path, sick: str) -> None:
+    """Two servers show a run for five hours; the second one, which knows less of it, changes nothing."""
+    shown = {"up": "1x300", **HEALTHY, **SICK.get(sick, {})}
+    if sick == "never persisted":
+        sick = "LightningSpotNothingPersisted"
+        del shown["last_persisted_timestamp_seconds"]
+    series = []
+    for instance, values in (("a", shown), ("b", {"run_live": "0x300", "attempt": "1x300", "up": "1x300"})):
+        for name, value in values.items():
+            prefix, labels = (
+                ("", 'job="lightning-spot"') if name == "up" else ("lightning_spot_", 'run="r",tier="storage"')
+            )
+            series.append({"series": f'{prefix}{name}{{instance="{instance}",{labels}}}', "values": value})
+    asked = {"eval_time": "299m", "expr": 'group by (alertname) (ALERTS{alertstate="firing"})'}
+    fired = [{"labels": f'{{alertname="{sick}"}}', "value": 1}] if sick else []
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": [{**asked, "exp_samples": fired}]}
+    rules = str(DEPLOY / "prometheus" / "rules.yaml")
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [rules], "tests": [test]}))
+    assert promtool("test", "rules", str(tmp_path / "test.yaml")) == ""
 
 
 def test_the_pod_monitor_fits_the_servers() -> None:
