@@ -30,7 +30,7 @@ from lightning_spot.client import starting
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.run.location import Location
-from lightning_spot.run.sources import MemorySource, Source, StoreSource, Use
+from lightning_spot.run.sources import MemorySource, Source, StoreSource
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
@@ -133,10 +133,9 @@ def _at_nodes(folder: Path, url: str) -> Iterator[Manifest]:
 
 
 def _restore(source: Source) -> None:
-    snapshot = source.open(source.survey().manifests[0], use=Use.LOAD)
+    snapshot = source.open(source.survey().manifests[0])
     with snapshot.reader() as reader:
         torch.load(reader.as_file(), weights_only=True)
-        reader.finish()
     snapshot.close()
 
 

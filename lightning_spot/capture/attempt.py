@@ -129,7 +129,7 @@ class Attempt:
         )
         self._uploaded_before = uploaded_by(self.writer) if not rank else 0
         self._past_memory = PastMemory(self.writer, location.url)
-        self.safety = Safety(self.writer, self._past_memory, settings.min_upload_interval_s or 0.0)
+        self.safety = Safety(self.writer, settings.min_upload_interval_s or 0.0)
 
     @classmethod
     def begin(
@@ -425,8 +425,7 @@ class Attempt:
 
     def _write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, error: SpotError) -> None:
         text = "{error}. Until then snapshots go to {where} part by part, and training waits for each."
-        where = " or ".join([*self.info.servers, self.location.url])
-        say(logging.WARNING, "past-memory", text, error=error, where=where)
+        say(logging.WARNING, "past-memory", text, error=error, where=self.location.url)
         try:
             self._past_memory.write(checkpoint, manifest, self.info)
         except FencedError as fence:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_spot.capture.copier import Watches
 from lightning_spot.capture.host_link import SAY_S, leave, tiers_of, within
 from lightning_spot.capture.tensors import Glances, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import FencedError, ServerUnreachableError, SpotError
+from lightning_spot.errors import ServerUnreachableError, SpotError
 from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
 from lightning_spot.run.survey import ask_all
@@ -35,8 +34,6 @@ from lightning_spot.store.store import Holdings, on_behalf
 _POLL_S = 0.05  # how often the ring, or a server, is asked while training ends
 _LOOK_S = 10.0  # storage has at least so long to answer, also past the deadline
 OTHERS_S, _AGAIN_S = 30.0, 0.5  # how long other hosts have to commit the last snapshot; how often it is looked for
-_AWAY_S = 30.0  # a server that failed is not tried before; training waits for each try
-_CARRIED_S = 15.0  # for a server that alone has the newest one to be asked to carry the run on
 _BEFORE = "The run resumes from the snapshot before it"
 _IN_MEMORY = "committed in memory, and not known to be durable"
 _GOES_ON = "The server that has it retries"
@@ -44,7 +41,7 @@ _ENDS_HERE = "It is only in the memory of this process, and lost when that ends"
 
 
 class PastMemory:
-    """Brings snapshots that fit no memory here to a snapshot server, else to storage, part by part: training waits.
+    """Brings snapshots that fit no memory here to storage, part by part: training waits.
 
     Args:
         writer: makes their parts.
@@ -54,37 +51,22 @@ class PastMemory:
     def __init__(self, writer: SnapshotWriter, url: str) -> None:
         self._writer = writer
         self._url = url
-        self._away_until_s: dict[str, float] = {}
-        self._at = ""
 
     def write(self, checkpoint: Any, manifest: Manifest, info: RunInfo) -> None:
-        """Bring a snapshot to the first snapshot server that has room and carries the run on, else to storage.
+        """Bring a snapshot to storage.
 
         Args:
             checkpoint: what to save.
             manifest: what it is.
-            info: of the attempt, as it is now; its servers are asked in order.
+            info: of the attempt.
 
         Raises:
             FencedError: if a later attempt has taken the run over.
-            SpotError: if it is nowhere in the end.
-        """
-        for server in info.servers:
-            is_away = self._away_until_s.get(server, 0.0) > time.monotonic()
-            if not is_away and self._write_to(server, checkpoint, manifest, info):
-                return
-        self.write_durably(checkpoint, manifest, info)
-
-    def write_durably(self, checkpoint: Any, manifest: Manifest, info: RunInfo) -> None:
-        """Bring a snapshot to storage.
-
-        Raises:
             SpotError: if it is not there in the end.
         """
         store, claim = open_store(self._url), info.claim()
         standing = Standing(Owner(claim.attempt, claim.digest), claim)
         stored = on_behalf(store, standing, lambda: self._writer.store_past_memory(checkpoint, manifest, store))
-        self._at = ""
         try:
             unseen = retain(store, info.keep, stored)
         except SpotError as error:  # the next one tries again
@@ -94,94 +76,20 @@ class PastMemory:
             if unseen:
                 say(logging.WARNING, "upload-not-listed", "{about} ({snapshot})", about=unseen, snapshot=stored.name)
 
-    @property
-    def newest_at(self) -> str:
-        """URL of the run at the snapshot server that got the newest snapshot; ``""`` if that is somewhere else."""
-        newest = self._writer.past_memory
-        return self._at if newest is not None and newest is self._writer.committed else ""
-
-    def why_lost(self, wait_s: float) -> str:
-        """Why the server that got the newest snapshot is not known to have it any more; ``""`` if it has it.
-
-        Args:
-            wait_s: how long to wait for its answer.
-        """
-        newest, url = self._writer.past_memory, self.newest_at
-        if not url or newest is None:
-            return ""
-        try:
-            return "" if ServerStore(url).holds(newest.name, wait_s) else "has it no more"
-        except SpotError as error:
-            return f"cannot be asked ({error})"
-
-    def flush(self, wait_s: float) -> list[str]:
-        """Wait until a server that has the newest snapshot has made it durable.
-
-        Returns:
-            what was not reached in time, one line each.
-        """
-        newest, url = self._writer.past_memory, self.newest_at
-        if not url or newest is None:
-            return []
-        deadline_s = time.monotonic() + wait_s
-        give_up_s = min(deadline_s, time.monotonic() + _CARRIED_S)
-        while True:
-            try:
-                owed = self._owed_at(ServerStore(url), newest.name, deadline_s)
-            except SpotError as error:
-                return [f"the snapshot server that has the newest snapshot cannot be asked: {error}"]
-            if not owed or time.monotonic() >= give_up_s:
-                return owed
-            time.sleep(_POLL_S)
-
-    def _owed_at(self, store: ServerStore, name: str, deadline_s: float) -> list[str]:
-        """What a server owes of a snapshot in the end, one line each; nothing if it does not have it (any more)."""
-
-        def safe_at() -> list[str] | None:
-            return next((safe for manifest, _dirty, safe in store.listing() if manifest.name == name), None)
-
-        if safe_at() is None:
-            return []
-        if owed := store.flush(within(deadline_s)):
-            return owed
-        safe = safe_at()
-        if safe is None or self._url in safe:
-            return []
-        return [f"{name} is at {store.url}, which does not make it durable"]
-
-    def _write_to(self, server: str, checkpoint: Any, manifest: Manifest, info: RunInfo) -> bool:
-        """Bring a snapshot to a snapshot server; whether it is there, and will be durable without this host."""
-        store = ServerStore(f"{server.rstrip('/')}/{info.text}")
-        try:
-            opened = store.open_run(replace(info, servers=(), session=""))
-            if not opened.carries:
-                raise ServerUnreachableError(opened.why_not, tier=server)
-            self._writer.store_past_memory(checkpoint, manifest, store)
-            self._at = store.url
-        except FencedError:
-            raise
-        except SpotError as error:
-            self._away_until_s[server] = time.monotonic() + _AWAY_S
-            text = "{about} does not take {snapshot}: {error}. Another server or the storage gets it."
-            say(logging.WARNING, "server-failing", text, about=server, snapshot=manifest.name, error=error)
-            return False
-        return True
-
 
 class Safety:
     """What is safe outside this machine, and how soon more can be.
 
     Args:
         writer: of the snapshots.
-        past_memory: where those went that fit no memory here.
         min_upload_interval_s: least seconds between two snapshots brought to storage.
 
     Attributes:
         writers_here: ranks of this host that write about as much of a snapshot as this one.
     """
 
-    def __init__(self, writer: SnapshotWriter, past_memory: PastMemory, min_upload_interval_s: float = 0.0) -> None:
-        self._writer, self._past_memory = writer, past_memory
+    def __init__(self, writer: SnapshotWriter, min_upload_interval_s: float = 0.0) -> None:
+        self._writer = writer
         self._min_upload_interval_s = min_upload_interval_s
         self.writers_here = 1
 
@@ -238,10 +146,6 @@ class Safety:
         what = f"step {newest.step} ({format_bytes(newest.stored_bytes)})"
         if not plan.take:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
-        if lost := self._past_memory.why_lost(deadline.left_s / 2):
-            older = self._ring_safe_step()
-            instead = f"step {older} is safe" if older is not None else "no other one of this attempt is known to be"
-            return f"{what} is not known to be safe: {self._past_memory.newest_at}, which had it, {lost}; {instead}"
         nothing_owed = False
         while not cut_short():
             try:
@@ -386,21 +290,17 @@ class Ending:
         deadline_s = time.monotonic() + wait_s
         self._writer.settle(wait_s)
         left = self._flush(deadline_s)
-        elsewhere = self._past_memory.flush(within(deadline_s))
         self.uploaded_bytes = uploaded_by(self._writer)
         durable: bool | None = None
         if self._last is not None:
             durable = self._comes(self._last.manifest, deadline_s)
-            if not durable and not any(self._url in line for line in (*left, *elsewhere)):
+            if not durable and not any(self._url in line for line in left):
                 durable = self._write_here(self._last)
-        if durable or not (left or elsewhere):
+        if durable or not left:
             self.where = self._durable if durable else self._where_newest_is(deadline_s)
         here = _ENDS_HERE if isinstance(self._writer.host, InProcessHost) else _GOES_ON
-        for lines, way_on in ((left, here), ([] if durable else elsewhere, _GOES_ON)):
-            for line in lines:
-                say(
-                    logging.WARNING, "not-persisted", "not persisted yet: {about}. {effect}.", about=line, effect=way_on
-                )
+        for line in left:
+            say(logging.WARNING, "not-persisted", "not persisted yet: {about}. {effect}.", about=line, effect=here)
         self.let_go(complete=bool(durable) or (self._untrained and not left))
         return durable
 
@@ -428,7 +328,7 @@ class Ending:
         tiers = tiers_of(link).values()
         safe_step = link.ask(lambda host: host.safe_step(), None)
         is_known = safe_step is not None and safe_step >= newest.step and not any(tier.refused for tier in tiers)
-        in_doubt = bool(link.losses) or bool(self._past_memory.newest_at) or not is_known
+        in_doubt = bool(link.losses) or not is_known
         is_there = self._see(newest.snapshot, deadline_s) if in_doubt else True
         if is_there is None:
             return _IN_MEMORY
@@ -497,7 +397,7 @@ class Ending:
         if not last.can_be_written:
             return False
         try:
-            self._past_memory.write_durably(last.checkpoint, last.manifest, self._info)
+            self._past_memory.write(last.checkpoint, last.manifest, self._info)
         except SpotError as error:
             text = "the last snapshot could not be written to {about}: {error}. The run resumes from the one before it."
             say(logging.WARNING, "last-not-written", text, about=self._url, error=error)

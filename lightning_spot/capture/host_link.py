@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 30.0
+_CLOSE_S = 5.0  # a server that is being started just then may take longer: its thread ends by itself
 _MOST_UNTOLD = 8  # newer ones count: nobody waits for what they are later than
 T = TypeVar("T")
 
@@ -186,7 +187,10 @@ class HostLink:
         with self._changed:
             self._closed = True
             self._reconnect, self._prepare = None, lambda _host: None  # those who gave them need not wait for us to go
+            thread = self._thread
             self._changed.notify_all()
+        if thread is not None:
+            thread.join(_CLOSE_S)
 
     def _find(self) -> None:
         reconnect, prepare = self._reconnect, self._prepare

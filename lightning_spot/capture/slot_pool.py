@@ -16,10 +16,12 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.protocol.slot import SHM_FULL, most_in, slot_capacity
 from lightning_spot.say import UNEXPECTED, say
 from lightning_spot.server.host import Host, Lease
-from lightning_spot.server.ring import LEAST_BYTES
 from lightning_spot.server.slots import Making
 
 logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 64 * 1024 * 1024
+"""Smaller slots are made when they are asked for: that takes some hundredths of a second."""
 
 AHEAD_S = 1.0
 """A slot is leased ahead if the next snapshot comes sooner; one that is not used for so long is given back."""

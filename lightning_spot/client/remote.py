@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,11 +15,10 @@ from lightning_spot.client.encoding import (
     ApproximateEncoder,
     Approximation,
     CompressionRule,
-    OutgoingPart,
     PartEncoder,
     packers,
 )
-from lightning_spot.client.part_streams import CONNECTIONS, PartStream, send_parts
+from lightning_spot.client.part_streams import CONNECTIONS, send_parts
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError
@@ -28,10 +26,9 @@ from lightning_spot.protocol.wire import BaseInfo, answered, parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.server.tier import Listed, Sent
-from lightning_spot.snapshot.coming import Coming, seal_parts
+from lightning_spot.snapshot.coming import Coming, NotedParts
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.packing import Compression
-from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fences import Claim, Owner
@@ -78,33 +75,17 @@ class ServerStore:
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
-        manifest = self._named(manifest)
-        upload, _ = self._lease(manifest, attempt)
-        checksums: list[str] = []
-        sizes: list[int] = []
-
-        def outgoing() -> Iterator[OutgoingPart]:
-            for part in parts:
-                checksums.append(checksum(part))
-                if len(part):
-                    yield OutgoingPart.whole(sum(sizes), part, checksums[-1])
-                sizes.append(len(part))
-
-        try:
-            with contextlib.closing(PartStream(self.client, upload)) as stream:
-                for sent, arrived in stream.send(outgoing()):
-                    if arrived != sent.digest:
-                        raise CorruptSnapshotError(f"bytes {sent.start}… arrive damaged at {self.url}", where=self.url)
-            sealed = seal_parts(manifest, checksums, sizes)
-            self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": sealed.to_dict()})
-        except BaseException:
-            _abort(self.client, upload)
-            raise
+        noted = NotedParts(self._named(manifest), parts)
+        image = bytearray()
+        for part in noted:  # nobody sends to a server what fits no memory
+            image += part
+        sealed = noted.sealed()
+        self.put(sealed, memoryview(image), attempt=attempt)
         return sealed
 
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
-        attempt, listed = self._asked(_ASK_S)
+        attempt, listed = self._asked()
         return Holdings.of_memory([item.manifest for item in listed], attempt)
 
     def has(self, manifest: Manifest) -> bool:
@@ -140,7 +121,7 @@ class ServerStore:
 
     def claimed(self) -> int:
         """See :meth:`Store.claimed`."""
-        return self._asked(_ASK_S)[0]
+        return self._asked()[0]
 
     def newest_claim(self) -> Claim | None:
         """A server keeps the number of the attempt that holds a run, and no claim."""
@@ -184,11 +165,7 @@ class ServerStore:
 
     def listing(self) -> list[Listed]:
         """See :meth:`ServerTier.listing`."""
-        return self._asked(_ASK_S)[1]
-
-    def holds(self, name: str, wait_s: float) -> bool:
-        """Whether a snapshot is in the server's memory, asked for ``wait_s`` seconds at most."""
-        return any(item.manifest.name == name for item in self._asked(wait_s)[1])
+        return self._asked()[1]
 
     def settle(self, manifest: Manifest, attempt: int) -> None:
         """See :meth:`ServerTier.settle`."""
@@ -263,9 +240,9 @@ class ServerStore:
         coming, changes = self._approximation.advance(exact, image, threads)
         return coming, ApproximateEncoder(coming, changes, base, threads)
 
-    def _asked(self, wait_s: float) -> tuple[int, list[Listed]]:
+    def _asked(self) -> tuple[int, list[Listed]]:
         """The attempt that holds the run at the server, and what is there."""
-        answer = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=wait_s)
+        answer = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=_ASK_S)
         with answered(self.url):
             return integer(answer, "attempt", None, 0, LARGEST), Listed.all_of(answer)
 
@@ -347,7 +324,7 @@ def fetch_ranges(
     """Read ranges of a snapshot side by side.
 
     Args:
-        read: see :meth:`~lightning_spot.store.store.ReadsRanges.read`.
+        read: reads a range, and checks it; see :meth:`ServerStore.read`.
         manifest: of the snapshot.
         ranges: first byte, and the one behind the last.
         into: memory of the whole snapshot.

@@ -1,7 +1,7 @@
 """Starts the local server: one per run and host, by the first trainer that needs it, detached, so it outlives it.
 
 A server that holds its lock but does not answer (stopped, or blocked) is ended, and a new one takes its place and its
-slots. A server of another version is ended by SIGTERM before a trainer looks for snapshots: it uploads what it holds.
+slots. A server of another version is refused: whoever ends it has it upload its snapshots first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S
-from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SpotError, TierReason
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S
+from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
 from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.say import say
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measured in GB/s, but a host may be busy
 _KILL_TIMEOUT_S = 5.0
-_DRAIN_S = UPLOAD_TIMEOUT_S + 30.0  # after SIGTERM a server uploads for so long, and closes
 _SHOWN_BYTES = 2000
 
 
@@ -77,8 +76,6 @@ def start(
 ) -> EmbeddedHost:
     """Connect to the local server of a run; start it first if need be. Trainers that start at once get one server.
 
-    A server of another version is ended first, see :func:`end_other_version`.
-
     Args:
         dirpath: durable URL of the run.
         run: its name.
@@ -92,57 +89,13 @@ def start(
         ServerUnreachableError: if it does not come up; the message holds the end of its log.
     """
     settings = {"slots": slots, "memory_bytes": memory_bytes, "server_idle_timeout_s": server_idle_timeout_s}
-    host = _connect(find_record(dirpath), run, server_call_timeout_s, lambda: settings, ends_other_version=True)
+    host = _connect(find_record(dirpath), run, server_call_timeout_s, lambda: settings)
     assert host is not None
     return host
 
 
-def end_other_version(dirpath: str) -> bool:
-    """Have a local server of another version upload what it holds, and end; whether it has ended.
-
-    One that does not end in time stays, and those who connect to it are refused.
-
-    Args:
-        dirpath: durable URL of the run.
-    """
-    try:
-        with find_record(dirpath).opened() as opened, opened.starting(_DRAIN_S):
-            return _end_other_version(opened)
-    except (SpotError, OSError) as error:
-        logger.debug("the local server cannot be ended: %s", error)
-        return False
-
-
-def _end_other_version(record: ServerRecord) -> bool:
-    """Send a server SIGTERM and wait for its end; whether it has ended. The caller has the record's lock."""
-    process = record.process()
-    if process is None or not process.alive:
-        return not record.running()
-    say(
-        logging.INFO,
-        "other-version-ends",
-        "the server of this run on this host (pid {about}) is of another version. It uploads its snapshots and ends."
-        " This start waits for that, {limit_s:.0f} s at most",
-        about=process.pid,
-        limit_s=_DRAIN_S,
-    )
-    record.end_once(process)
-    deadline_s = time.monotonic() + _DRAIN_S
-    while record.running():
-        if time.monotonic() > deadline_s:
-            break
-        time.sleep(0.05)
-    remove_file(record.ending)
-    return not record.running()
-
-
 def _connect(
-    record: ServerRecord,
-    run: str,
-    server_call_timeout_s: float,
-    settings: Callable[[], dict[str, Any]],
-    *,
-    ends_other_version: bool = False,
+    record: ServerRecord, run: str, server_call_timeout_s: float, settings: Callable[[], dict[str, Any]]
 ) -> EmbeddedHost | None:
     """Connect to a server; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
     if not record.running() and not settings():
@@ -159,9 +112,6 @@ def _connect(
                 except ServerRefusedError as error:
                     if error.reason is not TierReason.PROTOCOL:
                         raise
-                    if ends_other_version and _end_other_version(opened):
-                        deadline = time.monotonic() + limit_s
-                        continue
                     process = record.process()
                     raise ServerRefusedError(
                         f"the server of this run on this host is of another version ({error}). End it with"
@@ -171,7 +121,6 @@ def _connect(
                     ) from error
             elif wanted := settings():
                 _spawn(record, opened, deadline, **wanted)
-                ends_other_version = False  # the one that was started now would only be followed by its like
             else:
                 return None
 

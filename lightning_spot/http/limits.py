@@ -277,35 +277,6 @@ class Quota:
                 self.give_back(client, amount)
 
 
-class Turns:
-    """Handles so many requests of each client at once; its others wait, and hold no thread meanwhile.
-
-    Args:
-        most: of one client.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._asking: Counter[str] = Counter()
-        self._turns: dict[str, asyncio.Semaphore] = {}
-
-    def handler(self, handle: Handler) -> Handler:
-        """A handler of requests that has each wait for its turn."""
-
-        async def in_turn(request: web.Request) -> web.StreamResponse:
-            client = client_of(request)
-            self._asking[client] += 1
-            try:
-                async with self._turns.setdefault(client, asyncio.Semaphore(self._most)):
-                    return await handle(request)
-            finally:
-                self._asking -= Counter([client])
-                if client not in self._asking:
-                    del self._turns[client]
-
-        return in_turn
-
-
 def client_at(connection: Any) -> str:
     """Who is at the other end of a socket: an address of TCP, the process at a Unix socket, ``""`` if it has gone."""
     with suppress(OSError, ValueError):

@@ -407,7 +407,7 @@ LONGEST_LINE = 65536
 _GREETING_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 30.0
-_MOST_SESSIONS = 256
+_MOST_SESSIONS = 1024  # of ranks on this host, and of those who look what is there; each has a thread
 
 
 class DescriptorChannel:
@@ -426,7 +426,7 @@ class DescriptorChannel:
         self._lock = threading.Lock()
         self._closed = False
         self._socket = own_socket(path)
-        self._socket.listen(64)
+        self._socket.listen(_BACKLOG)
         threading.Thread(target=self._accept, name="spot-channel", daemon=True).start()
 
     def close(self) -> None:

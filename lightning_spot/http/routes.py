@@ -83,7 +83,6 @@ from lightning_spot.http.limits import (
     Connections,
     Handler,
     Quota,
-    Turns,
     client_of,
     request_logger,
 )
@@ -136,7 +135,7 @@ _METRICS = "/metrics"
 _READ_BUFFER_BYTES = 256 * 1024
 _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
-_LOOKS = 16  # of a client's requests that ask a tier at once: threads are left for what others ask
+_LOOKS = 32  # requests that ask a tier at once, shared by who sends them: threads are left for what others ask
 
 _NO_SESSION = """\
 <!DOCTYPE html>
@@ -190,7 +189,6 @@ class Service:
     def application(self) -> web.Application:
         """The aiohttp application."""
         files = Files(self.server)
-        in_turn = Turns(_LOOKS).handler
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES)
         app.on_response_prepare.append(_name_protocol)
@@ -206,7 +204,7 @@ class Service:
                 *self._page.routes(),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read, allow_head=False),
-                web.delete("/v1/files/{run}/{path:.+}", in_turn(files.remove)),
+                web.delete("/v1/files/{run}/{path:.+}", files.remove),
             ]
         )
         return app
@@ -533,7 +531,7 @@ class Files:
     """
 
     def __init__(self, server: SnapshotServer) -> None:
-        self._server = server
+        self._server, self._looking = server, Quota(_LOOKS)
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """``GET``."""
@@ -622,7 +620,10 @@ class Files:
         """
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
         key = self._server.registry.key(text)
-        await asyncio.to_thread(self._server.routes.check_owner, key)
+        with self._looking.holding(client_of(request)) as may:
+            if not may:
+                raise ServerRefusedError("this client has its share of the deletions under way at once", status=503)
+            await asyncio.to_thread(self._server.routes.check_owner, key)
         if (await json_body(request)).get("unseen") is True:
             await asyncio.to_thread(self._server.remove, text, path, unseen=True)
             return web.json_response({})

@@ -2,8 +2,7 @@
 
 ``KEY.lock`` is held while one is being started, ``KEY.alive`` by the server as long as it lives (it names its process),
 ``KEY.http`` and ``KEY.fds`` are its sockets, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an
-attempt got, written by its trainer. ``KEY.ending`` names a server that a trainer has sent SIGTERM. All of it is this
-user's alone, see :mod:`.ownership`.
+attempt got, written by its trainer. All of it is this user's alone, see :mod:`.ownership`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import fcntl
 import json
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +27,6 @@ from lightning_spot.protocol.ownership import (
     open_file,
     own_directories,
     read_file,
-    replace_file,
 )
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.untrusted import integer, number, read_object
@@ -80,11 +77,6 @@ class ServerRecord:
         """Locked by a trainer while it starts or replaces the server."""
         return self.folder / f"{self.key}.lock"
 
-    @property
-    def ending(self) -> Path:
-        """Names the server that was sent SIGTERM: a second one would end its uploads."""
-        return self.folder / f"{self.key}.ending"
-
     @contextmanager
     def opened(self) -> Iterator[ServerRecord]:
         """The same record by its directory, open: for whoever makes or removes something in it.
@@ -112,13 +104,10 @@ class ServerRecord:
 
     def process(self) -> ProcessId | None:
         """The server's process, as it noted it; ``None`` if it has not yet."""
-        return _process_in(self.alive)
-
-    def end_once(self, process: ProcessId) -> None:
-        """Send the server SIGTERM, unless an earlier start has."""
-        if _process_in(self.ending) != process:
-            replace_file(self.ending, process.to_json().encode())
-            process.send(signal.SIGTERM)
+        try:
+            return ProcessId.from_json(read_file(self.alive, _LONGEST_NOTE_BYTES))
+        except OSError:
+            return None
 
     def note(self, alive: int, *, slots: int | None, memory_bytes: int, server_idle_timeout_s: float) -> None:
         """Write into the held ``alive`` file which process this is and how it is run, for whoever must replace it."""
@@ -179,15 +168,8 @@ class ServerRecord:
 
     def remove(self) -> None:
         """Remove what a server that has ended left here."""
-        for path in (self.http, self.fds, self.log, self.lock, self.ending, self.alive):
+        for path in (self.http, self.fds, self.log, self.lock, self.alive):
             path.unlink(missing_ok=True)
-
-
-def _process_in(path: Path) -> ProcessId | None:
-    try:
-        return ProcessId.from_json(read_file(path, _LONGEST_NOTE_BYTES))
-    except OSError:
-        return None
 
 
 def hold(path: Path, within_s: float) -> int | None:

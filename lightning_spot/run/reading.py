@@ -140,9 +140,6 @@ class SnapshotReader(io.BufferedIOBase):
         """This reader, as the type that torch asks for."""
         return cast(IO[bytes], self)
 
-    def finish(self) -> None:
-        """Check what was not read, where nobody has; call it before what was read is used."""
-
     def readable(self) -> bool:
         """Always."""
         return True
@@ -277,7 +274,9 @@ class Fetches(Protocol):
         """See :meth:`~lightning_spot.store.store.Store.fetch`."""
 
 
-def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: Progress | None) -> OpenSnapshot:
+def receive(
+    store: Fetches, manifest: Manifest, tier: str, url: str, progress: Progress | None, *, beside_bytes: int = 0
+) -> OpenSnapshot:
     """Fetch a snapshot, each part checked as it comes.
 
     Args:
@@ -286,6 +285,7 @@ def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: P
         tier: what to call the tier.
         url: what to call it in errors.
         progress: called with the number of bytes just moved.
+        beside_bytes: memory that its reader needs besides.
 
     Returns:
         the snapshot, in sealed memory where the system can seal it; a host that has not room for it there keeps it on
@@ -294,7 +294,7 @@ def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: P
     Raises:
         SpotError: as :meth:`Store.fetch`, or if there is room for it nowhere.
     """
-    in_memory = has_room(manifest.nbytes)
+    in_memory = has_room(manifest.nbytes + beside_bytes)
     try:
         fd = _memory_file(manifest.nbytes) if in_memory else _disk_file(manifest.nbytes)
     except (OSError, OverflowError) as error:

@@ -1,30 +1,20 @@
 """Where snapshots can be recovered from: the memory of the local server, any store, or shards at several of these.
 
 Opening one checks it.
-
-What a snapshot server has is read while it arrives: checked part by part, and never in memory as a whole. New memory
-costs most when gigabytes are restored. Parts come ahead, over several connections, into a few buffers that stay warm,
-and go from there to where the reader wants them. Not for several readers of one snapshot.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import enum
-import mmap
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.client.remote import ServerStore, fetch_ranges
 from lightning_spot.client.starting import attach
-from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
     ServerUnreachableError,
@@ -44,7 +34,6 @@ from lightning_spot.store.store import (
     HasFolders,
     Holdings,
     Progress,
-    ReadsRanges,
     Store,
     newest_first,
     put_together,
@@ -55,27 +44,6 @@ STORAGE = "storage"
 _HERE = "this host's memory"
 _READERS = 4  # whoever waits for a snapshot is idle meanwhile
 _MOST_PLACES = 8
-
-_LANES = 4
-_BUFFERS = 6
-_KEPT_PARTS = 3
-_MOST_TURNS = 16  # torch reads the end of a file and then forwards, which takes 3 or 4
-_SMALL_BYTES = 64 * 1024  # below this Python's lock is not worth letting go
-
-
-class Use(enum.Enum):
-    """What an open snapshot is wanted for.
-
-    Attributes:
-        CHECK: every byte is checked when it is open.
-        LOAD: one reader goes through it once, and then calls :meth:`SnapshotReader.finish`.
-        SHARE: many processes of this host will read it, or its image is wanted: it is brought into memory to which
-            nobody writes any more. Where there is no room, they read it where it is.
-    """
-
-    CHECK = enum.auto()
-    LOAD = enum.auto()
-    SHARE = enum.auto()
 
 
 class Source(Protocol):
@@ -94,13 +62,14 @@ class Source(Protocol):
             TierError: if it could not be read.
         """
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
-        """Open a snapshot of which every byte was checked, or will be when it is read.
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, shared: bool = False) -> OpenSnapshot:
+        """Open a snapshot of which every byte was checked.
 
         Args:
             manifest: what it is.
             progress: called with the number of bytes just checked.
-            use: what it is wanted for.
+            shared: whether many processes of this host will read it, or its image is wanted: it is brought into memory
+                to which nobody writes any more. Where there is no room, they read it where it is.
 
         Raises:
             CorruptSnapshotError: if a checksum does not hold.
@@ -152,7 +121,7 @@ class MemorySource:
         finally:
             host.disconnect()
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, shared: bool = False) -> OpenSnapshot:
         """See :meth:`Source.open`."""
         host = self._attached()
         with contextlib.ExitStack() as opened:
@@ -170,7 +139,7 @@ class MemorySource:
                 for shard in held:
                     snapshot.fds.append(host.open_snapshot(shard))
             # Ranks of a sharded model read what they need; others look at all of it for longer than a slot may be kept.
-            if use is Use.SHARE and not manifest.is_sharded and has_room(manifest.nbytes):
+            if shared and not manifest.is_sharded and has_room(manifest.nbytes):
                 return receive(_Copied(snapshot), manifest, HOST, _HERE, progress)
             for fd, each in zip(snapshot.fds, held, strict=True):
                 _verify(fd, each, _HERE, progress, _READERS)
@@ -252,13 +221,13 @@ class StoreSource:
         """See :meth:`Source.survey`."""
         return self.store.survey()
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, shared: bool = False) -> OpenSnapshot:
         """See :meth:`Source.open`.
 
-        One process reads one local file in place, and what a server has while it arrives; all else goes into memory.
+        One process reads one local file in place; all else goes into memory.
         """
         url = f"{self.store.url}/{manifest.data_path}"
-        in_place = not manifest.files and not (use is Use.SHARE and has_room(manifest.nbytes))
+        in_place = not manifest.files and not (shared and has_room(manifest.nbytes))
         if isinstance(self.store, LocalStore) and in_place:
             try:
                 fd = open_regular(self.store.root / manifest.data_path)
@@ -273,9 +242,8 @@ class StoreSource:
                 snapshot.close()
                 raise
             return snapshot
-        if isinstance(self.store, ServerStore) and use is Use.LOAD and not manifest.files:
-            return Streamed(manifest, self.tier, self.store, url, progress)
-        return receive(self.store, manifest, self.tier, url, progress)
+        beside_bytes = 0 if shared else manifest.nbytes  # of the tensors that are read out of it
+        return receive(self.store, manifest, self.tier, url, progress, beside_bytes=beside_bytes)
 
     @contextlib.contextmanager
     def shards(self) -> Iterator[ShardPlace]:
@@ -329,7 +297,7 @@ class ScatteredSource:
         """The shards of a snapshot, each with a source that has it."""
         return [(source, shard) for source, shard in self._held if shard.snapshot == manifest.name]
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, shared: bool = False) -> OpenSnapshot:
         """See :meth:`Source.open`; each shard is read where it is, at the nearest tier first."""
         held = self.held(manifest)
         with contextlib.ExitStack() as opened:
@@ -406,136 +374,3 @@ def _verify(fd: int, manifest: Manifest, url: str, progress: Progress | None, th
     """Check every part of a file, or of a slot; a disk reads faster from one place."""
     where = f"{manifest.run}/{manifest.name} at {url}"
     verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
-
-
-class Streamed(OpenSnapshot):
-    """A snapshot whose bytes are fetched, and checked, when they are read.
-
-    Args:
-        manifest: what it is.
-        tier: what to call the tier.
-        store: where it is.
-        url: what to call it in errors.
-        progress: called with the number of bytes of each range that is read, once.
-    """
-
-    def __init__(
-        self, manifest: Manifest, tier: str, store: ReadsRanges, url: str, progress: Progress | None = None
-    ) -> None:
-        super().__init__(manifest, tier, url)
-        self._store, self._progress = store, progress
-
-    def reader(self, *, whole: bool = False) -> StreamReader:
-        """See :meth:`OpenSnapshot.reader`."""
-        return StreamReader(self._store, self.manifest, self.url, self._progress)
-
-    def close(self) -> None:
-        """Nothing is open but what a reader has opened."""
-
-
-class StreamReader(SnapshotReader):
-    """Reads forwards fast; when it is to go back, or far ahead, the stream begins anew from there.
-
-    Args:
-        store: where it is.
-        manifest: what it is.
-        where: what to call it in errors.
-        progress: see :class:`Streamed`.
-    """
-
-    def __init__(self, store: ReadsRanges, manifest: Manifest, where: str, progress: Progress | None = None) -> None:
-        super().__init__((), manifest, where)
-        self._store, self._progress = store, progress
-        self._ranges = list(manifest.ranges())
-        self._span = max(1, PART_BYTES // manifest.part_bytes) * manifest.part_bytes
-        self._buffers = [memoryview(mmap.mmap(-1, self._span)) for _ in range(min(_BUFFERS, len(self._ranges)))]
-        self._pool = ThreadPoolExecutor(_LANES, thread_name_prefix="spot-stream")
-        self._under_way: dict[int, tuple[memoryview, memoryview, Future[None]]] = {}  # ranges, each in its buffer
-        self._next = 0  # range to begin
-        self._kept: OrderedDict[int, memoryview] = OrderedDict()
-        self._unseen = set(range(len(self._ranges)))
-        self._turns = 0
-
-    def finish(self) -> None:
-        """See :meth:`SnapshotReader.finish`."""
-        for index in sorted(self._unseen):
-            self._part(index)
-
-    def close(self) -> None:
-        """Stop fetching, and let the memory go."""
-        if not self.closed:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._under_way.clear()
-            self._kept.clear()
-            self._buffers.clear()
-        super().close()
-
-    def _read_some(self, into: memoryview) -> int:
-        index, within = divmod(self._place, self._span)
-        part = self._part(index)
-        count = min(len(into), len(part) - within)
-        _copy(part[within : within + count], into[:count])
-        return count
-
-    def _part(self, index: int) -> memoryview:
-        """The bytes of a range, for as long as no other is asked for."""
-        if index in self._kept:
-            return self._kept[index]
-        first = next(iter(self._under_way), None)
-        if first is None or not first <= index <= first + len(self._buffers):
-            self._turn_to(index)
-        while True:
-            first, (part, buffer, arriving) = next(iter(self._under_way.items()))
-            try:
-                arriving.result()
-            except BaseException:  # its buffer holds what was not found to be right: nobody is to be handed that
-                self._stop()
-                raise
-            if first in self._unseen:
-                self._unseen.remove(first)
-                if self._progress is not None:
-                    self._progress(len(part))
-            if first == index:
-                return part
-            del self._under_way[first]
-            self._begin(buffer)
-
-    def _turn_to(self, index: int) -> None:
-        """Begin the stream anew. What was read last is kept: torch comes back to the end of the file."""
-        for first, (part, _, arriving) in list(self._under_way.items())[:1]:
-            if first not in self._unseen and arriving.done() and not arriving.exception():
-                self._kept[first] = memoryview(bytearray(part))
-                if len(self._kept) > _KEPT_PARTS:
-                    self._kept.popitem(last=False)
-        self._stop()
-        self._turns += 1
-        self._next = index
-        # Who goes on jumping gets one part at a time, not many of which most are for nothing.
-        for buffer in self._buffers if self._turns <= _MOST_TURNS else self._buffers[:1]:
-            self._begin(buffer)
-
-    def _begin(self, buffer: memoryview) -> None:
-        if self._next < len(self._ranges):
-            start, stop = self._ranges[self._next]
-            part = buffer[: stop - start]
-            arriving = self._pool.submit(self._store.read, self._manifest, start, part)
-            self._under_way[self._next] = (part, buffer, arriving)
-            self._next += 1
-
-    def _stop(self) -> None:
-        """Return when nobody writes to the buffers any more."""
-        for *_, arriving in self._under_way.values():
-            arriving.cancel()
-        wait([arriving for *_, arriving in self._under_way.values()])
-        self._under_way.clear()
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy bytes; many of them while other threads go on."""
-    if len(target) < _SMALL_BYTES:
-        target[:] = source
-        return
-    if len(source) != len(target):
-        raise ValueError(f"{len(source)} bytes for {len(target)}")
-    to, origin = (ctypes.c_char.from_buffer(view) for view in (target, source))
-    ctypes.memmove(ctypes.addressof(to), ctypes.addressof(origin), len(target))

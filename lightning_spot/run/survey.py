@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_spot import retry
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.client.starting import attach, end_other_version
+from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import (
@@ -130,20 +130,21 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, begins: boo
         location: of the run.
         policy: of reading them.
         begins: whether an attempt is to begin. A snapshot of which storage has all shards is committed then, if nobody
-            was left to do so; and a local server of another version first uploads what it holds.
+            was left to do so.
+
+    Raises:
+        SettingsError: if a tier cannot be used as it was named; or an attempt is to begin, and the local server is of
+            another version: it may have the newest snapshot.
     """
     forget()  # each start names again what it could not read
     policy = policy or retry.DEFAULT_POLICY
     store = open_store(location.url)
-    other_version = threading.Event()
     asked: dict[str, Callable[[], Any]] = {
         server: functools.partial(_server_runs, server, policy) for server in location.servers
     }
-    asked[HOST] = lambda: retry.with_retries(lambda: _local_runs(location, other_version), policy, HOST)
+    asked[HOST] = lambda: retry.with_retries(lambda: _local_runs(location, begins=begins), policy, HOST)
     asked[STORAGE] = lambda: _Durable.ask(store, policy, commits=begins)
     answers, problems = ask_all(asked, policy.answer_s)
-    if begins and other_version.is_set() and end_other_version(location.url):
-        return survey(location, policy)  # it has uploaded what it held
     durable: _Durable | None = answers.pop(STORAGE, None)
     listed = {tier: answers[tier] for tier in (HOST, *location.servers) if tier in answers}
     identity = identify(
@@ -276,13 +277,13 @@ def _left_of(holdings: Holdings) -> list[str]:
     return sorted(left, key=lambda name: left[name], reverse=True)[:_MOST_LEFT]
 
 
-def _local_runs(location: Location, other_version: threading.Event) -> list[ServerRun]:
+def _local_runs(location: Location, *, begins: bool) -> list[ServerRun]:
     """What the local server holds, also that of an earlier attempt where this one uses none."""
     try:
         host = attach(location.url, location.name)
     except ServerRefusedError as error:
-        if error.reason is TierReason.PROTOCOL:
-            other_version.set()
+        if begins and error.reason is TierReason.PROTOCOL:
+            raise SettingsError(str(error)) from error
         raise
     except SettingsError as error:
         if location.has_local_server:

@@ -5,7 +5,7 @@
     lock             held by the server as long as it lives
     slot-3.img       the bytes of a slot
     slot-3.json      its commit record, renamed into place: without it the bytes are nothing
-    run-RUN.json     what a restarted server must know of a run: who may write it, where it goes, what is to be deleted
+    run-RUN.json     what a restarted server must know of a run: who may write it, and where it goes
 
 Others of this host may write to the tmpfs, too. A directory counts by its owner, and is reached by its descriptor only:
 see :mod:`~lightning_spot.protocol.ownership`. Where another user has taken its name, another one is made up.
@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,12 +51,10 @@ class Left:
     Attributes:
         info: as it was opened last, without its trainer's connection.
         complete: whether its trainer said that the run has ended.
-        deletions: what is still to be deleted, and where.
     """
 
     info: RunInfo
     complete: bool
-    deletions: tuple[tuple[str, Manifest], ...]
 
 
 class SlotArea:
@@ -73,6 +71,7 @@ class SlotArea:
         self._name = path
         self._directory, self._lock_file = _first_free(path) or _made(path)
         self.path = self._directory.path
+        self._noted: dict[str, Left] = {}
 
     @property
     def _here(self) -> Path:
@@ -103,17 +102,15 @@ class SlotArea:
         """Remove the commit record of a slot."""
         (self._here / f"slot-{slot.index}.json").unlink(missing_ok=True)
 
-    def keep_run(self, info: RunInfo, complete: bool, deletions: Iterable[tuple[str, Manifest]]) -> None:
-        """Note what a restarted server must know of a run, see :class:`Left`."""
-        record = {
-            "info": asdict(replace(info, session="", figures=None)),
-            "complete": complete,
-            "deletions": [[url, manifest.to_dict()] for url, manifest in deletions],
-        }
-        self._write(f"run-{info.key}.json", record)
+    def keep_run(self, info: RunInfo, complete: bool) -> None:
+        """Note what a restarted server must know of a run, see :class:`Left`; nothing happens if that is noted."""
+        left = Left(replace(info, session="", committed="", figures=None), complete)
+        if self._noted.get(info.key) != left and self._write(f"run-{info.key}.json", asdict(left)):
+            self._noted[info.key] = left
 
     def forget_run(self, key: str) -> None:
         """Remove what was noted of a run."""
+        self._noted.pop(key, None)
         (self._here / f"run-{key}.json").unlink(missing_ok=True)
 
     def runs(self) -> Iterator[Left]:
@@ -125,8 +122,7 @@ class SlotArea:
             try:
                 record = read_sealed(read_file(path, LARGE_BYTES), LARGE_BYTES)
                 info = decoded(RunInfo, as_object(record["info"]))
-                deletions = tuple((str(url), Manifest.from_dict(fields)) for url, fields in record["deletions"])
-                yield Left(info, bool(record["complete"]), deletions)
+                yield Left(info, bool(record["complete"]))
             except (OSError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
                 text = "{about} cannot be read. The run that an earlier server noted there is not continued: {error}"
                 say(logging.WARNING, "leftover-damaged", text, about=directory.path / path.name, error=error)
@@ -175,10 +171,8 @@ class SlotArea:
                         os.link(record.with_suffix(suffix), self._here / f"{name}{suffix}")
             known = {left.info.key: left for left in self.runs()}
             for left in self._runs_in(other):
-                mine = known.get(left.info.key, left)
-                deletions = {(url, manifest.name): (url, manifest) for url, manifest in mine.deletions + left.deletions}
-                newer = max(mine, left, key=lambda each: each.info.attempt)
-                self.keep_run(newer.info, newer.complete, deletions.values())
+                newer = max(known.get(left.info.key, left), left, key=lambda each: each.info.attempt)
+                self.keep_run(newer.info, newer.complete)
         except OSError as error:
             text = "{about} could not be moved to {here}. It stays for the next server: {error}"
             say(logging.WARNING, "leftover-not-taken", text, about=other.path, here=self.path, error=error)
@@ -198,10 +192,10 @@ class SlotArea:
         return list(newest.values())
 
     def close(self) -> None:
-        """Let the directory go, and remove it if no slot is left in it, and nothing is still to be deleted."""
+        """Let the directory go, and remove it if no slot is left in it."""
         if self._lock_file.closed:
             return
-        if not any(self._here.glob("slot-*")) and not any(left.deletions for left in self.runs()):
+        if not any(self._here.glob("slot-*")):
             _remove(self._directory)
         self._lock_file.close()
         self._directory.close()
@@ -260,7 +254,8 @@ class SlotArea:
         say(logging.INFO, "leftover-taken", text, about=manifest.name, run=manifest.run)
         return slot
 
-    def _write(self, name: str, record: dict[str, Any]) -> None:
+    def _write(self, name: str, record: dict[str, Any]) -> bool:
+        """Write a record; whether it is there."""
         temporary = self._here / f"{name}.tmp"
         try:
             temporary.unlink(missing_ok=True)
@@ -272,8 +267,9 @@ class SlotArea:
             text = "{about} cannot be written: {error}. If this server ends, snapshots that only it has are lost."
             say(logging.WARNING, "slots-not-recorded", text, about=self.path, error=error)
             temporary.unlink(missing_ok=True)
-        else:
-            recovered("slots-not-recorded", "{about} can be written again", about=self.path)
+            return False
+        recovered("slots-not-recorded", "{about} can be written again", about=self.path)
+        return True
 
 
 def remove_abandoned(directory: OwnDirectory) -> bool:

@@ -52,6 +52,7 @@ class Observations:
 
     Args:
         ring: where snapshots come from.
+        open_store: makes the store of a tier's URL.
         run: what is known of a run, by its key; ``None`` if nothing is.
 
     Attributes:
@@ -59,10 +60,11 @@ class Observations:
         servers: that each run may be kept at, by its key.
     """
 
-    def __init__(self, ring: Ring, run: Callable[[str], RunInfo | None]) -> None:
+    def __init__(self, ring: Ring, open_store: Callable[[str], Store], run: Callable[[str], RunInfo | None]) -> None:
         self.health: dict[str, TierHealth] = {}
         self.servers: dict[str, Servers] = {}
-        self._ring, self._run = ring, run
+        self._ring, self._open_store, self._run = ring, open_store, run
+        self._servers: dict[str, Store] = {}
         self._places: dict[str, Destination] = {}
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
         self._leaves_s: float | None = None
@@ -107,6 +109,13 @@ class Observations:
         """What was seen at a place. Call it under the lock."""
         return self._places.setdefault(url, Destination(url))
 
+    def store(self, url: str) -> Store:
+        """The store of a tier; of a server it is one for all, since it learns how fast that is."""
+        found = self._servers.get(url) or self._open_store(url)
+        if isinstance(found, ServerTier):
+            return self._servers.setdefault(url, found)
+        return found
+
     def failing(self, url: str) -> bool:
         """Whether nothing succeeded at the tier since it failed."""
         with self._ring.changed:
@@ -144,17 +153,10 @@ class Questions:
     Args:
         seen: what was seen; more is noted there.
         ring: holds the runs' snapshots.
-        open_store: makes the stores of servers and of storage.
     """
 
-    def __init__(self, seen: Observations, ring: Ring, open_store: Callable[[str], Store]) -> None:
-        self._seen, self._ring, self._open_store = seen, ring, open_store
-        self._stores: dict[str, ServerTier] = {}
-
-    def forget(self, servers: Servers) -> None:
-        """Nothing is asked of a run's servers any more. Call it under the lock."""
-        for server in servers.all:
-            self._stores.pop(server.url, None)
+    def __init__(self, seen: Observations, ring: Ring) -> None:
+        self._seen, self._ring = seen, ring
 
     def ask(self, action: Action, servers: Servers) -> None:
         """Ask, or tell, and note what was seen."""
@@ -174,12 +176,9 @@ class Questions:
         Raises:
             ServerUnreachableError: if it is no server.
         """
-        if (known := self._stores.get(server.url)) is not None:
-            return known
-        store = self._open_store(server.url)
+        store = self._seen.store(server.url)
         if not isinstance(store, ServerTier):
             raise ServerUnreachableError(f"{server.url} is no server", tier=server.url)
-        self._stores[server.url] = store
         return store
 
     def _open(self, run: str, servers: Servers, server: Server) -> None:
@@ -268,7 +267,7 @@ class Questions:
     def _ask_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str, server: Server) -> None:
         """A snapshot left the server's memory: because it is durable, or because the server lost it."""
         try:
-            store = self._open_store(durable_url)
+            store = self._seen.store(durable_url)
             if manifest.shard is None:
                 is_durable = store.has(manifest)
             else:

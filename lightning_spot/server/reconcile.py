@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_spot.retry import pause_after
 from lightning_spot.server.runs import LEFT_S, Opened, RunInfo, key_of
@@ -370,6 +371,14 @@ class Destination:
         self.errors = {key: text for key, text in self.errors.items() if key in wanted}
         self.waits = {key: wait for key, wait in self.waits.items() if key in wanted}
 
+    def forget(self, run: str) -> bool:
+        """Forget a run; whether nothing is known of any other."""
+        mine: tuple[dict[str, Any], ...] = (self.newest, self.begun_s, self.took_s, self.swept_s)
+        for of_run in mine:
+            of_run.pop(run, None)
+        self.brought = {key: each for key, each in self.brought.items() if key[0] != run}
+        return not any((*mine, self.brought, self.deletions, self.waits))
+
     def rest(self) -> None:
         """Nothing is to be done there: what it is to be given time for is past."""
         self.backoff, self.errors = BackOff(), {}
@@ -586,7 +595,7 @@ def actions(desired: Desired, seen: Observed, now_s: float) -> list[Action]:
         seen: what was seen.
         now_s: the time.
     """
-    found = [*_uploads(desired, seen), *_removals(seen)]
+    found = [*_uploads(desired, seen), *_removals(desired, seen)]
     if seen.servers is not None:
         found += _questions(desired, seen, seen.servers, now_s)
     return sorted((_paused(each, seen.places.get(each.url)) for each in found), key=lambda action: action.rank)
@@ -657,8 +666,8 @@ def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
             if each.manifest.shard is not None:
                 goes = is_server and desired.must_be_exact(each.manifest)
             else:  # what is sealed here is whole in a moment, and storage takes it then, many parts at once
-                goes = (is_server or not isinstance(each, Sealing)) and not each.given_up
-            if goes:
+                goes = is_server or not isinstance(each, Sealing)
+            if goes and not each.given_up:
                 kind = Kind.SEND if is_server else Kind.PUT
                 due_s = 0.0 if is_server else _pace_due_s(desired, seen, url, slot)
                 yield Action(kind, url, seen.run, due_s, each.manifest, (slot,), each, slot.commit.sequence)
@@ -675,6 +684,8 @@ def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
     for group in seen.view.groups:
         for url, slots in _owed(desired, seen, group).items():
             if not url.startswith("spot://"):
+                if group.state is Status.ABORTED and desired.info is not None and not desired.is_spread:
+                    continue  # why it failed: all of it was to come here, and no other place waits for it at storage
                 action = _upload(url, seen.run, group.slots, Kind.PUT if group.is_here else Kind.PUT_SHARDS)
                 yield replace(action, due_s=_storage_due_s(desired, seen, url, group))
             elif group.is_here or url not in whole_to:
@@ -749,7 +760,7 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
 # -- what is not to be there any more ---------------------------------------------------------------------------------
 
 
-def _removals(seen: Observed) -> Iterator[Action]:
+def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
     groups = {group.manifest.snapshot: group for group in seen.view.groups}
     for url, place in seen.places.items():
         for each in place.deletions:
@@ -760,27 +771,36 @@ def _removals(seen: Observed) -> Iterator[Action]:
         if (newest := place.newest.get(seen.run)) is not None:
             yield Action(Kind.RETAIN, url, seen.run, manifest=newest)
         for (run, name), brought in place.brought.items():
-            if run == seen.run and (due_s := _withdraw_due_s(groups.get(name), brought, url)) is not None:
+            if run == seen.run and (due_s := _withdraw_due_s(desired, groups.get(name), brought, url)) is not None:
                 yield Action(Kind.WITHDRAW, url, run, due_s, brought.manifests[0])
 
 
-def _withdraw_due_s(group: Group | None, brought: Brought, url: str) -> float | None:
+def _withdraw_due_s(desired: Desired, group: Group | None, brought: Brought, url: str) -> float | None:
     """When what was brought of a snapshot goes again; ``None`` while it may still be complete.
 
-    Why a shard failed stays until something newer is complete: others are to see it. Nobody else may be about to commit
-    what is superseded: that takes a moment.
+    Why a shard failed stays until something newer is complete, or all places have had the time to see it since the
+    trainer is gone. Nobody else may be about to commit what is superseded: that takes a moment.
     """
     if group is None or group.is_superseded:
         return brought.at_s + SURPASSED_S
     if group.state is Status.ABORTED:
-        return None if all(each.why_failed for each in brought.manifests) else 0.0
+        if not all(each.why_failed for each in brought.manifests):
+            return 0.0
+        seen_s = _seen_by_all_s(desired, brought)
+        return seen_s if seen_s < float("inf") else None
     is_given_up = all(slot.seen.get(url) is Mark.REFUSED for slot in group.slots)
     return brought.at_s + SURPASSED_S if is_given_up else None
 
 
-def withdrawn(group: Group | None, brought: Brought) -> tuple[Manifest, ...]:
+def _seen_by_all_s(desired: Desired, brought: Brought) -> float:
+    """Since when every place that has shards of an aborted snapshot has looked at storage why."""
+    return max(brought.at_s, desired.left_s) + SURPASSED_S
+
+
+def withdrawn(desired: Desired, group: Group | None, brought: Brought, now_s: float) -> tuple[Manifest, ...]:
     """Of what was brought of a snapshot that will never be complete, that which goes now."""
     all_of_it = group is None or group.is_superseded or group.state is not Status.ABORTED
+    all_of_it = all_of_it or now_s >= _seen_by_all_s(desired, brought)
     return tuple(each for each in brought.manifests if all_of_it or not each.why_failed)
 
 

@@ -111,23 +111,6 @@ class Registry:
             del run.carried_for[who]
         run.info = replace(run.info, carry=bool(run.carried_for))
 
-    def under_other_names(self, info: RunInfo) -> list[str]:
-        """Keys of runs that the same attempt has opened before; they are forgotten. Call it under the lock.
-
-        It had made an identity of its own, and then found that another trainer had begun the run just before.
-        """
-        mine = (info.location, info.token)
-        keys = [
-            key
-            for key, other in self.runs.items()
-            if key != info.key
-            and all(mine)
-            and (other.info.location, other.info.token) == mine
-            and other.info.attempt < info.attempt  # else what was asked for before comes late
-            and not self._ring.committed(key)
-        ]
-        return self._let_go(keys)
-
     def find(self, text: str) -> Run:
         """The run that ``NAME@ID`` or, if only one has it, ``NAME`` names.
 

@@ -40,11 +40,10 @@ from lightning_spot.errors import (
     FencedError,
     SnapshotFailedError,
     SnapshotNotFoundError,
-    SpotError,
 )
 from lightning_spot.protocol.listening import open_files
 from lightning_spot.protocol.slot import SlotMemory
-from lightning_spot.say import UNEXPECTED, say
+from lightning_spot.say import say
 from lightning_spot.server.area import SlotArea
 from lightning_spot.server.slots import (
     MOST_ABORTED,
@@ -525,7 +524,6 @@ class Ring(SlotTable):
         run: str,
         nbytes: int,
         *,
-        only_new: bool = False,
         reuse: bool = False,
         making: Making = Making.NOW,
         writer: int = 0,
@@ -535,7 +533,6 @@ class Ring(SlotTable):
         Args:
             run: key of the run.
             nbytes: size of the snapshot.
-            only_new: whether only one in unused memory will do.
             reuse: whether memory is made only if what was superseded leaves none, and for one slot at a time.
             making: whether memory is made at all; ahead of who needs it, only if what was superseded leaves none.
             writer: number of the rank that fills it.
@@ -549,7 +546,7 @@ class Ring(SlotTable):
             is_full_for_all = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
             if found is None and is_full_for_all and limits.slots is None:
                 self._full = _Full(self.changes, nbytes)
-            if found is None or (only_new and not found.is_new) or (spare and not found.is_spare):
+            if found is None or (spare and not found.is_spare):
                 return None
             if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
                 return None
@@ -852,79 +849,6 @@ class Ring(SlotTable):
             slot.buffer.memory, slot.buffer.reserved_bytes, slot.buffer.held = memory, 0, ""
             slot.buffer.generation += 1
             self.slots.note(slot)
-
-
-LEAST_BYTES = 64 * 1024 * 1024
-"""Smaller slots are made when they are asked for: that takes some hundredths of a second."""
-
-_WAIT_S = 30.0
-
-
-class SlotsAhead:
-    """Slots made before they are asked for, one at a time for each run. Methods may be called from any thread.
-
-    Only memory that is free is used: nothing that is held leaves memory for it.
-
-    Args:
-        ring: whose slots.
-    """
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-        self._making: dict[tuple[str, int], threading.Thread] = {}
-        self._closed = False
-
-    def make(self, run: str, nbytes: int, count: int, writer: int = 0) -> None:
-        """Have one more slot made in the background, unless a writer of a run has ``count`` of them.
-
-        Args:
-            run: key of the run.
-            nbytes: size of its snapshots, or shards.
-            count: slots that it will use in turn.
-            writer: number of the rank that writes them.
-        """
-        if nbytes < LEAST_BYTES:
-            return
-        with self._ring.changed:
-            fitting = [slot for slot in self._ring.slots if slot.takes(nbytes)]
-            mine = (run, writer)
-            usable = sum((slot.run, slot.writer) == mine or slot.state is SlotState.FREE for slot in fitting)
-            if usable >= count or mine in self._making or self._closed:
-                return
-            thread = threading.Thread(target=self._make, args=(*mine, nbytes), name="spot-slot-ahead", daemon=True)
-            self._making[mine] = thread
-            try:
-                thread.start()
-            except RuntimeError as error:  # no more threads can be had now: who asks for the slot makes it
-                del self._making[mine]
-                logger.debug("no slot is made ahead for run %s: %s", run, error)
-
-    def wait(self, run: str, writer: int = 0) -> None:
-        """Wait for the slot that is being made for a writer, if one is: to make another one would take longer."""
-        with self._ring.changed:  # once it is noted, it has been started
-            thread = self._making.get((run, writer))
-        if thread is not None:
-            thread.join(_WAIT_S)
-
-    def close(self) -> None:
-        """Make no more, and wait for what is being made."""
-        with self._ring.changed:
-            self._closed = True
-            threads = list(self._making.values())
-        for thread in threads:
-            thread.join(_WAIT_S)
-
-    def _make(self, run: str, writer: int, nbytes: int) -> None:
-        try:
-            if (slot := self._ring.try_lease(run, nbytes, only_new=True, writer=writer)) is not None:
-                self._ring.abort(slot)
-        except SpotError as error:
-            logger.debug("no slot was made ahead for run %s: %s", run, error)
-        except Exception:  # who asks for a slot makes it then, and is told what is wrong
-            say(logging.ERROR, "unexpected", UNEXPECTED, about=f"making a slot for run {run}", exc_info=True)
-        finally:
-            with self._ring.changed:
-                self._making.pop((run, writer), None)
 
 
 class Base:

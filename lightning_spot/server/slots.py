@@ -671,13 +671,16 @@ _SMALL_BYTES = 64 * 2**20
 MOST_SLOTS = 16384
 """However much memory there is: an answer that lists what is in them is to be read."""
 
+MOST_OF_A_WRITER = 64
+"""Of these, a writer of a run has no more, whatever it sends; it needs a few more than the run keeps snapshots."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What bounds a ring.
 
     Attributes:
-        slots: most slots of each writer of a run; ``None`` for no bound but memory.
+        slots: most slots of each writer of a run; ``None`` for :data:`MOST_OF_A_WRITER`.
         memory_bytes: most bytes of all slots together.
         run_memory_bytes: most bytes of the slots of one run; ``None`` for no such bound.
         files: slots for which this process may have files open.
@@ -691,16 +694,16 @@ class Limits:
     def has_share(self, slots: Slots, run: str, writer: int) -> bool:
         """Whether a writer of a run has fewer slots than it may have."""
         used = sum(slot.capacity > 0 for slot in slots.of(run).writers.get(writer, ()))
-        return self.slots is None or used < self.slots
+        return used < (self.slots or MOST_OF_A_WRITER)
 
     def allow_one_more(self, slots: Slots, run: str, writer: int = 0) -> bool:
         """Whether one more slot may be made for a writer of a run, as far as their number goes."""
         if self.slots is not None:
             made = [(slot.run, slot.writer) for slot in slots if slot.capacity]
             writers = {each for each in made if each[0]} | {(run, writer)}
-            if len(made) >= self.slots * len(writers) or not self.has_share(slots, run, writer):
+            if len(made) >= self.slots * len(writers):
                 return False
-        return self.has_files(slots, run)
+        return self.has_share(slots, run, writer) and self.has_files(slots, run)
 
     def has_files(self, slots: Slots, run: str) -> bool:
         """Whether files are left for one more slot of a run: it has no more than are left for others."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, TierError
-from lightning_spot.server.area import Left
 from lightning_spot.server.placement import placed_apart
 from lightning_spot.server.reconcile import Server, Servers
 from lightning_spot.server.registry import MOST_RUNS, Registry
@@ -29,66 +28,6 @@ from lightning_spot.snapshot.shards import Status
 from lightning_spot.store import fsspec_client
 from lightning_spot.store.fences import Owner, Standing, check_fence, digest_of
 from lightning_spot.store.store import Store
-
-
-class Remembered:
-    """Notes of runs, and of the deletions that are still to be done for them.
-
-    Called with the registry's lock, as soon as the server is made.
-
-    Args:
-        ring: of the server. Where its slots do not outlive the server, nothing is noted.
-        registry: the runs.
-        reconciler: that deletes.
-        routes: of the runs.
-    """
-
-    def __init__(self, ring: Ring, registry: Registry, reconciler: Reconciler, routes: Routes) -> None:
-        self._ring, self._registry, self._reconciler, self._routes = ring, registry, reconciler, routes
-        self._area = ring.area
-        self._deleting: set[str] = set()  # runs of which deletions are noted
-
-    def note(self, run: Run) -> None:
-        """Note a run as it is now."""
-        if self._area is None:
-            return
-        key = run.info.key
-        deletions = self._reconciler.deletions(key)
-        self._area.keep_run(run.info, run.complete, deletions)
-        if deletions:
-            self._deleting.add(key)
-        else:
-            self._deleting.discard(key)
-
-    def note_deletions(self) -> None:
-        """Note again those runs of which a deletion may be done by now."""
-        for key in list(self._deleting):
-            if (run := self._registry.runs.get(key)) is not None:
-                self.note(run)
-
-    def forget(self, key: str) -> None:
-        """Keep nothing of a run."""
-        self._deleting.discard(key)
-        if self._area is not None:
-            self._area.forget_run(key)
-
-    def take_over(self) -> None:
-        """Go on with what a killed server left; of runs without anything else, with no more than there may be."""
-        runs = list(self._area.runs()) if self._area is not None else []
-        for left in sorted(runs, key=self._is_empty):
-            if self._is_empty(left) and len(self._registry.runs) >= MOST_RUNS:
-                self.forget(left.info.key)
-                continue
-            run = Run(replace(left.info, session=""), left.complete, time.monotonic())  # no trainer is connected yet
-            self._registry.runs[left.info.key] = run
-            self._routes.open(left.info)
-            self._ring.forget_refusals(left.info.key)
-            for url, manifest in left.deletions:
-                self._reconciler.delete(url, manifest)
-
-    def _is_empty(self, left: Left) -> bool:
-        return not left.deletions and not self._ring.committed(left.info.key)
-
 
 IN_PROCESS = "in-process"
 """The session of a trainer that holds the server in its own process."""
@@ -128,12 +67,11 @@ class SnapshotServer:
         self.seal, self.commit, self.fail = self.uploads.seal, self.uploads.commit, self.uploads.fail
         self.abort = self.uploads.abort
         self.reconciler = Reconciler(
-            self.ring, open_store, self.registry.info, self._noted, lambda key, url: self.routes.standing(key, url)
+            self.ring, open_store, self.registry.info, lambda key, url: self.routes.standing(key, url)
         )
         self._lock = self.registry.lock
         self.routes = Routes(self.ring, self.reconciler, open_store, self.registry.info, flush_to=flush_to, allow=allow)
-        self._remembered = Remembered(self.ring, self.registry, self.reconciler, self.routes)
-        self._remembered.take_over()
+        self._take_over()
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
@@ -165,8 +103,8 @@ class SnapshotServer:
             self.uploads.fence(info.key, info.attempt)
             self.ring.raise_watermark(info.key, info.committed)
             self.routes.open(run.info)
-            self._remembered.note(run)
-            for key in (*forgotten, *self.registry.under_other_names(info), *self.registry.stale()):
+            self._note(run)
+            for key in (*forgotten, *self.registry.stale()):
                 self._forget(key)
             with self.ring.changed:
                 self.ring.touch(info.key)
@@ -190,7 +128,7 @@ class SnapshotServer:
                 return
             self.registry.leave(known, session)
             known.complete = complete
-            self._remembered.note(known)
+            self._note(known)
         self._wake(known.info.key)
 
     def settle(self, run: str, attempt: int, name: str, lineage: str) -> None:
@@ -334,9 +272,6 @@ class SnapshotServer:
             urls = [*tiers.all]
         for url in urls:
             self.reconciler.delete(url, manifest)
-        with self._lock:
-            if (known := self.registry.runs.get(key)) is not None:
-                self._remembered.note(known)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
@@ -420,15 +355,29 @@ class SnapshotServer:
 
     def _forget(self, key: str) -> None:
         """A run of which nothing is held has not been opened for long: keep nothing of it."""
-        tiers = self.ring.tiers(key)
         self.routes.forget(key)
         self.ring.set_tiers(key, None)
-        self.reconciler.forget(key, tiers.all)
-        self._remembered.forget(key)
+        self.reconciler.forget(key)
+        if self.ring.area is not None:
+            self.ring.area.forget_run(key)
 
-    def _noted(self) -> None:
-        with self._lock:
-            self._remembered.note_deletions()
+    def _note(self, run: Run) -> None:
+        """Note a run as it is now, where the slots outlive the server."""
+        if self.ring.area is not None:
+            self.ring.area.keep_run(run.info, run.complete)
+
+    def _take_over(self) -> None:
+        """Go on with what a killed server left; of runs without snapshots, with no more than there may be."""
+        area, registry = self.ring.area, self.registry
+        left = [(not self.ring.committed(each.info.key), each) for each in (area.runs() if area is not None else ())]
+        for is_empty, each in sorted(left, key=lambda item: item[0]):
+            info = each.info
+            if area is not None and is_empty and len(registry.runs) >= MOST_RUNS:
+                area.forget_run(info.key)
+                continue
+            registry.runs[info.key] = Run(replace(info, session=""), each.complete, time.monotonic())
+            self.routes.open(info)
+            self.ring.forget_refusals(info.key)
 
 
 class Routes:
@@ -463,26 +412,17 @@ class Routes:
         self._reconciler = reconciler
         self._run = run
         self.open_store = open_store
-        self._refusals: dict[str, str] = {}
 
     def open(self, info: RunInfo) -> None:
         """Decide where a run goes, and begin to look for its trainer's servers."""
         key = info.key
-        refused = self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
-        if not info.carry:
-            self.forget(key)
-            self._refusals[key] = "another server that has it does"
-            self._ring.set_tiers(key, Tiers())
-            return
-        self._refusals[key] = refused
-        if info.servers:
+        if info.carry and info.servers:
             info, known = _placed(info), self._servers(key)
             if known is None or not _same(known.info, info):
                 self._reconciler.serve(key, Servers(info))
             return
         self.forget(key)
-        self._refusals[key] = refused
-        url = self._own_tier(info)
+        url = self._own_tier(info) if info.carry else None
         self._ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
 
     def servers(self, key: str) -> list[str]:
@@ -500,7 +440,7 @@ class Routes:
 
     def opened(self, info: RunInfo) -> Opened:
         """What to answer who opens a run: whether it is brought to its storage from here."""
-        servers, refused = self._servers(info.key), self._refusals[info.key]
+        servers, refused = self._servers(info.key), self._refusal(info)
         if servers is not None:
             carries = servers.uploader is not None or not refused
             return Opened(info.attempt, carries, "" if carries else servers.why_not)
@@ -511,8 +451,9 @@ class Routes:
 
     def carries(self, key: str) -> bool:
         """Whether a run is brought to its storage from here."""
-        servers = self._servers(key)
-        return (servers is not None and servers.uploader is not None) or self._refusals.get(key, "unknown") == ""
+        servers, info = self._servers(key), self._run(key)
+        carried_on = servers is not None and servers.uploader is not None
+        return carried_on or (info is not None and not self._refusal(info))
 
     def allowed(self, url: str) -> str:
         """Why this server may not write to a durable URL, for people; ``""`` if it may."""
@@ -582,7 +523,7 @@ class Routes:
     def status(self, key: str) -> dict[str, Any]:
         """Where a run goes, as JSON-ready values."""
         with self._ring.changed:
-            tiers, servers = self._ring.tiers(key), self._servers(key)
+            tiers, servers, info = self._ring.tiers(key), self._servers(key), self._run(key)
             found = servers.all if servers is not None else []
             used, uploader = [each for each in found if each.used], next((e.url for e in found if e.uploads), "")
         return {
@@ -592,14 +533,19 @@ class Routes:
             "carrier": uploader,
             "kept_at": self.servers(key),
             "servers": {each.url: _role(each) for each in found},
-            "why_not": servers.why_not if servers is not None else self._refusals.get(key, ""),
+            "why_not": servers.why_not if servers is not None else self._refusal(info) if info is not None else "",
         }
 
     def forget(self, key: str) -> None:
         """Look after a run no longer."""
-        self._refusals.pop(key, None)
         if self._servers(key) is not None:
             self._reconciler.serve(key, None)
+
+    def _refusal(self, info: RunInfo) -> str:
+        """Why this server may not bring a run to its storage, for people; ``""`` if it may."""
+        if not info.carry:
+            return "another server that has it does"
+        return self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
 
     def _servers(self, key: str) -> Servers | None:
         return self._reconciler.servers.get(key)

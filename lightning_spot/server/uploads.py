@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lightning_spot.config import KEEP
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -28,7 +27,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.say import say
 from lightning_spot.server.registry import Registry
-from lightning_spot.server.ring import Base, Ring, SlotsAhead
+from lightning_spot.server.ring import Base, Ring
 from lightning_spot.server.runs import is_own_folder, key_of
 from lightning_spot.server.slots import Making, Slot
 from lightning_spot.server.upload import Upload, writer_of
@@ -66,7 +65,6 @@ class Uploads:
         self._uploads: dict[str, Upload] = {}
         self._ring, self._registry, self._committed = ring, registry, committed
         self._lock = registry.lock
-        self._ahead = SlotsAhead(ring)
 
     def __len__(self) -> int:
         return len(self._uploads)
@@ -91,7 +89,6 @@ class Uploads:
             for upload in self._uploads.values():
                 if upload.coming is not None:
                     upload.coming.give_up()
-        self._ahead.close()
 
     # -- they begin -----------------------------------------------------------------------------------------------
 
@@ -147,7 +144,6 @@ class Uploads:
                 raise SettingsError(f"{announced.name} is not what is asked for a slot: {nbytes} bytes of {key!r}")
             writer = writer_of(announced)
             self._give_up_abandoned(key, announced)
-            self._ahead.wait(key, writer)
         slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
         try:
             upload = Upload(upload_id, key, attempt, slot, nbytes, session, time.monotonic(), writer, announced)
@@ -199,13 +195,10 @@ class Uploads:
                     ring.changed.wait(min(left_s, LOOK_S))
 
     def _prepare(self, upload: Upload, manifest: Manifest) -> None:
-        """It comes over the network: from what it may be made, where its parts go, and where the next one goes."""
+        """It comes over the network: from what it may be made, and where its parts go."""
         if manifest.shard is None and not self._ring.find(upload.run, manifest.name):
             upload.coming = Coming(manifest, upload.slot.view(upload.nbytes))
         upload.base = Base.newest(self._ring, upload.run, upload.writer if manifest.shard is not None else None)
-        info = self._registry.info(upload.run)
-        kept = info.keep.newest if info is not None else KEEP
-        self._ahead.make(upload.run, upload.nbytes, 1 + kept, upload.writer)
 
     def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
         """Note an upload whose slot was leased, unless it is wanted no more.
@@ -438,6 +431,7 @@ class Uploads:
                 or manifest.attempt > upload.attempt
                 or writer_of(manifest) != upload.writer
                 or upload.announced not in (None, _plain(manifest))
+                or manifest.why_failed  # no bytes say so, see :meth:`fail`
             ):
                 raise SettingsError(
                     f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ from lightning_spot.server.slots import ORPHANED_S, Group, Held, Mark, Slot
 from lightning_spot.server.tier import ServerTier, TierHealth
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.shards import assemble
+from lightning_spot.snapshot.shards import assemble, failed
 from lightning_spot.store import commit
 from lightning_spot.store.fences import Standing
 from lightning_spot.store.retention import Keep, retain
@@ -93,7 +93,6 @@ class Reconciler(Observations):
         ring: where snapshots come from.
         open_store: makes the store of a tier's URL.
         run: what is known of a run, by its key; ``None`` if nothing is.
-        noted: called after each try at a tier.
         standing: what may be done for a run (its key) at a tier's URL.
     """
 
@@ -102,16 +101,14 @@ class Reconciler(Observations):
         ring: Ring,
         open_store: Callable[[str], Store],
         run: Callable[[str], RunInfo | None],
-        noted: Callable[[], None] = lambda: None,
         standing: Callable[[str, str], Standing] = lambda _run, _url: Standing(),
     ) -> None:
-        super().__init__(ring, run)
-        self._open_store, self._noted, self._standing = open_store, noted, standing
+        super().__init__(ring, open_store, run)
+        self._standing = standing
         self._upload = TierUpload(self, ring)
-        self._questions = Questions(self, ring, open_store)
+        self._questions = Questions(self, ring)
         self._plans: dict[Lane, dict[str, list[Action]]] = {}
         self._workers: dict[Lane, _Worker] = {}
-        self._stores: dict[str, Store] = {}  # of servers
         self._refused: dict[str, dict[str, Manifest]] = {}
         self._is_planning = self._closed = False
         ring.watch(self._serve)
@@ -144,8 +141,8 @@ class Reconciler(Observations):
             before = self.servers.pop(run, None)
             if servers is not None:
                 self.servers[run] = servers
-            elif before is not None:
-                self._questions.forget(before)
+            for each in before.all if before is not None and servers is None else ():
+                self._servers.pop(each.url, None)
             self._ring.touch(run)
 
     def ask_now(self, run: str) -> None:
@@ -156,16 +153,15 @@ class Reconciler(Observations):
                     server.asked_s = float("-inf")
                 self._ring.touch(run)
 
-    def forget(self, run: str, urls: Iterable[str]) -> None:
+    def forget(self, run: str) -> None:
         """Forget a run, and how tiers did that nothing goes to any more."""
         with self._ring.changed:
             self._refused.pop(run, None)
             self.serve(run, None)
-            for url in urls:
-                if (url, False) not in self._workers and not self.place(url).deletions:
+            for url in [url for url, place in self._places.items() if place.forget(run)]:
+                if (url, False) not in self._workers:
                     self.health.pop(url, None)
-                    self._places.pop(url, None)
-                    self._stores.pop(url, None)
+                    del self._places[url]
 
     def leave(self) -> None:
         """This server is about to end: what it has of snapshots that are not complete here is waited for, too."""
@@ -214,12 +210,6 @@ class Reconciler(Observations):
             refused = [slot.manifest for slot in slots if slot.manifest is not None and slot.refused]
             found = {item.name: item for item in [*refused, *self._refused.get(run, {}).values()] if item.is_file}
             return list(found.values())
-
-    def deletions(self, run: str) -> tuple[tuple[str, Manifest], ...]:
-        """What is still to be deleted of a run, and where."""
-        with self._ring.changed:
-            found = ((url, each.manifest) for url, place in self._places.items() for each in place.deletions)
-            return tuple((url, manifest) for url, manifest in found if key_of(manifest) == run)
 
     def _problem(self, url: str) -> str:
         health = self.health.get(url)
@@ -382,11 +372,8 @@ class Reconciler(Observations):
         attempt = action.about.attempt
         try:
             attempt = self._attempt(action)
-            found: Store = store or self._stores.get(action.url) or self._open_store(action.url)
-            if isinstance(found, ServerTier):
-                self._stores[action.url] = found  # it has learned how fast the server is
-            store = found
-            self._do(found, action, attempt)
+            store = store or self.store(action.url)
+            self._do(store, action, attempt)
         except FencedError as error:
             self._fenced(action, attempt, error)
         except PutOff as error:
@@ -449,7 +436,6 @@ class Reconciler(Observations):
             server = servers.find(action.url) if servers is not None else None
             if servers is not None and server is not None:
                 self.hear(servers, server, str(error) if error is not None else "")
-        self._noted()
 
     def _succeeded(self, url: str) -> None:
         health, place = self.health[url], self.place(url)
@@ -566,10 +552,10 @@ class TierUpload:
         key = action.run, action.name
         with self._ring.changed:
             brought = self._seen.place(action.url).brought.get(key)
-            group = self._group(*key)
+            group, desired = self._group(*key), self._seen.desired(action.run)
         if brought is None:
             return
-        gone = withdrawn(group, brought)
+        gone = withdrawn(desired, group, brought, time.monotonic())
         if gone:
             commit.withdraw(store, gone, attempt=attempt)
         with self._ring.changed:
@@ -658,8 +644,9 @@ class TierUpload:
             self._ring.see(action.run, action.name, found.registers)
             whole = found.manifest
             if found.why_aborted:
-                failed = tuple(each for each in held.manifests if each.why_failed)
-                self._brought(action, failed, time.monotonic())
+                why = found.why_aborted
+                noted = (each if each.why_failed else failed(each, why) for each in held.manifests)
+                self._brought(action, tuple(noted), time.monotonic())
                 self._ring.mark(held, action.url, Mark.REFUSED)
                 return None
             if whole is None:

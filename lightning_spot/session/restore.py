@@ -17,7 +17,7 @@ from lightning_spot.errors import SpotError, TierError
 from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource, Use
+from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
 from lightning_spot.session.collectives import Agreement
@@ -94,9 +94,9 @@ class SharedOpening:
                 text = "{error}; this rank reads the snapshot itself"
                 say(logging.WARNING, "not-imported", text, about=tried.turn, error=error)
         if self._exporter is None:
-            return self._open(tried, manifest, source, progress, use=Use.LOAD)
+            return self._open(tried, manifest, source, progress, shared=False)
         try:
-            snapshot = self._open(tried, manifest, source, progress, use=Use.SHARE)
+            snapshot = self._open(tried, manifest, source, progress, shared=True)
         except Exception as error:
             problem = error if isinstance(error, SpotError) else SpotError(f"{type(error).__name__}: {error}")
             self._exporter.export(tried.turn, problem)
@@ -105,10 +105,10 @@ class SharedOpening:
         return snapshot
 
     def _open(
-        self, tried: Try, manifest: Manifest, source: Source | None, progress: Progress | None, *, use: Use
+        self, tried: Try, manifest: Manifest, source: Source | None, progress: Progress | None, *, shared: bool
     ) -> OpenSnapshot:
         if source is not None:
-            return source.open(manifest, progress, use=use)
+            return source.open(manifest, progress, shared=shared)
         reasons = []
         memory = MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")
         sources: list[Source] = [memory, *(StoreSource(open_store(url), tier) for url, tier in tried.stores)]
@@ -116,7 +116,7 @@ class SharedOpening:
             sources.append(_together(memory, tried))
         for place in sources:
             try:
-                return place.open(manifest, use=use)
+                return place.open(manifest, shared=shared)
             except SpotError as error:
                 reasons.append(str(error))
         raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
@@ -148,7 +148,7 @@ class Announced:
         """See :meth:`Source.survey`."""
         return self._source.survey()
 
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+    def open(self, manifest: Manifest, progress: Progress | None = None, *, shared: bool = False) -> OpenSnapshot:
         """See :meth:`Source.open`."""
         return self._opening(manifest, self._source, progress)
 

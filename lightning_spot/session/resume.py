@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from lightning_spot import retry
 from lightning_spot.capture.tensors import shape_of
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.starting import attach, end_other_version
+from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
 from lightning_spot.errors import (
     ModelChangedError,
@@ -433,8 +433,8 @@ def _late(location: Location) -> list[str]:
     try:
         host = attach(location.url, location.name)
     except ServerRefusedError as error:
-        if error.reason is TierReason.PROTOCOL and end_other_version(location.url):
-            return _late(location)
+        if error.reason is TierReason.PROTOCOL:
+            return [str(error)]
         logger.debug("no server can be had here: %s", error)
         return []
     except ServerUnreachableError as error:  # there is one, or slots of one

@@ -181,7 +181,6 @@ def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoin
     with snapshot.reader() as reader:
         try:
             checkpoint = _read(reader.as_file(), snapshot.manifest, mapped, trusts=trusts)
-            reader.finish()
         except Exception:
             if reader.problem is not None:  # torch may have made something else of it
                 raise reader.problem from None

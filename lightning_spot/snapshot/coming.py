@@ -6,7 +6,7 @@ Whoever sends the file on takes each part as soon as it is final, and waits for 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
@@ -206,20 +206,16 @@ class NotedParts:
             yield part
 
     def sealed(self) -> Manifest:
-        """The manifest, once all parts have passed; see :func:`seal_parts`."""
-        return seal_parts(self._manifest, self._checksums, self._sizes)
+        """The manifest, once all parts have passed.
 
-
-def seal_parts(manifest: Manifest, checksums: Sequence[str], sizes: Sequence[int]) -> Manifest:
-    """The sealed manifest of a file that came in parts.
-
-    Raises:
-        CorruptSnapshotError: if the parts are not those that the manifest announced.
-    """
-    wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
-    if list(sizes) != wanted:
-        raise CorruptSnapshotError(
-            f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
-            f" {len(wanted)}; it is not committed"
-        )
-    return replace(manifest, checksums=tuple(checksums))
+        Raises:
+            CorruptSnapshotError: if the parts are not those that the manifest announced.
+        """
+        manifest, sizes = self._manifest, self._sizes
+        wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
+        if sizes != wanted:
+            raise CorruptSnapshotError(
+                f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
+                f" {len(wanted)}; it is not committed"
+            )
+        return replace(manifest, checksums=tuple(self._checksums))

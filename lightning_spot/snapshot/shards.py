@@ -79,22 +79,28 @@ def is_evictable(order: Order, state: Status, watermark: Order | None, *, is_dur
 
 def registers_of(manifests: Iterable[Manifest]) -> dict[int, ShardOf]:
     """What shards of one snapshot, and those that failed, say of it: by the number of the writer."""
-    return {each.shard.writer: each.shard for each in manifests if each.shard is not None}
+    return {writer: _shard(each) for writer, each in _one_of_each_writer(manifests).items()}
 
 
 def by_snapshot(manifests: Iterable[Manifest]) -> dict[str, list[Manifest]]:
-    """The shards, and those that failed, of each snapshot, by its name.
-
-    Of two of one writer, one that failed counts, else the first: a place may have been told of a failure before another
-    one had the shard.
-    """
-    found: dict[str, dict[str, Manifest]] = {}
+    """The shards, and those that failed, of each snapshot, by its name; one of each writer."""
+    found: dict[str, list[Manifest]] = {}
     for each in manifests:
         if each.shard is not None:
-            registers = found.setdefault(each.snapshot, {})
-            if each.shard.failed or each.name not in registers:
-                registers[each.name] = each
-    return {name: list(shards.values()) for name, shards in found.items()}
+            found.setdefault(each.snapshot, []).append(each)
+    return {name: list(_one_of_each_writer(shards).values()) for name, shards in found.items()}
+
+
+def _one_of_each_writer(manifests: Iterable[Manifest]) -> dict[int, Manifest]:
+    """Of two shards of one writer, one that failed counts, else the first.
+
+    A place may have been told of a failure before another one had the shard.
+    """
+    found: dict[int, Manifest] = {}
+    for each in manifests:
+        if each.shard is not None and (each.shard.failed or each.shard.writer not in found):
+            found[each.shard.writer] = each
+    return found
 
 
 def failed(manifest: Manifest, why: str) -> Manifest:

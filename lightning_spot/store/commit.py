@@ -28,6 +28,7 @@ from lightning_spot.snapshot.shards import (
     Status,
     assemble,
     cut_out,
+    failed,
     registers_of,
     shared_file,
     status,
@@ -138,9 +139,7 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
             raise _failed(f"{first.snapshot} at {store.url} is another one of that name")
         return found
     if found.why_aborted:
-        good = [each for each in mine.values() if not each.why_failed]
-        _remove(folder, [span.name for each in good for span in each.files if span.name in found.sizes])
-        _remove(folder, [note for writer in mine if (note := note_name(writer)) in found.sizes])
+        _take_back(folder, found, mine)
         return found
     if status(found.registers, first.order) is Status.COMMITTED and _has_notes(found, found.notes):
         found.manifest = _commit(store, folder, found, attempt=attempt)
@@ -280,6 +279,23 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard]) -> None:
             notes[name] = memoryview(each.to_json().encode())
     if notes:
         folder.write_all(notes)
+
+
+def _take_back(folder: Folder, found: Look, mine: Mapping[int, Manifest]) -> None:
+    """What this place has of an aborted snapshot goes, and its writers count as failed.
+
+    Other places still see why. The one by which all writers have failed leaves nothing: nobody is left to see it.
+    """
+    good = {writer: each for writer, each in mine.items() if not each.why_failed}
+    noted = {note_name(writer, failed=True): failed(each, found.why_aborted) for writer, each in good.items()}
+    if noted:
+        folder.write_all({name: memoryview(each.to_json().encode()) for name, each in noted.items()})
+    _remove(folder, [span.name for each in good.values() for span in each.files if span.name in found.sizes])
+    _remove(folder, [note for writer in mine if (note := note_name(writer)) in found.sizes])
+    writers = max(each.shard.writers for each in mine.values() if each.shard is not None)
+    of_all = [note_name(writer, failed=True) for writer in range(writers)]
+    if found.sizes.keys() | noted.keys() >= set(of_all):
+        _remove(folder, of_all)
 
 
 def _verify(shards: Sequence[Shard]) -> None:

@@ -457,6 +457,7 @@ class LocalFolder:
                         posix.remove(folder / name)
                     except OSError as error:
                         problem = error
+            posix.remove_if_empty(self._path)
             if problem is not None:
                 raise problem
 

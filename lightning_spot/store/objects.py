@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from lightning_spot.snapshot.shards import Image, JoinedImage, slices
 from lightning_spot.store import fences, s3, store
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim
 from lightning_spot.store.fsspec_client import (
-    Job,
     check_bucket,
     move,
     tier_errors,
@@ -41,9 +39,6 @@ from lightning_spot.threads import all_at_once, both
 _RECENT_S = 1.0
 
 _Mark = dict[str, object]
-
-Piece = tuple[FileSpan, int, int]
-"""A file, and a range of the image that lies in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +109,10 @@ class ObjectStore(FileStore):
                         f"{self.url}/{manifest.path_of(span)} is cut short: {nbytes} of {span.nbytes} bytes are there",
                         where=self.url,
                     )
-            fetching = Fetching(manifest, into, functools.partial(self._range, manifest), self.url, progress)
             size = max(PART_BYTES, manifest.part_bytes)
-            move(fetching.jobs(size), size)
+            ranges = manifest.ranges(size)
+            bring = functools.partial(self._bring, manifest, into, progress)
+            move(((stop - start, functools.partial(bring, start, stop)) for start, stop in ranges), size)
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> ObjectFolder:
         """See :meth:`HasFolders.folder`."""
@@ -213,6 +209,23 @@ class ObjectStore(FileStore):
         with tier_errors(self.url):
             return self._noted(manifest)
 
+    def _bring(self, manifest: Manifest, into: memoryview, progress: Progress | None, start: int, stop: int) -> None:
+        """Read a range of the image, and check it; once more if it is not what was committed, perhaps on its way."""
+        view = into[start:stop]
+        for is_last in (False, True):
+            try:
+                for span, first, last in pieces(manifest.spans, start, stop):
+                    data = bytes(last - first) if span is None else self._range(manifest, span, first, last)
+                    view[first - start : last - start] = data
+                manifest.verify_range(start, view, self.url)
+                break
+            except CorruptSnapshotError as error:
+                if is_last:
+                    raise
+                say(logging.INFO, "read-again", "read once more: {error}", error=error)
+        if progress is not None:
+            progress(stop - start)
+
     def _range(self, manifest: Manifest, span: FileSpan, start: int, stop: int) -> bytes:
         """A range of the image that lies in one file."""
         path, first, last = self._files.path(manifest.path_of(span)), start - span.offset, stop - span.offset
@@ -307,94 +320,6 @@ class ObjectStore(FileStore):
 def _is_same(noted: Manifest | None, manifest: Manifest) -> bool:
     """Whether this very snapshot is there; ``manifest`` may have no checksums yet."""
     return noted is not None and manifest == (noted if manifest.checksums else replace(noted, checksums=()))
-
-
-@dataclass(eq=False, slots=True)
-class _Range:
-    """Some of the image that is checked as one.
-
-    Attributes:
-        start: in the image.
-        stop: in the image.
-        pieces: that it is put together of.
-        left: how many of them are not there yet.
-    """
-
-    start: int
-    stop: int
-    pieces: list[Piece]
-    left: int
-
-
-class Fetching:
-    """A snapshot on its way.
-
-    Args:
-        manifest: of it.
-        into: memory for its image.
-        read: gives a range of the image that lies in one file; called on several threads.
-        url: of the tier, for messages.
-        progress: told of the bytes of each range.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        into: memoryview,
-        read: Callable[[FileSpan, int, int], bytes],
-        url: str,
-        progress: Progress | None,
-    ) -> None:
-        self._manifest, self._into, self._read, self._url = manifest, into, read, url
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def jobs(self, nbytes: int) -> Iterator[Job]:
-        """What brings all of it, in ranges of at least ``nbytes``.
-
-        The jobs raise CorruptSnapshotError if a range is not what was committed, also when it is read once more.
-        """
-        for start, stop in self._manifest.ranges(nbytes):
-            found: list[Piece] = []
-            for span, first, last in pieces(self._manifest.spans, start, stop):
-                if span is None:
-                    self._into[first:last] = bytes(last - first)
-                else:
-                    found.append((span, first, last))
-            part = _Range(start, stop, found, len(found))
-            if not found:
-                self._check(part)
-            for piece in found:
-                yield piece[2] - piece[1], functools.partial(self._bring, part, piece)
-
-    def _bring(self, part: _Range, piece: Piece) -> None:
-        self._fill(piece)
-        with self._lock:
-            part.left -= 1
-            is_whole = not part.left
-        if is_whole:
-            self._check(part)
-
-    def _fill(self, piece: Piece) -> None:
-        _span, first, last = piece
-        try:
-            data = self._read(*piece)
-        except CorruptSnapshotError as error:  # there, or only on its way: what comes now tells
-            say(logging.INFO, "read-again", "read once more: {error}", error=error)
-            data = self._read(*piece)
-        self._into[first:last] = data
-
-    def _check(self, part: _Range) -> None:
-        view = self._into[part.start : part.stop]
-        try:
-            self._manifest.verify_range(part.start, view, self._url)
-        except CorruptSnapshotError as error:
-            say(logging.INFO, "read-again", "read once more: {error}", error=error)
-            for piece in part.pieces:
-                self._fill(piece)
-            self._manifest.verify_range(part.start, view, self._url)
-        if self._progress is not None:
-            self._progress(part.stop - part.start)
 
 
 class ObjectFolder:

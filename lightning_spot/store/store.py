@@ -382,13 +382,6 @@ class HasFolders(Protocol):
         """
 
 
-class ReadsRanges(Protocol):
-    """A store of which parts can be read one by one."""
-
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
-        """Read one of ``manifest.ranges()`` and check it; from any thread. Errors are those of :meth:`Store.fetch`."""
-
-
 def check_claimed(store: Store, attempt: int) -> None:
     """Refuse to write for a later attempt what one has left that never claimed the run: it may be a stranger's.
 

@@ -23,7 +23,7 @@ from lightning_spot.errors import (
     SnapshotNotFoundError,
 )
 from lightning_spot.run.export import Exporter, import_snapshot
-from lightning_spot.run.sources import HOST, MemorySource, Use
+from lightning_spot.run.sources import HOST, MemorySource
 from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.server.reconcile import Servers
 from lightning_spot.server.slots import Held, Mark
@@ -304,8 +304,8 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
     newest = source.survey().manifests[0]
     assert newest.name == snapshot_name(2, 1)
     before = len(os.listdir("/proc/self/fd"))
-    for use in (Use.CHECK, Use.SHARE):
-        with contextlib.closing(source.open(newest, use=use)) as opened:
+    for shared in (False, True):
+        with contextlib.closing(source.open(newest, shared=shared)) as opened:
             assert opened.tier == HOST
             assert opened.reader().read() == checkpoint_of(2)
             with opened.image() as image:

@@ -26,7 +26,7 @@ from lightning_spot.run import export, reading
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.run.sources import StoreSource, Use
+from lightning_spot.run.sources import StoreSource
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session import restore, selection
@@ -126,9 +126,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     urls: list[str] = []
     original = reading.receive
 
-    def receive(store: Any, *arguments: Any) -> OpenSnapshot:
+    def receive(store: Any, *arguments: Any, **more: Any) -> OpenSnapshot:
         urls.append(store.url)
-        return original(store, *arguments)
+        return original(store, *arguments, **more)
 
     monkeypatch.setattr("lightning_spot.run.sources.receive", receive)
     return urls
@@ -176,7 +176,7 @@ def test_a_host_reads_once_and_its_ranks_look_at_the_same_memory(
 def test_what_is_shared_cannot_be_written_to(run: LocalStore) -> None:
     source = survey(Location.of(run.root, local_server=False)).candidates[0][1]
     manifest = run.survey().manifests[0]
-    snapshot = source.open(manifest, use=Use.SHARE)
+    snapshot = source.open(manifest, shared=True)
     try:
         assert snapshot.sealed
         with pytest.raises(PermissionError):
@@ -301,7 +301,7 @@ def test_a_snapshot_gone_from_a_server_is_read_from_storage(run: LocalStore) -> 
     newest, older = run.survey().manifests
 
     class Left(StoreSource):
-        def open(self, manifest: Manifest, progress: Progress | None = None, *, use: Use = Use.CHECK) -> OpenSnapshot:
+        def open(self, manifest: Manifest, progress: Progress | None = None, *, shared: bool = False) -> OpenSnapshot:
             raise SnapshotNotFoundError(f"{manifest.name} has left memory")
 
     def look(location: Location) -> Survey:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +27,11 @@ from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.cli.command import main
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.errors import FencedError, ServerUnreachableError, TierError
+from lightning_spot.errors import FencedError, ServerUnreachableError, SettingsError, TierError
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.protocol.process import ProcessId
-from lightning_spot.protocol.record import ServerRecord, find_record
+from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import survey
 from lightning_spot.run.survey import Survey
@@ -45,8 +43,7 @@ from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import Holdings, Store
 from tests.support.filled import check_archive, fill
-from tests.support.oracle import claim_of
-from tests.support.said import informed, said, said_about
+from tests.support.said import said
 from tests.support.server import RUN_ID, RunningNode, image_of, manifest_of
 from tests.support.snapshots import check_all, spot
 from tests.support.store import GatedStore
@@ -150,17 +147,17 @@ def left_by_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return process
 
 
-def test_a_server_of_another_version_uploads_before_the_survey(
-    tmp_path: Path, left_by_another_version: ProcessId, caplog: pytest.LogCaptureFixture
+def test_beside_a_server_of_another_version_no_attempt_begins(
+    tmp_path: Path, left_by_another_version: ProcessId
 ) -> None:
-    caplog.set_level("INFO")
+    """It may have the newest snapshot: an attempt would go on from an older one."""
+    with pytest.raises(SettingsError, match=f"kill {left_by_another_version.pid}"):
+        trainer(spot(tmp_path, notices=None)).fit(Net(), data())
+    left_by_another_version.send(signal.SIGTERM)
+    until(lambda: not left_by_another_version.alive, "it to have uploaded its snapshots")
     callback = spot(tmp_path, notices=None)
     trainer(callback).fit(Net(), data())
     assert (callback.resumed_from.step, callback.resumed_from.tier) == (6, "storage")
-    assert informed(caplog)["other-version-ends"]["about"] == left_by_another_version.pid
-    assert not left_by_another_version.alive
-    assert not said(caplog, "no-local-server")
-    assert not list(find_record(str(tmp_path / "run-1")).folder.glob("*.ending"))
 
 
 def test_who_only_looks_leaves_a_server_of_another_version(
@@ -170,34 +167,6 @@ def test_who_only_looks_leaves_a_server_of_another_version(
     assert f"kill {left_by_another_version.pid}" in capsys.readouterr().err
     assert left_by_another_version.alive
     until(lambda: left_by_another_version.kill(10.0), "it to be gone")
-
-
-def test_a_server_started_now_is_not_ended_for_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It would be started, and ended, without end."""
-    with monkeypatch.context() as mixed:
-        mixed.setattr("lightning_spot.client.server_client.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
-        trainer(spot(tmp_path, notices=None)).fit(Net(), data())
-    assert len(said(caplog, "no-local-server")) == 1
-    process = find_record(str(tmp_path / "run-1")).process()
-    until(lambda: process.kill(10.0), "it to be gone")
-
-
-def test_a_server_gets_one_sigterm_from_any_number_of_starts(tmp_path: Path) -> None:
-    """A second one would end its uploads."""
-    record = ServerRecord(tmp_path, "0" * 16)
-    ready = "import signal, sys; signal.signal(15, lambda *_: print('told', flush=True)); print('ready', flush=True)"
-    command = [sys.executable, "-c", f"{ready}\nwhile True: signal.pause()"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout.readline() == "ready\n"
-        process = ProcessId.of(program.pid)
-        assert process is not None
-        for _start in range(3):
-            record.end_once(process)
-        assert program.stdout.readline() == "told\n"
-        program.kill()
-        assert program.stdout.read() == ""
 
 
 @pytest.mark.parametrize("when", [7, 20])
@@ -266,12 +235,8 @@ def test_a_state_that_fits_no_memory_is_streamed(
     assert "is complete at step 40" in caplog.text
 
 
-def test_a_state_too_large_for_local_memory_goes_to_the_server(
-    tmp_path: Path, start_node: Callable[..., RunningNode], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which brings it on: nothing is written to the durable tier from here, and fit returns once it is there."""
+def test_a_state_too_large_for_memory_goes_to_storage(tmp_path: Path, start_node: Callable[..., RunningNode]) -> None:
     node = start_node("--allow-storage", str(tmp_path))
-    monkeypatch.setattr(LocalStore, "put_parts", lambda *_more, **_named: pytest.fail("written from here"))
     probe, callback = Probe(), spot(tmp_path, servers=node.url, memory_limit=1000, notices=None)
     trainer(callback, probe, max_epochs=1).fit(Net(), data())
     found = check_all(tmp_path, probe)
@@ -298,60 +263,6 @@ def past_memory(durable: Path) -> PastMemory:
     return PastMemory(cast(SnapshotWriter, Parts()), str(durable))
 
 
-def test_a_memory_node_that_cannot_take_it_is_passed_over(
-    tmp_path: Path, start_node: Callable[..., RunningNode], caplog: pytest.LogCaptureFixture
-) -> None:
-    """One may not write, one is too small, one is gone: the durable tier has it, and nobody is asked each time."""
-    strict, small = start_node(), start_node("--allow-storage", str(tmp_path), "--memory-limit", "4KiB")
-    durable = tmp_path / "durable"
-    past, info = past_memory(durable), told(durable, strict.url, small.url, "spot://127.0.0.1:9")
-    for step in (1, 2):
-        past.write({}, manifest_of(step, nbytes=5000), info)
-        assert LocalStore(durable).survey().manifests[0].step == step
-    assert sorted(said_about(caplog, "server-failing")) == sorted([strict.url, small.url, "spot://127.0.0.1:9"])
-    assert past.flush(0.0) == []
-
-
-def test_what_only_a_lost_memory_node_had_is_named(tmp_path: Path, start_node: Callable[..., RunningNode]) -> None:
-    node = start_node("--allow-storage", str(tmp_path))
-    durable = tmp_path / "durable"
-    LocalStore(durable).claim(claim_of(1, token="t", run_id=RUN_ID))
-    past, info = past_memory(durable), told(durable, node.url)
-    past.write({}, manifest_of(1, nbytes=5000), info)
-    assert past.flush(30.0) == []
-    assert LocalStore(durable).survey().manifests[0].step == 1
-    node.stop(signal.SIGKILL)
-    (line,) = past.flush(1.0)
-    assert "cannot be asked" in line
-    past.write_durably({}, manifest_of(1, nbytes=5000), info)
-    assert past.flush(1.0) == []
-
-
-def newest_is_at_a_server(past: PastMemory, manifest: Manifest) -> None:
-    """Of what went past memory."""
-    past._writer.committed = past._writer.past_memory = manifest
-    past._at = "spot://127.0.0.1:9/run"
-
-
-def test_a_server_that_has_the_newest_snapshot_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also until it carries the run on: before, it owes nothing."""
-    past, safe, flushed = past_memory(tmp_path / "durable"), list[str](), list[str]()
-    newest_is_at_a_server(past, manifest_of(1))
-    monkeypatch.setattr(ServerStore, "listing", lambda _store: [(manifest_of(1), list[str](), safe)])
-
-    def flush(store: ServerStore, _wait_s: float) -> list[str]:
-        flushed.append(store.url)
-        safe.extend([str(tmp_path / "durable")] if len(flushed) == 2 else [])
-        return []
-
-    monkeypatch.setattr(ServerStore, "flush", flush)
-    assert past.flush(30.0) == []
-    assert flushed == ["spot://127.0.0.1:9/run"] * 2
-    safe.clear()
-    (line,) = past.flush(0.0)
-    assert "does not make it durable" in line
-
-
 def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -363,19 +274,15 @@ def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
     assert [str(facts["error"]) for facts in said(caplog, "retention-failed")] == ["it may not be deleted"]
 
 
-def test_what_a_memory_node_lost_that_was_started_anew_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """That one has nothing to flush, and says so."""
+def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The one that was started anew has nothing to flush, and says so."""
     past = past_memory(tmp_path / "durable")
-    monkeypatch.setattr(ServerStore, "listing", lambda _store: [])
-    newest_is_at_a_server(past, manifest_of(1, nbytes=5000))
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),
         fence=None,
         host=None,
         link=SimpleNamespace(
-            losses=0, wait=lambda _wait_s: None, close=lambda: None, ask=lambda _question, default: default
+            losses=1, wait=lambda _wait_s: None, close=lambda: None, ask=lambda _question, default: default
         ),
         settle=lambda _wait_s: None,
     )
@@ -526,7 +433,7 @@ def test_the_last_snapshot_is_taken_again_if_damaged_in_memory(
 @pytest.mark.parametrize("can_be_taken_again", [True, False])
 def test_damage_before_a_deadline_is_repaired_or_logged(run: Damaging, can_be_taken_again: bool) -> None:
     """The notice's whole grace went by, and it was said to be in memory."""
-    safety = Safety(run.writer, PastMemory(run.writer, str(run.root)))
+    safety = Safety(run.writer)
     again = (lambda: run.writer.begin(run.state, run.newest, wait_s=30.0)) if can_be_taken_again else None
     said = safety.bring(Deadline.of(None, 600.0), safety.plan(None), lambda: False, cast(Callable[[], None], again))
     assert ("is safe in" in said) == can_be_taken_again
@@ -581,7 +488,7 @@ def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
     host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict)
     writer = SimpleNamespace(committed=stored, past_memory=stored, host=host, settle=lambda _wait_s: None)
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
-    safety = Safety(cast(SnapshotWriter, writer), past_memory(Path("nowhere")))
+    safety = Safety(cast(SnapshotWriter, writer))
     plan = safety.plan(None)
     assert "is safe in" in safety.bring(Deadline.of(None, 60.0), plan, lambda: False)
     writer.past_memory = None
@@ -616,7 +523,7 @@ def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) ->
     newest = manifest_of(50, 2)
     writer = SimpleNamespace(committed=newest, past_memory=None, host=host, settle=lambda _wait_s: None)
     writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
-    safety = Safety(cast(SnapshotWriter, writer), past_memory(Path("nowhere")))
+    safety = Safety(cast(SnapshotWriter, writer))
     assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), safety.plan(None), lambda: False)
     stores[durable].fail(None)
     assert host.flush(30.0) == []

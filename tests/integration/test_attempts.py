@@ -7,20 +7,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from lightning_spot.capture import writer
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.copier import LoneThread
 from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.capture.layouts import CheckpointLayouter
-from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     FailureReason,
@@ -33,7 +30,6 @@ from lightning_spot.errors import (
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import Host, InProcessHost
-from lightning_spot.server.runs import RunInfo
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.retention import Keep
 from tests.support.said import said
@@ -147,24 +143,6 @@ def test_want_of_memory_passes_unless_a_shard_is_too_large(
     finally:
         monkeypatch.undo()
         attempt.finish(0.0, complete=False)
-
-
-def test_servers_hear_of_all_hosts_with_what_goes_past_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They heard of one host, as was known when the attempt was begun."""
-    heard: list[RunInfo] = []
-
-    def opened(_store: ServerStore, info: RunInfo) -> None:
-        heard.append(info)
-        raise ServerUnreachableError("it has gone")
-
-    monkeypatch.setattr(ServerStore, "open_run", opened)
-    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed(), RING)
-    attempt.info = replace(attempt.info, servers=("spot://127.0.0.1:9",), hosts=2)
-    try:
-        attempt.write({"w": torch.zeros(2**19)}, owned={}, kept={}, step=1, epoch=0, world_size=1, wait_s=0.0)
-    finally:
-        attempt.finish(30.0, complete=False)
-    assert [info.hosts for info in heard] == [2]
 
 
 def test_what_the_writer_has_said_is_not_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

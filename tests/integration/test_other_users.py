@@ -154,7 +154,7 @@ def test_what_is_made_is_this_users_alone_whatever_the_umask(
     with umask(mask & 0o077):
         area = SlotArea(tmp_path / "area")
         make_directory(tmp_path / "one" / "two")
-        area.keep_run(RUN, False, [])
+        area.keep_run(RUN, False)
         SlotMemory.create(4096, area.image(Slot(1))).map.close()
     for path in (*tmp_path.rglob("*"), *runtime_dir.iterdir()):
         wanted = 0o700 if path.is_dir() else 0o600 & ~mask if path.is_socket() else 0o600
@@ -397,7 +397,7 @@ def test_an_area_of_another_user_costs_a_different_name_only(
     assert area.path.name.startswith("area-")
     assert (area.path.stat().st_uid, stat.S_IMODE(area.path.stat().st_mode)) == (os.geteuid(), 0o700)
     assert area.adopt() == []
-    area.keep_run(RUN, False, [])
+    area.keep_run(RUN, False)
     area._lock_file.close()  # killed
     heir = SlotArea(open_dir / "area")
     assert (heir.path, [left.info for left in heir.runs()]) == (area.path, [RUN])
@@ -423,7 +423,7 @@ def test_a_swapped_area_leaves_the_new_one_alone(tmp_path: Path, mine: Path) -> 
     area = SlotArea(tmp_path / "area")
     area.path.rename(tmp_path / "away")
     area.path.symlink_to(mine)
-    area.keep_run(RUN, False, [])
+    area.keep_run(RUN, False)
     memory = SlotMemory.create(4096, area.image(Slot(7)))
     assert sorted(path.name for path in (tmp_path / "away").iterdir()) == ["lock", f"run-{RUN.key}.json", "slot-7.img"]
     assert area.adopt() == []

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -17,63 +16,22 @@ import torch
 
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
 from lightning_spot.capture import schedule
-from lightning_spot.capture.ending import PastMemory, Safety
-from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.layouts import ShardedCheckpoint, ShardedCheckpointLayouter
 from lightning_spot.capture.slot_pool import SlotMaker
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
-from lightning_spot.interval.deadline import Deadline, DeadlinePlan
+from lightning_spot.interval.deadline import Deadline
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session.session import FitSession, secure
 from lightning_spot.state.loops import StepBoundary
 from lightning_spot.store.local import LocalStore
-from tests.support.server import MIB, RUN_ID, image_of, manifest_of, served
+from tests.support.server import MIB, RUN_ID, manifest_of
 from tests.support.trainer import Net, Stop, data, trainer
 
 pytestmark = pytest.mark.guarantee("G13")
-
-URL = "spot://127.0.0.1:9/run"
-
-
-def at_notice(url: str) -> str:
-    """What is said at a notice, of a training whose newest snapshot, of step 5, went past the ring to a server."""
-    newest = manifest_of(5, nbytes=5000)
-    host = SimpleNamespace(server_call_timeout_s=5.0, flush=lambda _wait_s: [], safe_step=lambda: 4)
-    link = HostLink(cast(Host, host))
-    writer = cast(SnapshotWriter, SimpleNamespace(committed=newest, past_memory=newest, host=host, link=link))
-    writer.settle = lambda wait_s: None  # type: ignore[method-assign]
-    past_memory = PastMemory(writer, "")
-    past_memory._at = url
-    safety = Safety(writer, past_memory)
-    return safety.bring(Deadline.of(None, 600.0), DeadlinePlan(take=True, url=None, expected_s=None), lambda: False)
-
-
-def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:
-    """It was, for ever: the node was gone, and with it all but what the host had from before."""
-    said = at_notice(URL)
-    assert f"step 5 (5.00 kB) is not known to be safe: {URL}, which had it, cannot be asked" in said
-    assert said.endswith("; step 4 is safe")
-
-
-@pytest.mark.parametrize("has_it", [True, False])
-def test_a_server_is_asked_whether_it_has_what_passed_the_ring(has_it: bool) -> None:
-    """One that was started anew is where the old one was, and empty."""
-    with served(SnapshotServer(slots=None, memory_bytes=MIB, open_store=open_store, allow=[])) as port:
-        store = ServerStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
-        store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
-        step = 5 if has_it else 3
-        store.put_parts(manifest_of(step, nbytes=5000), iter([memoryview(image_of(step, 5000))]), attempt=1)
-        said = at_notice(store.url)
-    if has_it:
-        assert said.startswith("step 5 (5.00 kB) is safe in ")
-    else:
-        assert f"not known to be safe: {store.url}, which had it, has it no more; step 4 is safe" in said
 
 
 def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -174,6 +175,42 @@ def test_a_lost_server_no_thread_replaces_is_found_lost_again(lacking: Callable[
     assert link.host is lost
     link.lose(cast(Host, lost), gone)
     assert link.wait(20.0) is new
+
+
+def test_nobody_looks_for_a_server_once_the_ring_is_left() -> None:
+    """A thread was left after `fit`."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def find() -> Host:
+        begun.set()
+        assert go_on.wait(30.0)
+        raise ServerUnreachableError("none can be started")
+
+    lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None))
+    link = HostLink(lost, find)
+    link.lose(lost, ServerUnreachableError("it has gone"))
+    assert begun.wait(30.0)
+    threading.Timer(0.2, go_on.set).start()
+    link.close()
+    assert "spot-reconnect" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_512_ranks_of_a_host_may_connect_at_once(tmp_path: Path) -> None:
+    """Those beyond the 64 that nobody had accepted yet were refused, and the 257th was hung up on."""
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(
+            contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None))
+        )
+        channel = stack.enter_context(contextlib.closing(DescriptorChannel(node, tmp_path / "fds", None)))
+        ranks = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(512)]
+        for rank in ranks:
+            rank.setblocking(False)
+            rank.connect(str(tmp_path / "fds"))
+        for rank in ranks:
+            rank.settimeout(30.0)
+            rank.sendall(b"{}\n")
+        assert all(b"session" in rank.recv(1000) for rank in ranks)
+        channel.close()
 
 
 def test_a_node_without_a_thread_for_one_trainer_serves_the_next(

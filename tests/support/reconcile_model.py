@@ -17,7 +17,7 @@ from lightning_spot.server.reconcile import Action, Brought, Desired, Destinatio
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.slots import Buffer, Commit, Known, Mark, Slot, SlotState, Tiers, View
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
-from lightning_spot.snapshot.shards import Status, registers_of, status, why_aborted
+from lightning_spot.snapshot.shards import Status, failed, registers_of, status, why_aborted
 from lightning_spot.store.retention import Keep
 from tests.support.server import RUN_ID
 from tests.support.shards import failed_shard, shard_manifest
@@ -39,6 +39,9 @@ def made(step: int, writer: int, writers: int, attempt: int, what: str) -> Manif
     return replace(manifest, shard=replace(manifest.shard, digest=digest, persist=persist), checksums=checksums)
 
 
+SEEN = "aborted, as was seen at storage"
+
+
 @dataclass(eq=False)
 class Storage:
     """A directory: folders of snapshots, with files, notes, and in the end a manifest."""
@@ -52,10 +55,10 @@ class Storage:
     def registers(self, name: str) -> dict[int, ShardOf]:
         return registers_of(self.notes.get(name, {}).values())
 
-    def take(self, name: str, shards: tuple[Manifest, ...]) -> None:
-        """As :func:`lightning_spot.store.commit.put_shards` does."""
+    def take(self, name: str, shards: tuple[Manifest, ...]) -> dict[int, ShardOf]:
+        """As :func:`lightning_spot.store.commit.put_shards` does; the registers that were found."""
         if name in self.committed:
-            return
+            return {}
         is_aborted = bool(why_aborted(self.registers(name)))
         for each in shards:
             assert each.shard is not None
@@ -65,9 +68,22 @@ class Storage:
                 self.files.setdefault(name, {})[each.shard.writer] = each
         found = self.registers(name)
         if why_aborted(found):
-            self.remove(name, tuple(each for each in shards if not each.why_failed))
+            self.take_back(name, [each for each in shards if not each.why_failed])
         elif status(found, (0, 0, 0)) is Status.COMMITTED:
             self.commit(name, [self.notes[name][writer] for writer in sorted(found)])
+        return found
+
+    def take_back(self, name: str, shards: list[Manifest]) -> None:
+        """Of an aborted snapshot: its writers count as failed; once all do, nothing is left."""
+        for each in shards:
+            assert each.shard is not None
+            self.files.get(name, {}).pop(each.shard.writer, None)
+            self.notes.setdefault(name, {})[each.shard.writer] = failed(each, SEEN)
+        found = self.registers(name)
+        if not self.files.get(name, True):
+            del self.files[name]
+        if found and len([each for each in found.values() if each.failed]) == next(iter(found.values())).writers:
+            self.notes.pop(name)
 
     def commit(self, name: str, shards: list[Manifest]) -> None:
         self.committed[name] = shards
@@ -202,7 +218,7 @@ class World:
                 if slot.manifest is not None and slot.shard is not None:
                     found.setdefault(slot.manifest.snapshot, {})[slot.writer] = slot.shard
         for name, notes in self.storage.notes.items():
-            found.setdefault(name, {}).update(registers_of(notes.values()))
+            found.setdefault(name, {}).update(registers_of(each for each in notes.values() if each.why_failed != SEEN))
         for name, shards in self.storage.committed.items():
             found.setdefault(name, {}).update(registers_of(shards))
         return found
@@ -427,8 +443,7 @@ class World:
         name, storage = action.about.snapshot, self.storage
         key, to = (RUN_ID, name), place.places[STORAGE]
         to.brought[key] = Brought(manifests, self.now_s)
-        storage.take(name, manifests)
-        registers = storage.registers(name)
+        registers = storage.take(name, manifests)
         self.shown(name, registers)
 
         def note() -> None:
@@ -438,10 +453,9 @@ class World:
                     to.newest[RUN_ID] = action.about
                 self.safe(place, action, manifests)
             elif why_aborted(registers):
-                failed = tuple(each for each in manifests if each.why_failed)
-                to.brought.pop(key, None)
-                if failed:
-                    to.brought[key] = Brought(failed, self.now_s)
+                to.brought[key] = Brought(
+                    tuple(each if each.why_failed else failed(each, SEEN) for each in manifests), self.now_s
+                )
                 for slot, manifest in zip(action.slots, manifests, strict=True):
                     place.mark(slot, manifest, STORAGE, Mark.REFUSED)
                 to.dropped(action)
@@ -466,7 +480,7 @@ class World:
         key, to = (RUN_ID, action.name), place.places[STORAGE]
         brought = to.brought.get(key)
         group = next((each for each in place.view().groups if each.manifest.snapshot == action.name), None)
-        gone = reconcile.withdrawn(group, brought) if brought is not None else ()
+        gone = reconcile.withdrawn(self.desired(place), group, brought, self.now_s) if brought is not None else ()
         if action.name not in self.storage.committed:
             self.storage.remove(action.name, gone)
 

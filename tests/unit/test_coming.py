@@ -24,7 +24,7 @@ from lightning_spot.store.local import LocalStore
 from tests.support.folders import files_below, size_of
 from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
 from tests.support.store import GatedStore
-from tests.support.waiting import until
+from tests.support.waiting import DEADLINE_S, until
 
 RUN = f"run@{RUN_ID}"
 BEHIND = "spot://behind:7070"
@@ -248,16 +248,16 @@ def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path
     LocalStore(durable).claim(info.claim())
     image = image_of(1, 2 * MIB)
     manifest = replace(manifest_of(1, 1, len(image)), part_bytes=MIB)
-    seen = threading.Event()
-
-    def parts() -> Iterator[memoryview]:
-        yield memoryview(image)[:MIB]
-        until(lambda: any(size_of(path) >= MIB for path in files_below(durable)), "the first part at the tier")
-        seen.set()
-        yield memoryview(image)[MIB:]
-
-    sealed = store.put_parts(manifest, parts(), attempt=1)
-    assert seen.is_set()
+    coming, sealed = Coming(manifest, memoryview(image)), manifest.sealed(memoryview(image))
+    sending = threading.Thread(target=store.send, args=(coming,), kwargs={"attempt": 1})
+    sending.start()
+    for start, digest in zip((0, MIB), sealed.checksums, strict=True):
+        coming.arriving(start, start + MIB)
+        coming.arrived(start, digest)
+        size = start + MIB
+        until(lambda size=size: any(size_of(path) >= size for path in files_below(durable)), "the part at the tier")
+    coming.commit(sealed)
+    sending.join(DEADLINE_S)
     until(lambda: LocalStore(durable).has(sealed), "the snapshot at the tier")
     buffer = bytearray(len(image))
     LocalStore(durable).fetch(sealed, memoryview(buffer))

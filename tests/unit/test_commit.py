@@ -13,7 +13,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotFailedError, TierError
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.snapshot.files import MODEL_FILE, note_name
+from lightning_spot.snapshot.files import MODEL_FILE, is_note, note_name
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store import commit
@@ -97,9 +97,12 @@ def test_one_that_failed_takes_back_what_others_brought(store: Store) -> None:
     assert "rank 3" in put_failed(store, 3).why_aborted
     assert note_name(0) in sizes(store)
     for _ in range(2):
-        assert "rank 3" in put_shards(store, shards_of(0, 1, 2), attempt=1).why_aborted
-        assert set(sizes(store)) == {note_name(3, failed=True)}
+        assert "rank 3" in put_shards(store, shards_of(0, 1), attempt=1).why_aborted
+        noted = {name for name in sizes(store) if is_note(name)}
+        assert noted == {*(note_name(writer, failed=True) for writer in (0, 1, 3)), note_name(2)}
     assert commit_left(store, NAME) is None
+    assert "rank" in put_shards(store, shards_of(2), attempt=1).why_aborted
+    assert sizes(store) == {}  # no place is left that has not seen it
 
 
 @pytest.fixture

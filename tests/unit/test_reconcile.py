@@ -26,6 +26,7 @@ from lightning_spot.server.reconcile import (
 )
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.slots import Commit, Known, Mark, Slot, SlotState, Tiers, View
+from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
 from tests.support.server import RUN_ID, manifest_of
 from tests.support.shards import failed_shard, sealed_shard
@@ -63,6 +64,30 @@ SITUATIONS = {
         file best.ckpt places=other
         ----
         put best.ckpt other
+    """,
+    "of one host nobody looks at storage why a shard failed": """
+        run asked=900
+        slot 1/0of2 failed
+        ----
+    """,
+    "why a shard failed goes to where other hosts look": """
+        run live hosts=2
+        slot 1/0of2 failed
+        ----
+        put shards 1 storage @1000.5
+    """,
+    "why a shard failed stays there while its trainer lives": """
+        run live hosts=2
+        place storage brought=1/0of2@900 failure
+        slot 1/0of2 failed refused=storage
+        ----
+    """,
+    "why a shard failed goes once all places have seen it": """
+        run hosts=2 asked=900
+        place storage brought=1/0of2@950 failure
+        slot 1/0of2 failed refused=storage
+        ----
+        withdraw 1 storage @980
     """,
     "at least one in the interval": """
         run live every=60
@@ -296,7 +321,7 @@ class Situation:
             place.newest[RUN_ID] = manifest_of(int(fields["newest"]))
         if "brought" in fields:
             what, _, at_s = fields["brought"].partition("@")
-            manifest = self.manifest(what, [])
+            manifest = self.manifest(what, ["failed"] if "failure" in words else [])
             place.brought[RUN_ID, manifest.snapshot] = Brought((manifest,), float(at_s))
 
     def slot(self, words: list[str], fields: dict[str, str]) -> None:
@@ -354,6 +379,22 @@ def test_what_is_to_be_done(name: str) -> None:
     situation = Situation([line.strip() for line in above.strip().splitlines()])
     found = actions(situation.desired, situation.observed(), situation.now_s)
     assert sorted(map(line_of, found)) == sorted(line.strip() for line in below.strip().splitlines())
+
+
+def test_a_shard_that_was_given_up_is_not_sent_while_it_comes() -> None:
+    """A fenced one was planned, and refused, over and over until it was sealed."""
+    situation = Situation(["run live servers=a", "server a used uploads asked=995"])
+    manifest = replace(sealed_shard(1, 0, 2), checksums=())
+    coming = Coming(manifest, memoryview(bytes(manifest.nbytes)))
+    situation.slots.append(Slot(0, SlotState.FILLING, run=RUN_ID, coming=coming))
+
+    def sent() -> list[Manifest | None]:
+        found = actions(situation.desired, situation.observed(), situation.now_s)
+        return [each.manifest for each in found if each.kind is Kind.SEND]
+
+    assert sent() == [manifest]
+    coming.give_up()
+    assert sent() == []
 
 
 def test_what_was_put_off_comes_later() -> None:

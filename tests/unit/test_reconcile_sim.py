@@ -27,8 +27,8 @@ def nothing(*_: Any, **__: Any) -> list[Any]:
 
 
 def reads_too_early(real: Callable[..., Any]) -> Callable[..., Any]:
-    def due_s(group: Any, brought: Any, url: str) -> Any:
-        return 0.0 if group is not None and group.state is Status.PENDING else real(group, brought, url)
+    def due_s(desired: Any, group: Any, brought: Any, url: str) -> Any:
+        return 0.0 if group is not None and group.state is Status.PENDING else real(desired, group, brought, url)
 
     return due_s
 

@@ -31,12 +31,12 @@ from lightning_spot.protocol import slot as slot_module
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.slot import SlotMemory, host_memory_bytes
 from lightning_spot.server import area as area_module
-from lightning_spot.server import reconcile, worker
+from lightning_spot.server import reconcile, registry, worker
 from lightning_spot.server.area import SlotArea
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.slots import Held, Mark, Slot
+from lightning_spot.server.slots import MOST_ABORTED, MOST_OF_A_WRITER, Held, Mark, Slot
 from lightning_spot.server.upload import Upload
 from lightning_spot.server.uploads import Uploads
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
@@ -46,7 +46,8 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
 from tests.support.oracle import claim_of
 from tests.support.said import said, said_about
-from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, image_of, manifest_of
+from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, NodeBehind, image_of, manifest_of
+from tests.support.shards import failed_shard
 from tests.support.waiting import until
 
 RUN = f"run@{RUN_ID}"
@@ -382,8 +383,6 @@ def test_an_abandoned_identity_that_comes_late_takes_nothing(bench: Bench) -> No
     assert bench.node.registry.highest(RUN_ID) == 2
     with pytest.raises(FencedError):
         bench.open(attempt=1, location="file:///run", token="theirs")
-    bench.open(attempt=3, run_id=OTHER_ID, **told)  # in the right order, the other one is forgotten
-    assert bench.node.registry.highest(RUN_ID) == 0
 
 
 def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
@@ -713,24 +712,6 @@ def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make_bench: Callable[...
     assert heir.node.claimed(RUN) == 7
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_what_is_to_be_deleted_survives_the_node(
-    make_bench: Callable[..., Bench], runtime_dir: Path, killed: bool
-) -> None:
-    ended = make_bench(area=runtime_dir / "area")
-    ended.open()
-    first, name = ended.save(1), "best.ckpt" if not killed else snapshot_name(2, 1)
-    sealed = ended.save(2) if killed else ended.file(name, 2)
-    assert ended.flush() == []
-    ended.tier().errors = lambda kind, _manifest: OSError("not now") if kind == "delete" else None
-    ended.node.remove(RUN, name)
-    until(lambda: "delete" in " ".join(ended.tier().tries), "the deletion to be tried")
-    ended.die() if killed else ended.node.close(keep_unsafe=True)
-    heir = make_bench(area=runtime_dir / "area")
-    until(lambda: not heir.tier().has(sealed), "it to be deleted")
-    assert heir.tier().survey().manifests == [first]
-
-
 def test_records_that_cannot_be_written_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It was said of every snapshot, twice, that there is no room for its record."""
     area = SlotArea(tmp_path / "area")
@@ -738,13 +719,13 @@ def test_records_that_cannot_be_written_are_named_once(tmp_path: Path, caplog: p
     record = area.path / f"run-{info.key}.json"
     record.mkdir()
     for _ in range(3):
-        area.keep_run(info, False, [])
+        area.keep_run(info, False)
     assert said_about(caplog, "slots-not-recorded") == [str(area.path)]
     record.rmdir()
-    area.keep_run(info, False, [])
+    area.keep_run(info, False)
     assert [left.info.name for left in area.runs()] == ["run"]
     shutil.rmtree(area.path)
-    area.keep_run(info, False, [])
+    area.keep_run(info, True)
     assert said_about(caplog, "slots-not-recorded") == [str(area.path)] * 2
     area.close()
 
@@ -916,6 +897,78 @@ def test_a_node_without_slots_is_bounded_by_memory_only(make_bench: Callable[...
     for step in range(20):
         bench.save(step)
     assert len(bench.committed()) == 20
+
+
+def test_a_writer_without_a_bound_of_slots_has_a_few(make_bench: Callable[..., Bench]) -> None:
+    """Of as many lineages, each has a newest snapshot that never gives way: they took half of all slots there are."""
+    bench = make_bench(slots=None, memory_bytes=256 * MIB)
+    bench.open(durable=False)
+    for step in range(MOST_OF_A_WRITER):
+        bench.save(step, lineage=f"{step:012x}")
+    with pytest.raises(SnapshotFailedError):
+        bench.save(0, lineage="f" * 12)
+    bench.open(run_id=OTHER_ID, durable=False)
+    bench.save(1, run_id=OTHER_ID)
+
+
+def test_a_token_holder_has_few_registers_that_failed(bench: Bench) -> None:
+    bench.open(durable=False)
+    for writer in range(5):
+        for step in range(20):
+            bench.node.fail(f"run@{RUN_ID}", 1, failed_shard(step, writer, 5))
+    assert len(bench.committed()) == MOST_ABORTED
+    forged = failed_shard(99, 0, 5)
+    upload = bench.node.lease(f"run@{RUN_ID}", 1, 0, manifest=forged)
+    with pytest.raises(SettingsError):
+        bench.node.commit(upload.id, forged)
+    assert len(bench.committed()) == MOST_ABORTED
+
+
+def test_places_of_files_are_forgotten_with_their_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_IDLE_S", 0.01)
+    elsewhere = str(bench.root / "files")
+    bench.open()
+    bench.file("best.ckpt", 1, destinations=[elsewhere])
+    assert bench.flush() == []
+    bench.node.remove(f"run@{RUN_ID}", "best.ckpt")
+    assert bench.flush() == []
+    assert elsewhere in bench.node.tiers()
+    monkeypatch.setattr(registry, "_FORGOTTEN_S", -1.0)
+
+    def is_forgotten() -> bool:
+        bench.open(run_id=OTHER_ID)
+        return elsewhere not in bench.node.tiers()
+
+    until(is_forgotten, "it to be forgotten")
+
+
+def test_what_a_run_is_answered_follows_from_how_it_was_opened(bench: Bench) -> None:
+    """Another thread that forgot it just then had it end with a KeyError."""
+    bench.open()
+    info = bench.node.registry.info(RUN_ID)
+    assert info is not None
+    bench.node.routes.forget(RUN_ID)
+    assert bench.node.routes.opened(info).carries
+    assert not bench.node.routes.opened(replace(info, carry=False)).carries
+
+
+def test_of_a_run_opened_once_more_nothing_is_written(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
+    bench = make_bench(area=runtime_dir / "area")
+    bench.open()
+    (noted,) = bench.node.ring.area.path.glob("run-*.json")
+    before = noted.stat()
+    bench.open(committed=snapshot_name(1, 1))
+    assert noted.stat() == before
+    bench.open(keep=7)
+    assert noted.stat() != before
+
+
+def test_there_is_one_store_of_a_server_and_a_new_one_of_storage(bench: Bench) -> None:
+    """The one that asked it had another than the one that sent to it: neither knew what the other had learned."""
+    ring, url = bench.node.ring, "spot://behind:7070/run"
+    reconciler = worker.Reconciler(ring, lambda url: NodeBehind(url, None), bench.node.registry.info)  # type: ignore[arg-type, return-value]
+    assert reconciler.store(url) is reconciler.store(url)
+    reconciler.close()
 
 
 def test_a_put_that_failed_is_not_put_off_by_the_pace(bench: Bench) -> None:

@@ -22,6 +22,7 @@ from lightning_spot.snapshot.shards import (
     by_snapshot,
     is_evictable,
     part_bytes_for,
+    registers_of,
     status,
     why_aborted,
 )
@@ -89,6 +90,7 @@ def test_whoever_sees_a_failure_of_a_writer_knows_it() -> None:
     there, failure = sealed_shard(1, 0), failed_shard(1, 0)
     for seen in ((there, failure), (failure, there), (there, failure, there)):
         assert by_snapshot(seen) == {there.snapshot: [failure]}
+        assert registers_of(seen) == {0: failure.shard}
 
 
 def test_more_registers_never_turn_committed_into_aborted() -> None:

@@ -17,7 +17,7 @@ from lightning_spot.client.embedded import Session
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
 from lightning_spot.http import program
 from lightning_spot.run import sources
-from lightning_spot.run.sources import MemorySource, Use
+from lightning_spot.run.sources import MemorySource
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
@@ -149,14 +149,14 @@ def test_shared_data_is_read_only_and_data_read_alone_not_copied(
     (slot,) = bench.node.committed(RUN)
     attached(bench)
     source = MemorySource("", RUN)
-    snapshot = source.open(manifest, use=Use.SHARE)
+    snapshot = source.open(manifest, shared=True)
     until(lambda: not slot.readers, "the slot to be let go")
     assert snapshot.sealed
     assert os.pread(snapshot.fds[0], 10_000, 0) == image_of(1, 1000)
     with pytest.raises(PermissionError):
         os.pwrite(snapshot.fds[0], b"x", 0)
     snapshot.close()
-    alone = source.open(manifest, use=Use.LOAD)  # a single process has the slot pinned for as long as it reads
+    alone = source.open(manifest)  # a single process has the slot pinned for as long as it reads
     assert not alone.sealed
     assert slot.readers == 1
     alone.close()
@@ -173,5 +173,5 @@ def test_a_slot_that_is_damaged_is_found_as_it_is_copied(
         view[500] ^= 1
     attached(bench)
     with pytest.raises(CorruptSnapshotError):
-        MemorySource("", RUN).open(manifest, use=Use.SHARE)
+        MemorySource("", RUN).open(manifest, shared=True)
     until(lambda: not slot.readers, "the slot to be let go")
