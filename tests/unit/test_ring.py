@@ -959,7 +959,7 @@ def test_of_a_run_opened_once_more_nothing_is_written(make_bench: Callable[..., 
     before = noted.stat()
     bench.open(committed=snapshot_name(1, 1))
     assert noted.stat() == before
-    bench.open(keep=7)
+    bench.open(keep=Keep(newest=7))
     assert noted.stat() != before
 
 
