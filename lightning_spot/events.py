@@ -26,6 +26,8 @@ from lightning_spot.say import listen, recovered, say
 from lightning_spot.threads import in_background
 from lightning_spot.untrusted import plain
 
+logger = logging.getLogger(__name__)
+
 CLOSE_S = 5.0
 """How long the end of a ``fit``, or of a server, waits for events to be sent."""
 
@@ -96,10 +98,11 @@ class Events:
     ) -> None:
         self._on_event, self._now = on_event, now
         self._webhooks = [Webhook(url) for url in webhooks]
+        self._later = InBackground(self._call, "spot-on-event")
         self._stop_listening = listen(self._heard) if self._on_event or self._webhooks else lambda: None
 
     def emit(self, kind: EventKind, message: str, *, strict: bool = False, **detail: Any) -> None:
-        """Tell an event.
+        """Tell an event: functions are called at once.
 
         Args:
             kind: of the event.
@@ -110,8 +113,22 @@ class Events:
         Raises:
             Exception: of a function, with ``strict``.
         """
-        if not (self._on_event or self._webhooks):
-            return
+        self._call(self._post(kind, message, detail), strict=strict)
+
+    def close(self, wait_s: float) -> None:
+        """Wait so many seconds at most until all is told, and tell nothing more. A second call does nothing."""
+        self._stop_listening()
+        deadline_s = time.monotonic() + wait_s
+        for each in (self._later, *self._webhooks):
+            each.close(max(0.0, deadline_s - time.monotonic()))
+
+    def _heard(self, key: str, about: str, line: str, is_over: bool) -> None:
+        """A message was logged, under whatever locks: functions are called on another thread."""
+        if key in _DEGRADED:
+            self._later.add(self._post("recovered" if is_over else "degraded", line, {"cause": key, "about": about}))
+
+    def _post(self, kind: EventKind, message: str, detail: dict[str, Any]) -> Event:
+        """Make an event, and have it sent to the webhooks."""
         run, attempt, step = self._now()
         event = Event(
             kind=kind,
@@ -123,7 +140,10 @@ class Events:
             detail={"message": message, **detail},
         )
         for webhook in self._webhooks:
-            webhook.post(event)
+            webhook.add(event)
+        return event
+
+    def _call(self, event: Event, *, strict: bool = False) -> None:
         for call in self._on_event:
             try:
                 call(event)
@@ -131,65 +151,73 @@ class Events:
                 if strict:
                     raise
                 text = "on_event raised {error} when the run was {about}. Training continues. Fix the function."
-                say(logging.WARNING, "on-event-failed", text, about=kind, error=f"{type(error).__name__}: {error}")
-
-    def close(self, wait_s: float) -> None:
-        """Wait so many seconds at most until all is sent, and send nothing more. A second call does nothing."""
-        self._stop_listening()
-        deadline_s = time.monotonic() + wait_s
-        for webhook in self._webhooks:
-            webhook.close(max(0.0, deadline_s - time.monotonic()))
-
-    def _heard(self, key: str, about: str, line: str, is_over: bool) -> None:
-        if key in _DEGRADED:
-            self.emit("recovered" if is_over else "degraded", line, cause=key, about=about)
+                why = f"{type(error).__name__}: {error}"
+                say(logging.WARNING, "on-event-failed", text, about=event.kind, error=why)
 
 
-class Webhook:
-    """Sends events to a URL, in order, from a thread that lives as long as there are any.
+class InBackground:
+    """Handles events in order, on a thread that lives as long as there are any.
+
+    Args:
+        handle: does it; it raises nothing.
+        name: of the thread.
+    """
+
+    def __init__(self, handle: Callable[[Event], None], name: str) -> None:
+        self._handle, self._name = handle, name
+        self._waiting: deque[Event] = deque(maxlen=_MOST_WAITING)  # newer ones count
+        self._changed = threading.Condition()
+        self._is_busy = self._is_closed = False
+
+    def add(self, event: Event) -> None:
+        """Have an event handled."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._waiting.append(event)
+            if not self._is_busy:
+                try:
+                    in_background(self._handle_all, self._name)
+                    self._is_busy = True
+                except RuntimeError as error:  # no more threads can be had: the next event tries again
+                    logger.debug("%s: %s", self._name, error)
+
+    def close(self, wait_s: float) -> bool:
+        """Wait so many seconds at most until all are handled, and handle no more; whether all are."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_busy, wait_s)
+            is_done, self._is_closed = not (self._is_busy or self._waiting), True
+            self._waiting.clear()
+            return is_done
+
+    def _handle_all(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._is_busy = False
+                    self._changed.notify_all()
+                    return
+                event = self._waiting.popleft()
+            self._handle(event)
+
+
+class Webhook(InBackground):
+    """Sends events to a URL.
 
     Args:
         url: of http or https; it is a secret, and logs have its host only.
     """
 
     def __init__(self, url: str) -> None:
+        super().__init__(self._send, "spot-webhook")
         self._url, self._host = url, host_of_webhook(url)
         self._open = build_opener(_NoRedirects).open  # by the proxies of the environment
-        self._waiting: deque[Event] = deque(maxlen=_MOST_WAITING)  # newer ones count
-        self._changed = threading.Condition()
-        self._is_sending = self._is_closed = False
 
-    def post(self, event: Event) -> None:
-        """Send an event in the background."""
-        with self._changed:
-            if self._is_closed:
-                return
-            self._waiting.append(event)
-            if not self._is_sending:
-                try:
-                    in_background(self._send_all, "spot-webhook")
-                    self._is_sending = True
-                except RuntimeError as error:  # no more threads can be had: the next event tries again
-                    self._say_failed(str(error))
-
-    def close(self, wait_s: float) -> None:
-        """Wait so many seconds at most until all is sent, and send nothing more."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_sending, wait_s)
-            is_late, self._is_closed = self._is_sending, True
-            self._waiting.clear()
-        if is_late:
+    def close(self, wait_s: float) -> bool:
+        """See :meth:`InBackground.close`."""
+        if not (is_done := super().close(wait_s)):
             self._say_failed("no answer in time")
-
-    def _send_all(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._is_sending = False
-                    self._changed.notify_all()
-                    return
-                event = self._waiting.popleft()
-            self._send(event)
+        return is_done
 
     def _send(self, event: Event) -> None:
         text = html.escape(event.text[:_LONGEST_TEXT], quote=False)  # as Slack asks for: no mentions, no links

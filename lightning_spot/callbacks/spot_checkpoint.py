@@ -98,9 +98,10 @@ class SpotCheckpoint(SpotCallback):
             default ``True``.
         on_error: what happens if snapshots cannot be taken at all: ``"warn"`` and train without them (default), or
             ``"raise"`` the error.
-        on_event: function that is called with an :class:`Event` when the run is preempted, resumed, degraded, recovered
-            or finished; default none. Rank 0 calls it, in the thread that notices the event, so it should be quick. An
-            exception in it is a warning; with ``on_error="raise"`` it is raised if training has resumed or finished.
+        on_event: function that is called on rank 0 with an :class:`Event` when the run is preempted, resumed, degraded,
+            recovered or finished; default none. Training waits for it, but if the run is degraded or recovered: then a
+            thread of its own calls it. An exception in it is a warning; with ``on_error="raise"`` it is raised if
+            training has resumed or finished.
         webhook: URL to which each event is sent as JSON, in the background; the field ``text`` is what a chat shows.
             Default ``LIGHTNING_SPOT_WEBHOOK``, or none. Such a URL is a secret: prefer the variable.
         copy_mode: when the state of a snapshot is copied out of the model. ``"eager"`` copies all of it at once,

@@ -21,10 +21,12 @@ from lightning_spot import AutoResume, Event, EverySteps, PreemptedError, Preemp
 from lightning_spot.config import read_environment
 from lightning_spot.events import Events
 from lightning_spot.say import recovered, say
+from tests.support.program import run
 from tests.support.said import keys, said
 from tests.support.server import RunningNode
 from tests.support.store import Kept
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.training import train
 from tests.support.waiting import new_process, until
 
 SECRET = "T000-very-secret"
@@ -175,6 +177,16 @@ class StopAfterResume(pl.Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_one_of_two_ranks_tells(tmp_path: Path, chat: Chat, warm_python: str) -> None:
+    """The notice comes to the other one."""
+    told = {"ranks": 2, "notices": "signal", "webhook": chat.url}
+    run(warm_python, train, tmp_path, code=143, notice=[1, 5], **told)
+    outcome = run(warm_python, train, tmp_path, **told)
+    assert chat.kinds == ["preempted", "resumed", "finished"]
+    assert [body["attempt"] for body in chat.got] == [1, 2, 2]
+    assert SECRET not in outcome.log
+
+
 def test_storage_that_fails_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []
     real, fails = Kept.pipe_file, threading.Event()
@@ -199,6 +211,21 @@ def test_storage_that_fails_for_a_while(tmp_path: Path, monkeypatch: pytest.Monk
     trainer(callback, Breaks()).fit(Net(), data())
     assert [event.kind for event in events] == ["degraded", "recovered", "finished"]
     assert {event.detail.get("cause") for event in events[:2]} == {"upload-failing"}
+
+
+def test_a_function_is_called_under_no_lock_of_a_logger() -> None:
+    lock, seen = threading.RLock(), list[bool]()
+
+    def see(event: Event) -> None:
+        seen.append(lock.acquire(timeout=5.0))
+        lock.release()
+
+    events = Events([see])
+    with lock:
+        say(logging.WARNING, "upload-failing", "{about} fails", about=f"{SECRET}-1")
+        assert seen == []
+    events.close(10.0)
+    assert seen == [True]
 
 
 def test_a_server_whose_storage_fails_for_a_while(
