@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import threading
 from collections.abc import Sequence
+from typing import Any
 
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
     check_number,
@@ -18,7 +21,7 @@ from lightning_spot.config import (
     without_password,
 )
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.retry import unless_silent
 from lightning_spot.run.location import Location
 from lightning_spot.snapshot.manifest import snapshot_order
@@ -27,6 +30,7 @@ LATEST = "latest"
 """The newest snapshot of a run."""
 
 _SILENT_S = 6.0
+_ANSWER_S = 5.0
 
 
 def add_run(parser: argparse.ArgumentParser, metavar: str = "RUN", which: str = "") -> None:
@@ -95,6 +99,16 @@ def check_given(url: str, servers: Sequence[str], run: str | None) -> None:
             check_run_name(run)
         except SettingsError as error:
             raise SettingsError(f"--run-name: {error}") from error
+
+
+def ask_status(address: Address) -> dict[str, Any]:
+    """What a server says of itself.
+
+    Raises:
+        SpotError: if it does not answer, or refuses.
+    """
+    with contextlib.closing(ServerClient(address)) as client:
+        return client.call("GET", "/v1/status", timeout_s=_ANSWER_S)
 
 
 def check_servers(servers: Sequence[str], given_by: str = "--server") -> None:

@@ -186,7 +186,7 @@ COMMANDS = {
         call="report",
         text="show where the time of a run went, attempt by attempt",
         codes={0: "done", 2: "wrong usage, no record of such a run, or the storage failed", **_INTERRUPTED},
-        examples=("lightning-spot report s3://bucket/run-1 --plot run-1.svg",),
+        examples=("lightning-spot report s3://bucket/run-1 --html run-1.html",),
     ),
     "doctor": _Command(
         module="cli.doctor",
@@ -201,6 +201,22 @@ COMMANDS = {
         examples=(
             "lightning-spot doctor s3://bucket/run-1",
             "lightning-spot doctor s3://bucket/run-1 --server spot://10.0.0.5:7070 --snapshot-size 15GB",
+        ),
+    ),
+    "stop": _Command(
+        module="cli.stop",
+        call="stop",
+        text="end servers of this host once everything is uploaded",
+        codes={
+            0: "ended, and every snapshot is stored",
+            1: "a server did not end, or snapshots that are stored nowhere else stay in memory",
+            2: "wrong usage, or no such server",
+            **_INTERRUPTED,
+        },
+        examples=(
+            "lightning-spot stop s3://bucket/run-1",
+            "lightning-spot stop --all",
+            "lightning-spot stop --server spot://127.0.0.1:7070",
         ),
     ),
     "status": _Command(
@@ -254,6 +270,22 @@ COMMANDS = {
         },
         examples=("lightning-spot verify s3://bucket/run-1", "lightning-spot verify s3://bucket/run-1@latest"),
     ),
+    "diff": _Command(
+        module="cli.diff",
+        call="diff",
+        text="show in which entries two snapshots or checkpoints differ",
+        codes={
+            0: "they are equal, bit by bit",
+            1: "they differ",
+            **_NO_SNAPSHOT,
+            INCOMPLETE: "equal, but a server or the storage did not answer: it may hold a newer snapshot",
+            **_INTERRUPTED,
+        },
+        examples=(
+            "lightning-spot diff s3://bucket/run-1@1000 s3://bucket/run-1@2000",
+            "lightning-spot diff last.ckpt s3://bucket/run-1",
+        ),
+    ),
     "cp": _Command(
         module="cli.snapshots",
         call="copy",
@@ -270,5 +302,12 @@ COMMANDS = {
             "lightning-spot cp s3://bucket/run-1 last.ckpt",
             "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
         ),
+    ),
+    "completion": _Command(
+        module="cli.completion",
+        call="completion",
+        text="print a script that completes commands in a shell",
+        codes={0: "done", 2: "wrong usage"},
+        examples=("lightning-spot completion bash",),
     ),
 }

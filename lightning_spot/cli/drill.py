@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_spot.cli.arguments import add_program, program_of
+from lightning_spot.cli.diff import Difference, Verdict, compare_states
 from lightning_spot.cli.output import PlainConsole, add_output, error_console, print_answer
 from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number, format_count
 from lightning_spot.errors import SettingsError, SpotError
@@ -25,7 +25,6 @@ from lightning_spot.protocol.process import descendants
 from lightning_spot.protocol.record import find_record
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
-from lightning_spot.untrusted import LARGE_BYTES, read_object
 
 WAYS = ("notice", "SIGTERM", "SIGKILL")
 _POLL_S = 0.02
@@ -111,19 +110,6 @@ class DrillFailedError(SpotError):
     """The drill could not be carried out: the training itself failed, or never took a snapshot."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """How the final states compare.
-
-    Attributes:
-        different: entries in which they differ, none if they are equal bit by bit.
-        of_the_run: entries that differ since they are paths or times of the runs themselves.
-    """
-
-    different: list[str]
-    of_the_run: list[str]
-
-
 @dataclass(kw_only=True)
 class Drill:
     """One drill.
@@ -155,7 +141,7 @@ class Drill:
         self._disturbed(disturbed, took_s, store.survey().manifests[0].step)
         if not self.disturbances:
             raise DrillFailedError("the second run was done before it was disturbed: the training has to take longer")
-        return _differences(_final(undisturbed), _final(disturbed))
+        return compare_states(_final(undisturbed), _final(disturbed))
 
     def _undisturbed(self, undisturbed: Path, disturbed: Path) -> None:
         """Train to the end. The second run begins with the first snapshot of this one, so that no seed is needed."""
@@ -288,8 +274,7 @@ def drill(arguments: argparse.Namespace) -> int:
         if not arguments.keep:
             _leave(console, folder)
         raise
-    facts = {"equal": not found.different, "differences": found.different, "of_the_run": found.of_the_run}
-    facts |= {"kills": one.disturbances, "seed": seed}
+    facts = {**found.document(), "kills": one.disturbances, "seed": seed}
     print_answer(arguments.output, facts, _report(one.disturbances, found, seed, folder))
     if not arguments.keep and not found.different:
         shutil.rmtree(folder)
@@ -307,21 +292,22 @@ def _leave(console: PlainConsole, folder: Path) -> None:
 def _report(disturbances: list[str], found: Verdict, seed: int, folder: Path) -> Iterator[str]:
     yield from (f"  {disturbance}" for disturbance in disturbances)
     if found.different:
-        yield from _first(f"DIFFERENT in {len(found.different)} entries:", found.different)
+        yield f"DIFFERENT in {len(found.different)} entries:"
+        yield from _first(found.different)
     else:
         kills = format_count(len(disturbances), "kill")
         yield f"EQUAL: after {kills} the final state is that of the undisturbed run, to the bit"
     if found.of_the_run:
-        yield from _first("apart from paths and times of the runs themselves:", found.of_the_run)
+        yield "apart from paths and times of the runs themselves:"
+        yield from _first(found.of_the_run)
     if found.different:
         yield f"  again with --seed {seed}; both runs are in {folder}"
 
 
-def _first(heading: str, lines: list[str]) -> Iterator[str]:
-    yield heading
-    yield from (f"  {line}" for line in lines[:_SHOWN])
-    if len(lines) > _SHOWN:
-        yield f"  and {len(lines) - _SHOWN} more"
+def _first(differences: list[Difference]) -> Iterator[str]:
+    yield from (f"  {path}: {text}" for path, text in differences[:_SHOWN])
+    if len(differences) > _SHOWN:
+        yield f"  and {len(differences) - _SHOWN} more"
 
 
 def _store(folder: Path) -> tuple[Path, LocalStore]:
@@ -362,15 +348,6 @@ def _final(folder: Path) -> Path:
     if newest is None or not newest.complete:
         raise DrillFailedError(f"the run in {run} has no final snapshot\n{_tail(folder)}")
     return run / newest.data_path
-
-
-def _differences(first: Path, second: Path) -> Verdict:
-    """Compare in a process of its own: this one does without torch."""
-    command = [sys.executable, "-m", "lightning_spot.state.compare", str(first), str(second)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise DrillFailedError(f"the final states could not be compared:\n{done.stderr[-2000:]}")
-    return Verdict(**read_object(done.stdout, LARGE_BYTES))
 
 
 def _tail(folder: Path) -> str:

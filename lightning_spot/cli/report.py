@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import html
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-
-from rich.table import Table
+from pathlib import Path
 
 from lightning_spot.cli.arguments import location_of
 from lightning_spot.cli.output import add_output, plain_table, print_answer
@@ -15,6 +16,7 @@ from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.records import completed, read_records
+from lightning_spot.untrusted import LONGEST_TEXT, plain
 
 _WIDE = 60
 _PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": "b", "lost_s": "x", "down_s": "."}
@@ -23,7 +25,8 @@ _PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("url", metavar="RUN", help="the run's directory, or URL in a bucket")
-    parser.add_argument("--plot", metavar="FILE", help="draw the run (.png, .svg, .pdf)")
+    parser.add_argument("--plot", metavar="FILE", help="draw the run (.png, .svg, .pdf; needs matplotlib)")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
     add_output(parser)
 
 
@@ -46,23 +49,32 @@ def report(arguments: argparse.Namespace) -> int:
         from lightning_spot.simulation.plot import plot_run
 
         plot_run(records, arguments.plot)
-    shown: list[Table | str] = []
+    lines = []
     if before.attempts:
         gone = format_count(before.attempts, "attempt")
-        shown.append(f"{gone} before these, {format_seconds(before.closed.total_s)} in all")
-    shown += [_table(records, parts), _line(parts, whole)]
-    shown.append(f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}")
-    print_answer(arguments.output, _facts(records, parts, whole, before.attempts), shown)
+        lines.append(f"{gone} before these, {format_seconds(before.closed.total_s)} in all")
+    goodput = f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}"
+    headings, rows = _rows(records, parts)
+    if arguments.html:
+        try:
+            Path(arguments.html).write_text(_page(url, [goodput, *lines], headings, rows, records, parts), "utf-8")
+        except OSError as error:
+            raise SettingsError(f"--html {arguments.html} cannot be written: {error.strerror}") from error
+    table = plain_table(headings, left=("BEGUN", "END"))
+    for row in rows:
+        table.add_row(*row)
+    document = _facts(records, parts, whole, before.attempts)
+    print_answer(arguments.output, document, [*lines, table, _line(parts, whole), goodput])
     return 0
 
 
-def _table(records: list[AttemptRecord], parts: list[Spent]) -> Table:
+def _rows(records: list[AttemptRecord], parts: list[Spent]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The attempts as a table: its headings, and a row for each."""
     replicated = any(record.replicas > 1 for record in records)
     copies = ("REPLICAS",) if replicated else ()
     headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", *copies, "BLOCKED", "LOST", "DOWN AFTER", "END")
-    table = plain_table(headings, left=("BEGUN", "END"))
-    for record, part, lost in zip(records, parts, lost_steps(records), strict=True):
-        table.add_row(
+    rows = [
+        (
             str(record.attempt),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.begun_unix_s)),
             f"{record.from_step} to {record.step}" if record.trained_unix_s is not None else "none",
@@ -74,7 +86,88 @@ def _table(records: list[AttemptRecord], parts: list[Spent]) -> Table:
             format_seconds(part.down_s),
             record.end,
         )
-    return table
+        for record, part, lost in zip(records, parts, lost_steps(records), strict=True)
+    ]
+    return headings, rows
+
+
+_STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+figure { margin: 1.5rem 0; } svg { width: 100%; } svg text { font-size: 12px; fill: currentColor; }
+div { overflow-x: auto; } table { border-collapse: collapse; white-space: nowrap; }
+th, td { padding: .25rem .75rem .25rem 0; text-align: left; border-bottom: 1px solid #8884; }
+"""
+_COLOURS = {"startup_s": "#8c8c8c", "restore_s": "#e0a000", "productive_s": "#2a9d4a", "blocked_s": "#d4602c"}
+_COLOURS |= {"lost_s": "#c2283a", "down_s": "#8884"}
+_DRAWN, _BAR, _SIDE = 1000, 22, 60
+
+
+def _page(
+    url: str,
+    lines: Sequence[str],
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    records: Sequence[AttemptRecord],
+    parts: Sequence[Spent],
+) -> str:
+    """The report as one page of HTML, which loads nothing and runs nothing."""
+
+    def element(name: str, text: str) -> str:
+        return f"<{name}>{html.escape(plain(text, LONGEST_TEXT))}</{name}>"
+
+    head = "".join(element("th", heading.capitalize()) for heading in headings)
+    body = "".join(f"<tr>{''.join(element('td', cell) for cell in row)}</tr>\n" for row in rows)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+{element("title", f"Report of {url}")}
+<style>{_STYLE}</style>
+</head>
+<body>
+{element("h1", url)}
+{"".join(element("p", line) for line in lines)}
+<figure>
+{_timeline(records, parts)}
+<figcaption>Where the time of each attempt went. What was lost was trained again by the next attempt.</figcaption>
+</figure>
+<div><table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{body}</tbody>
+</table></div>
+</body>
+</html>
+"""
+
+
+def _timeline(records: Sequence[AttemptRecord], parts: Sequence[Spent]) -> str:
+    """A bar for each attempt over the time of the run, to scale."""
+    begun_s = records[0].begun_unix_s
+    ends = [record.begun_unix_s + part.total_s for record, part in zip(records, parts, strict=True)]
+    scale = (_DRAWN - _SIDE) / max(max(ends) - begun_s, 1e-9)
+    drawn = []
+    for number, (name, colour) in enumerate(_COLOURS.items()):
+        left = _SIDE + 130 * number
+        drawn.append(f'<rect x="{left}" y="4" width="12" height="12" fill="{colour}"/>')
+        drawn.append(f'<text x="{left + 18}" y="14">{name.removesuffix("_s")}</text>')
+    for row, (record, part) in enumerate(zip(records, parts, strict=True), 1):
+        x, y = _SIDE + (record.begun_unix_s - begun_s) * scale, row * _BAR + 8
+        drawn.append(f'<text x="0" y="{y + 12}">{record.attempt}</text>')
+        for name, colour in _COLOURS.items():
+            seconds = getattr(part, name)
+            if (width := seconds * scale) > 0:
+                title = f"<title>{name.removesuffix('_s')}: {format_seconds(seconds)}</title>"
+                drawn.append(
+                    f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="16" fill="{colour}">{title}</rect>'
+                )
+            x += width
+    shapes = "\n".join(drawn)
+    size = f"0 0 {_DRAWN} {(len(records) + 1) * _BAR + 8}"
+    return f'<svg viewBox="{size}" role="img" aria-label="The attempts over time">\n{shapes}\n</svg>'
 
 
 def _records(url: str) -> list[AttemptRecord]:

@@ -318,7 +318,7 @@ def show(arguments: argparse.Namespace) -> int:
     document = {"run": found.url, **_facts(entry), "manifest": manifest.to_dict()}
     shown = (f"{name:<11} {value}" for name, value in lines.items())
     print_answer(arguments.output, document, shown, [f"{found.url}@{manifest.step}"])
-    return _code_of_newest(found)
+    return code_of_newest(found)
 
 
 def _code_of(found: Found) -> int:
@@ -328,7 +328,7 @@ def _code_of(found: Found) -> int:
     return INCOMPLETE if found.problems else 0
 
 
-def _code_of_newest(found: Found) -> int:
+def code_of_newest(found: Found) -> int:
     """The same for a command that takes the newest snapshot, unless one is named."""
     return _code_of(found) if found.selected in (None, LATEST) else 0
 
@@ -360,7 +360,7 @@ def copy(arguments: argparse.Namespace) -> int:
     if found.selected is None:
         for what, why in found.unreadable.items():
             print_line(f"skipped: {what}: {why}")
-    snapshot = _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
+    snapshot = open_selected(found, wanted)
     try:
         wanted = snapshot.manifest
         target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.is_sharded
@@ -369,7 +369,7 @@ def copy(arguments: argparse.Namespace) -> int:
         elif one_file:
             _copy_file(snapshot, target)
         else:
-            _copy(snapshot, target)
+            copy_files(snapshot, target)
     finally:
         snapshot.close()
     nbytes = target.stat().st_size if one_file else wanted.stored_bytes
@@ -378,7 +378,7 @@ def copy(arguments: argparse.Namespace) -> int:
         print_line("That is the checkpoint. What only one rank knows (generators, data position) is not in it")
     if not one_file:
         print_line("That is a directory, of a sharded model. --consolidate makes one plain file of it")
-    return _code_of_newest(found)
+    return code_of_newest(found)
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -421,6 +421,11 @@ def _check(entry: Entry) -> dict[str, object]:
         if _has_left(entry):
             state, reason = "gone", "it has left this tier since it was listed, as older ones do"
     return {**_facts(entry), "state": state, "reason": reason}
+
+
+def open_selected(found: Found, wanted: Manifest) -> OpenSnapshot:
+    """Open the snapshot that was selected and picked, or the newest of the run."""
+    return _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
 
 
 def _open_newest(found: Found) -> OpenSnapshot:
@@ -503,7 +508,7 @@ def _consolidate(snapshot: OpenSnapshot, target: Path) -> None:
     """Make one plain file of a sharded snapshot, in a process of its own: commands know no torch."""
     folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.shards"
     try:
-        _copy(snapshot, folder)
+        copy_files(snapshot, folder)
         command = [sys.executable, "-m", "lightning_spot.sharded.reader", str(folder), str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -520,7 +525,7 @@ def _copy_file(snapshot: OpenSnapshot, target: Path) -> None:
         _write(temporary, _parts(snapshot.reader(), lambda nbytes: progress.update(task, advance=nbytes)))
 
 
-def _copy(snapshot: OpenSnapshot, target: Path) -> None:
+def copy_files(snapshot: OpenSnapshot, target: Path) -> None:
     """Write the files of a snapshot, and its manifest, likewise."""
     manifest = snapshot.manifest
     with _temporary(target) as temporary, transfer_bar(error_console()) as progress:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
-from lightning_spot.cli.arguments import add_servers, check_servers
+from lightning_spot.cli.arguments import add_servers, ask_status, check_servers
 from lightning_spot.cli.output import (
     INCOMPLETE,
     PlainConsole,
@@ -32,7 +32,6 @@ from lightning_spot.protocol.record import local_records
 from lightning_spot.protocol.wire import Address, answered, parse_spot_url
 from lightning_spot.untrusted import MOST_UNIX_S, as_object, flag, integer, number, plain, text, texts
 
-_ANSWER_S = 5.0
 _EVERY_S = 2.0
 _ASKED_S = 35.0
 """The hosts of a run ask its servers every 10 s how things are."""
@@ -146,15 +145,13 @@ def _ask(addresses: Sequence[Address]) -> tuple[list[Row], list[str]]:
 
 def _rows(address: Address) -> tuple[list[Row], str]:
     """The rows of a server, and why it does not answer, if it does not."""
-    client, server = ServerClient(address), str(address) if address.host else "host"
+    server = str(address) if address.host else "host"
     try:
-        answer = client.call("GET", "/v1/status", timeout_s=_ANSWER_S)
+        answer = ask_status(address)
         with answered(str(address)):
             rows = [_row(server, name, as_object(run)) for name, run in as_object(answer["runs"]).items()]
     except SpotError as error:
         return [Row(server=server, state="no answer")], str(error)
-    finally:
-        client.close()
     return rows or [Row(server=server, state="idle")], ""
 
 

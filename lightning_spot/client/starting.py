@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.config import SERVER_CALL_TIMEOUT_S
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S, read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
-from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
-from lightning_spot.protocol.record import ServerRecord, find_record
+from lightning_spot.protocol.ownership import open_file, own_directories, remove_file, tail_of
+from lightning_spot.protocol.record import ServerRecord, find_record, hold
 from lightning_spot.say import say
+from lightning_spot.server.area import remove_abandoned
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measured in GB/s, but a host may be busy
 _KILL_TIMEOUT_S = 5.0
+_DRAIN_S = UPLOAD_TIMEOUT_S + 30.0  # after SIGTERM a server uploads for so long, and closes
 _SHOWN_BYTES = 2000
 
 
@@ -48,21 +52,41 @@ def attach(
     """
     record = find_record(dirpath)
     if revive:
-        try:
-            return _connect(
-                record, run, server_call_timeout_s, lambda: record.settings() if record.left_slots() else {}
-            )
-        except ServerUnreachableError:
-            raise
-        except OSError as error:  # such as a full disk, or no more descriptors
-            raise ServerUnreachableError(
-                f"no snapshot server can be reached or started on this host: {error}"
-            ) from error
+        return revived(record, run, server_call_timeout_s)
     try:
         return EmbeddedHost(record, run, server_call_timeout_s) if record.running() else None
     except ServerUnreachableError as error:
         logger.debug("the local server is on its way out, or does not answer: %s", error)
         return None
+
+
+def revived(
+    record: ServerRecord,
+    run: str = "",
+    server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> EmbeddedHost | None:
+    """Connect to a local server; for slots that a killed one left, start one; ``None`` if there is neither.
+
+    Args:
+        record: of the server.
+        run: its run, as ``NAME@ID`` or ``NAME``.
+        server_call_timeout_s: see :func:`start`.
+        settings: how to run it, as :func:`start` is told, if the last one left no note; without, none is started then.
+
+    Raises:
+        ServerUnreachableError: if there is something in memory, but no server gives it out.
+    """
+
+    def wanted() -> Mapping[str, Any]:
+        return (record.settings() or settings) if record.left_slots() else {}
+
+    try:
+        return _connect(record, run, server_call_timeout_s, wanted)
+    except ServerUnreachableError:
+        raise
+    except OSError as error:  # such as a full disk, or no more descriptors
+        raise ServerUnreachableError(f"no snapshot server can be reached or started on this host: {error}") from error
 
 
 def start(
@@ -94,8 +118,38 @@ def start(
     return host
 
 
+def end_server(record: ServerRecord) -> bool:
+    """Have a local server upload what it holds, and end; whether it has ended. Slots that are stored nowhere stay."""
+    with record.opened() as opened, opened.starting(_DRAIN_S):
+        process = opened.process()
+        if process is None or not process.alive:
+            return not opened.running()
+        process.send(signal.SIGTERM)
+        deadline_s = time.monotonic() + _DRAIN_S
+        while (lives := opened.running() or process.alive) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return not lives
+
+
+def discard_server(record: ServerRecord) -> bool:
+    """End a local server at once, and remove its slots and all else that it left; whether it has ended."""
+    shm_dir = read_environment().shm_dir
+    with record.opened() as opened, opened.starting(START_TIMEOUT_S):
+        if record.running() and (process := record.process()) is not None:
+            process.kill(_KILL_TIMEOUT_S)
+        alive = hold(opened.alive, _KILL_TIMEOUT_S)
+        if alive is None:
+            return False
+        for area in own_directories(record.area(shm_dir)) if shm_dir is not None else ():
+            with area:
+                remove_abandoned(area)
+        opened.remove()
+        os.close(alive)
+    return True
+
+
 def _connect(
-    record: ServerRecord, run: str, server_call_timeout_s: float, settings: Callable[[], dict[str, Any]]
+    record: ServerRecord, run: str, server_call_timeout_s: float, settings: Callable[[], Mapping[str, Any]]
 ) -> EmbeddedHost | None:
     """Connect to a server; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
     if not record.running() and not settings():
@@ -112,10 +166,9 @@ def _connect(
                 except ServerRefusedError as error:
                     if error.reason is not TierReason.PROTOCOL:
                         raise
-                    process = record.process()
                     raise ServerRefusedError(
                         f"the server of this run on this host is of another version ({error}). End it with"
-                        f" `kill {process.pid if process is not None else 'PID'}`: it uploads its snapshots first",
+                        " `lightning-spot stop RUN`: it uploads its snapshots first",
                         tier=str(record.http),
                         reason=TierReason.PROTOCOL,
                     ) from error

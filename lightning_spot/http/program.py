@@ -41,7 +41,7 @@ from lightning_spot.http.routes import Service
 from lightning_spot.protocol.listening import accepted, allow_descriptors
 from lightning_spot.protocol.ownership import is_own_user, own_directories, own_socket, peer_of, remove_file
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
-from lightning_spot.protocol.record import ServerRecord, hold, sweep
+from lightning_spot.protocol.record import ServerRecord, hold, port_area, sweep
 from lightning_spot.retry import unless_silent
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
@@ -358,7 +358,7 @@ def _area(settings: ServerSettings, shm_dir: Path | None) -> Path | None:
         return None
     if settings.record is not None:
         return settings.record.area(shm_dir)
-    return shm_dir / f"lightning-spot-{os.getuid()}-port-{settings.port or os.getpid()}"
+    return port_area(shm_dir, settings.port or os.getpid())
 
 
 def _sweep(shm_dir: Path | None, records: Path) -> None:

@@ -218,6 +218,11 @@ def find_record(dirpath: str) -> ServerRecord:
     return record
 
 
+def port_area(shm_dir: Path, port: int) -> Path:
+    """The slots in tmpfs of a server that listens at a port."""
+    return shm_dir / f"{_AREA}{os.getuid()}-port-{port}"
+
+
 def local_records() -> list[ServerRecord]:
     """The records of this host's local servers that live, or have left a log, a record or slots.
 

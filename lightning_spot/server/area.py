@@ -272,6 +272,14 @@ class SlotArea:
         return True
 
 
+def left_in(directory: OwnDirectory) -> Iterator[Manifest]:
+    """What is committed in a slot area, as far as its records can be read. Its bytes are not looked at."""
+    for path in directory.here.glob("slot-*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, CorruptSnapshotError):
+            record = read_sealed(read_file(path, LARGE_BYTES, linked=True), LARGE_BYTES)
+            yield Manifest.from_dict(record["manifest"])
+
+
 def remove_abandoned(directory: OwnDirectory) -> bool:
     """Remove a slot area that no living server holds; whether it was removed."""
     lock = _lock(directory)

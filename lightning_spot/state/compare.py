@@ -289,7 +289,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("second")
     arguments = parser.parse_args(argv)
     found = list(compare(_read(Path(arguments.first)), _read(Path(arguments.second))))
-    different, of_the_run = ([str(item) for item in found if item.of_the_run is side] for side in (False, True))
+    different, of_the_run = (
+        [(each.path, each.text) for each in found if each.of_the_run is side] for side in (False, True)
+    )
     print(json.dumps({"different": different, "of_the_run": of_the_run}))
     return 0
 

@@ -164,9 +164,10 @@ def test_who_only_looks_leaves_a_server_of_another_version(
     tmp_path: Path, left_by_another_version: ProcessId, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ls", str(tmp_path / "run-1")]) == 3
-    assert f"kill {left_by_another_version.pid}" in capsys.readouterr().err
+    assert "lightning-spot stop RUN" in capsys.readouterr().err
     assert left_by_another_version.alive
-    until(lambda: left_by_another_version.kill(10.0), "it to be gone")
+    assert main(["stop", str(tmp_path / "run-1")]) == 0
+    assert not left_by_another_version.alive
 
 
 @pytest.mark.parametrize("when", [7, 20])

@@ -538,11 +538,14 @@ COMMANDS = {
     "simulate": "0 2 130",
     "report": "0 2 130",
     "doctor": "0 1 2 130",
+    "stop": "0 1 2 130",
     "status": "0 2 3",
     "ls": "0 2 3 130",
     "show": "0 2 3 130",
     "verify": "0 1 2 3 130",
+    "diff": "0 1 2 3 130",
     "cp": "0 1 2 3 130",
+    "completion": "0 2",
 }
 """Each with its exit codes."""
 
@@ -564,7 +567,7 @@ def test_help_has_exit_codes_and_examples_that_parse(command: str, capsys: pytes
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert tuple(re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)) == tuple(COMMANDS)
+    assert tuple(re.findall(r"^    (\w+)(?: |$)", capsys.readouterr().out, re.MULTILINE)) == tuple(COMMANDS)
 
 
 @pytest.mark.parametrize("command", [["simulate", "--work", "2h", "--snapshot-size", "1GB"], ["--help"]])

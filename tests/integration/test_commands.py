@@ -1,4 +1,4 @@
-"""Commands for whoever runs trainings and servers: ``status``."""
+"""Commands for whoever runs trainings: ``status``, ``stop``, ``diff``, ``report --html`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -6,32 +6,49 @@ import json
 import os
 import pty
 import select
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.cli import main
+from lightning_spot.cli.diff import compare_states
+from lightning_spot.client.starting import start
 from lightning_spot.config import PROTOCOL_VERSION
+from lightning_spot.goodput.ledger import AttemptRecord
+from lightning_spot.goodput.records import write_record
+from lightning_spot.protocol.record import ServerRecord, find_record
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
-from tests.support.server import Bench, RunningNode
+from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.waiting import until
 
 SILENT = "spot://127.0.0.1:9"
 
 
-def train(path: Path, until: int = 31, **settings: Any) -> None:
+def train(path: Path, **settings: Any) -> None:
     """Train with a snapshot every 5 steps, each stored, until the trainer is interrupted."""
     callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait", min_upload_interval_s=0.0, **settings)
     with pytest.raises(Stop):
-        trainer(callback, EachDurable(path, 5), StopAt(until)).fit(Net(), data())
+        trainer(callback, EachDurable(path, 5), StopAt(31)).fit(Net(), data())
 
 
 # -- status -----------------------------------------------------------------------------------------------------------
@@ -181,3 +198,266 @@ def test_status_that_is_watched(start_node: Callable[..., RunningNode]) -> None:
     shown, code = on_a_terminal("status", "-w", "--server", SILENT, until=b"spot", columns=80)
     assert code == 3
     assert "…" not in shown.decode()
+
+
+# -- stop -------------------------------------------------------------------------------------------------------------
+
+
+def left_on_this_host(record: ServerRecord) -> list[Path]:
+    """Files of a local server."""
+    memory = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
+    return [*record.folder.glob(f"{record.key}.[!a]*"), *record.folder.glob("*.alive"), *memory.glob("*")]
+
+
+def stopped(answer: str) -> list[dict[str, Any]]:
+    """What ``stop -o json`` says of each server."""
+    found: list[dict[str, Any]] = json.loads(answer[: answer.rindex("}") + 1])["servers"]
+    return found
+
+
+def test_stop_ends_a_local_server_and_leaves_nothing(tmp_path: Path, cli: Cli) -> None:
+    train(run := tmp_path / "run-1")
+    record = find_record(str(run))
+    process = record.process()
+    assert process is not None
+    (found,) = stopped(cli("stop", run, "-o", "json"))
+    assert (found["result"], found["kept"]) == ("stopped", [])
+    assert found["runs"][0].startswith("run-1@")
+    assert not process.alive
+    assert left_on_this_host(record) == []
+    assert "nor anything of one" in cli("stop", run, code=2)
+    assert stopped(cli("stop", "--all", "-o", "json")) == []
+    callback = SpotCheckpoint(str(run), interval=EverySteps(5))
+    trainer(callback).fit(Net(), data())
+    assert callback.resumed_from is not None
+    assert (callback.resumed_from.step, callback.resumed_from.tier) == (30, "storage")
+
+
+class Stopping(pl.Callback):
+    """Runs a command in mid-training."""
+
+    def __init__(self, *command: str) -> None:
+        self.command, self.code = command, -1
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 12:
+            self.code = main([*self.command])
+
+
+@pytest.mark.parametrize("more", [[], ["--discard"]])
+def test_stop_spares_a_server_with_a_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    run = tmp_path / "run-1"
+    during = Stopping("stop", "--all", "-o", "json", *more)
+    trainer(SpotCheckpoint(str(run), interval=EverySteps(5), on_full="wait"), during, max_epochs=1).fit(Net(), data())
+    assert during.code == 1
+    said = capsys.readouterr().out
+    (found,) = stopped(said[said.index("{\n") :])
+    assert found["result"] == "in use"
+    assert str(os.getpid()) in found["reason"]
+    assert LocalStore(run).survey().manifests[0].complete
+
+
+def left_by_a_killed_server(run: Path, durable: str) -> ServerRecord:
+    """Commit a snapshot at a local server that has no time to store it, and kill that."""
+    host = start(str(run), "run", slots=2, memory_bytes=64 * MIB, server_idle_timeout_s=60.0)
+    info = RunInfo(name="run", id=RUN_ID, location=f"file://{run}", attempt=1, token="t", durable_url=durable)
+    LocalStore(run).claim(info.claim())
+    record = find_record(str(run))
+    process = record.process()
+    assert process is not None
+    host.open_run(replace(info, min_upload_interval_s=3600.0))
+    for step in (1, 2):  # the second is put off
+        lease = host.lease(1000, 30.0)
+        with memoryview(lease.map) as slot:
+            slot[:1000] = image_of(step, 1000)
+        host.seal(lease, manifest_of(step))
+        if step == 1 and durable == str(run):
+            until(lambda: not host.owes(), "it to be stored")
+    assert process.kill(10.0)
+    host.disconnect()
+    return record
+
+
+def test_stop_stores_what_a_killed_server_left(tmp_path: Path, cli: Cli) -> None:
+    record = left_by_a_killed_server(run := tmp_path / "run", str(run))
+    assert record.left_slots()
+    assert LocalStore(run).survey().manifests[0].step == 1
+    (found,) = stopped(cli("stop", "--all", "-o", "json"))
+    assert (found["result"], found["runs"]) == ("stopped", [f"run@{RUN_ID}"])
+    assert LocalStore(run).survey().manifests[0].step == 2
+    assert left_on_this_host(record) == []
+
+
+def test_stop_keeps_what_is_stored_nowhere(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "file").touch()
+    record = left_by_a_killed_server(run := tmp_path / "run", str(tmp_path / "file" / "run"))
+
+    def end_the_waiting() -> None:
+        """It would go on for five minutes."""
+        until(record.ending.exists, "SIGTERM")
+        process = record.process()
+        assert process is not None
+
+        def has_ended() -> bool:
+            process.send(signal.SIGTERM)
+            return not process.alive
+
+        until(has_ended, "it to end")
+
+    impatient = threading.Thread(target=end_the_waiting)
+    impatient.start()
+    (found,) = stopped(cli("stop", run, "-o", "json", code=1))
+    impatient.join()
+    assert (found["result"], found["kept"][-1]) == ("kept", "run@2")
+    assert found["kept_bytes"] >= 1000
+    assert str(record.log) in found["reason"]
+    assert record.left_slots()
+    assert not record.running()
+    (found,) = stopped(cli("stop", run, "--discard", "-o", "json"))
+    assert found["result"] == "discarded"
+    assert left_on_this_host(record) == []
+
+
+def test_stop_ends_a_snapshot_server(start_node: Callable[..., RunningNode], cli: Cli) -> None:
+    node = start_node()
+    assert stopped(cli("stop", "--server", node.url, "-o", "json"))[0]["result"] == "stopped"
+    assert node.process.wait(10) == 0
+    assert f"no snapshot server of this user answers at {node.url}" in cli("stop", "--server", node.url, code=2)
+    assert "loopback" in cli("stop", "--server", "spot://10.0.0.5:7070", code=2)
+    assert "one of RUN" in cli("stop", code=2)
+    assert "one of RUN" in cli("stop", "--all", "run", code=2)
+
+
+def test_stop_never_ends_a_process_that_does_not_listen_there(stranger: Callable[[object], str], cli: Cli) -> None:
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        url = stranger({"pid": bystander.pid, "runs": {}})
+        for more in ([], ["--discard"]):
+            main(["stop", "--server", url, *more])
+            assert bystander.poll() is None
+        bystander.kill()
+
+
+# -- diff -------------------------------------------------------------------------------------------------------------
+
+
+def differences(answer: str) -> dict[str, str]:
+    return {each["entry"]: each["text"] for each in json.loads(answer)["differences"]}
+
+
+def test_diff_of_two_snapshots_and_a_file(tmp_path: Path, cli: Cli) -> None:
+    train(run := tmp_path / "run-1")
+    assert main(["cp", f"{run}@30", str(tmp_path / "last.ckpt")]) == 0
+    found = differences(cli("diff", f"{run}@25", run, "-o", "json", code=1))
+    assert found["global_step"] == "25 and 30"
+    assert "of 512 values differ" in found["state_dict.net.0.weight"]
+    stored = next(run.glob("step-000000030-*"))
+    assert json.loads(cli("diff", stored, f"{run}@latest", "-o", "json"))["equal"]
+    assert "no run is" in cli("diff", tmp_path / "last.ckpt", tmp_path / "none", code=2)
+
+
+def test_diff_of_shapes_dtypes_and_names(tmp_path: Path, cli: Cli) -> None:
+    torch.save({"a": torch.zeros(2), "b": torch.zeros(2), "c": 1}, first := tmp_path / "a.ckpt")
+    torch.save({"a": torch.zeros(3), "b": torch.zeros(2).half(), "\x1b[31md": 1}, second := tmp_path / "b.ckpt")
+    verdict = compare_states(first, second)
+    found = dict(verdict.different)
+    assert found["a"] == "torch.float32 (2,) and torch.float32 (3,)"
+    assert found["b"] == "torch.float32 (2,) and torch.float16 (2,)"
+    assert found["c"] == "only in the first"
+    assert cli("diff", first, second, code=1).replace("\n", "").isprintable()
+    (tmp_path / "no.ckpt").write_text("no checkpoint")
+    assert "cannot be compared" in cli("diff", first, tmp_path / "no.ckpt", code=2)
+
+
+# -- report --html ----------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of its cells."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements, self.cells = list[tuple[str, dict[str, str | None]]](), list[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements and self.elements[-1][0] == "td":
+            self.cells.append(data)
+
+
+def test_the_report_as_one_page(tmp_path: Path, cli: Cli) -> None:
+    run, file = tmp_path / "<script>alert(1)<" / "script>&\x1b[2Jrun", tmp_path / "report.html"
+    for number, (begun_s, end) in enumerate(((0.0, "killed"), (200.0, "complete")), 1):
+        record = AttemptRecord(
+            attempt=number,
+            begun_unix_s=1e9 + begun_s,
+            trained_unix_s=1e9 + begun_s + 10.0,
+            from_step=80 * (number - 1),
+            step=100 * number,
+            unix_s=1e9 + begun_s + 110.0,
+            end=end,
+        )
+        write_record(str(run), number, record.as_dict())
+    told = cli("report", run, "--html", file)
+    page = Page(file.read_text())
+    names = [name for name, _ in page.elements]
+    assert {"script", "link", "img", "iframe", "a"} & set(names) == set()
+    assert not [each for _, each in page.elements if {"src", "href", "xlink:href", "onload"} & each.keys()]
+    assert {"http-equiv": "Content-Security-Policy", "content": "default-src 'none'; style-src 'unsafe-inline'"} in [
+        each for _, each in page.elements
+    ]
+    assert "\x1b" not in file.read_text()
+    assert {"0 to 100", "80 to 200", "killed", "complete"} <= set(page.cells)
+    drawing = file.read_text().partition("<svg")[2].partition("</svg>")[0]
+    bars = ElementTree.fromstring(f"<svg{drawing}</svg>").findall("rect")[6:]
+    assert sum(float(bar.attrib["width"]) for bar in bars) == pytest.approx(940, abs=1)
+    assert "goodput" in told
+    assert "cannot be written" in cli("report", run, "--html", tmp_path / "none" / "x.html", code=2)
+
+
+# -- completion -------------------------------------------------------------------------------------------------------
+
+SHELLS = [shell for shell in ("bash", "zsh") if shutil.which(shell)]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["st"], {"status", "stop"}),
+        (["ls", "--s"], {"--server"}),
+        (["ls", "-o", ""], {"table", "json", "name"}),
+        (["report", "-o", "n"], set()),
+        (["simulate", "--hazard", "w"], {"weibull"}),
+        (["completion", ""], {"bash", "zsh"}),
+        (["ls", ""], set()),  # files, by the shell itself
+        (["ls", "--server", "-"], set()),
+        (["serve", "--emb"], set()),  # which is hidden
+    ],
+)
+def test_completion(shell: str, words: list[str], offered: set[str], tmp_path: Path, cli: Cli) -> None:
+    script = tmp_path / "script"
+    script.write_text(cli("completion", shell))
+    setup = "setopt ksharrays shwordsplit; " if shell == "zsh" else ""
+    given = " ".join(shlex.quote(word) for word in ["lightning-spot", *words])
+    code = f"{setup}source {script}; COMP_WORDS=({given}); COMP_CWORD={len(words)}; _lightning_spot"
+    options = ["-f"] if shell == "zsh" else ["--norc", "--noprofile"]
+    done = subprocess.run(
+        [shell, *options, "-c", f'{code}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert set(done.stdout.split()) == offered
+
+
+def test_completion_registers_itself(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "script").write_text(cli("completion", "bash"))
+    code = f"source {tmp_path / 'script'}; complete -p lightning-spot"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert "_lightning_spot" in done.stdout

@@ -20,7 +20,8 @@ import torch
 
 from lightning_spot.cli import drill as trainings
 from lightning_spot.cli import main
-from lightning_spot.cli.drill import Drill, Verdict
+from lightning_spot.cli.diff import Verdict
+from lightning_spot.cli.drill import Drill
 from lightning_spot.config import DRILL_VARIABLE
 from lightning_spot.state.compare import compare, differences, shown
 from lightning_spot.state.compare import main as compare_files
@@ -54,7 +55,9 @@ def test_an_exact_training(warm_python: str, tmp_path: Path) -> None:
 def test_a_training_that_is_not(warm_python: str, tmp_path: Path) -> None:
     code, report = drill(warm_python, tmp_path, "clock", kills=1)
     assert code == 1
-    assert report["differences"][0].startswith("state_dict.net.")  # a shift of all inputs may show in statistics only
+    assert report["differences"][0]["entry"].startswith(
+        "state_dict.net."
+    )  # a shift of all inputs may show in statistics only
 
 
 def is_of(pid: int, folder: Path) -> bool:
@@ -68,7 +71,7 @@ def is_of(pid: int, folder: Path) -> bool:
 @pytest.mark.slow
 def test_ranks_that_a_launcher_starts_in_sessions_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts them again after the notice, and ends with a code of its own after the SIGTERM."""
-    monkeypatch.setattr("lightning_spot.cli.drill._differences", lambda *_: Verdict(different=[], of_the_run=[]))
+    monkeypatch.setattr("lightning_spot.cli.drill.compare_states", lambda *_: Verdict(different=[], of_the_run=[]))
     command = [sys.executable, "-m", "tests.support.launched_trainer", "1"]
     one = Drill(command=command, folder=tmp_path, kills=3, limit_s=60.0, chance=random.Random(1))
     one.run()
@@ -89,7 +92,7 @@ class Soon(random.Random):
 
 @pytest.mark.slow
 def test_a_notice_may_come_before_a_launcher_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spot.cli.drill._differences", lambda *_: Verdict(different=[], of_the_run=[]))
+    monkeypatch.setattr("lightning_spot.cli.drill.compare_states", lambda *_: Verdict(different=[], of_the_run=[]))
     command = [sys.executable, "-m", "tests.support.launched_trainer", "0", "2"]
     one = Drill(command=command, folder=tmp_path, kills=1, limit_s=60.0, chance=Soon())
     one.run()
@@ -237,7 +240,7 @@ def test_states_that_torch_does_not_load_are_judged(tmp_path: Path, capsys: pyte
     assert compare_files([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "different": [],
-        "of_the_run": ["hyper_parameters.root: '/one/a' and '/two/b'"],
+        "of_the_run": [["hyper_parameters.root", "'/one/a' and '/two/b'"]],
     }
     assert compare_files([str(tmp_path / "a"), str(tmp_path / "c")]) == 0
-    assert json.loads(capsys.readouterr().out)["different"] == ["hyper_parameters.loss.delta: 1.0 and 2.0"]
+    assert json.loads(capsys.readouterr().out)["different"] == [["hyper_parameters.loss.delta", "1.0 and 2.0"]]

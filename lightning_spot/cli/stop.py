@@ -1,0 +1,225 @@
+"""``lightning-spot stop``: ends servers of this host once everything is uploaded, and clears up after dead ones."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lightning_spot.cli.arguments import add_servers, ask_status, check_servers, location_of
+from lightning_spot.cli.output import add_output, error_console, plain_table, print_answer
+from lightning_spot.client.starting import discard_server, end_server, revived
+from lightning_spot.config import UPLOAD_TIMEOUT_S, format_bytes, is_loopback, read_environment
+from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError
+from lightning_spot.protocol.ownership import own_directories
+from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
+from lightning_spot.protocol.record import ServerRecord, find_record, local_records, port_area
+from lightning_spot.protocol.wire import Address, answered, parse_spot_url
+from lightning_spot.server.area import left_in, remove_abandoned
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.untrusted import as_object, flag, integer
+
+_STARTED = {"slots": 4, "memory_bytes": 2**30, "server_idle_timeout_s": 60.0}
+"""How a server is run that only uploads what a dead one left, if that one left no note of it."""
+_SHOWN = 4
+_LISTENS = "0A"  # a state of TCP, see proc(5)
+
+
+@dataclass(kw_only=True, slots=True)
+class Stopped:
+    """What became of a server.
+
+    Attributes:
+        server: ``"host"`` for a local server, else ``spot://host:port``.
+        runs: that it served.
+        result: ``"stopped"``, or ``"discarded"`` with all that it held; ``"kept"``: it has ended, and snapshots that
+            are stored nowhere else stay in memory; ``"in use"``: a trainer is connected; ``"running"``: it did not end.
+        kept: the snapshots that stay, as ``RUN@STEP``.
+        kept_bytes: their size.
+        reason: why it is not stopped, or why they stay.
+    """
+
+    server: str = "host"
+    runs: list[str] = field(default_factory=list)
+    result: str = "stopped"
+    kept: list[str] = field(default_factory=list)
+    kept_bytes: int = 0
+    reason: str = ""
+
+    def keeps(self, left: list[Manifest]) -> None:
+        """Note what is left in memory of a server that has ended."""
+        self.result = "kept"
+        self.kept = sorted({f"{manifest.run}@{manifest.step}" for manifest in left})
+        self.kept_bytes = sum(manifest.nbytes for manifest in left)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``stop``."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="run whose local server on this host ends")
+    add_servers(parser, "end this snapshot server, on a loopback address of this host; may be given several times")
+    parser.add_argument("--all", action="store_true", help="end all local servers on this host")
+    parser.add_argument(
+        "--discard", action="store_true", help="end at once, and drop snapshots that are stored nowhere"
+    )
+    add_output(parser)
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """End servers; 1 if one did not end, or if snapshots that are stored nowhere else stay in memory."""
+    if bool(arguments.run) + bool(arguments.server) + arguments.all != 1:
+        raise SettingsError("stop needs one of RUN, --server and --all")
+    check_servers(arguments.server)
+    if arguments.run:
+        url = location_of(arguments.run, (), "stop").url
+        record = find_record(url)
+        records = [record] if record in local_records() else []
+        if not records:
+            raise SnapshotNotFoundError(f"no local server of {arguments.run} is on this host, nor anything of one")
+    else:
+        records = local_records() if arguments.all else []
+    ended = [_stop_local(record, arguments.discard) for record in records]
+    ended += [_stop_at(parse_spot_url(server)[0], arguments.discard) for server in arguments.server]
+    table = plain_table(headings := ("RUN", "SERVER", "RESULT", "KEPT", "REASON"), left=headings)
+    for each in ended:
+        more = f" and {len(each.kept) - _SHOWN} more" if len(each.kept) > _SHOWN else ""
+        kept = f"{', '.join(each.kept[:_SHOWN])}{more}, {format_bytes(each.kept_bytes)}" if each.kept else ""
+        table.add_row(", ".join(each.runs), each.server, each.result, kept, each.reason)
+    shown = [table if ended else "no local server is on this host"]
+    print_answer(arguments.output, {"servers": [asdict(each) for each in ended]}, shown)
+    return 0 if all(each.result in ("stopped", "discarded") for each in ended) else 1
+
+
+def _stop_local(record: ServerRecord, discard: bool) -> Stopped:
+    """End a local server. One that was killed is started again first: it uploads the slots that are left."""
+    found = Stopped()
+    try:
+        if not discard:
+            with contextlib.suppress(ServerRefusedError):  # one of another version, say, ends like any other
+                if (host := revived(record, settings=_STARTED)) is not None:
+                    host.disconnect()
+        if record.running() and _is_in_use(found, Address(socket_path=str(record.http))):
+            return found
+        _wait_for(found, discard)
+        has_ended = discard_server(record) if discard else end_server(record)
+    except SpotError as error:
+        found.result, found.reason = "running", str(error)
+        return found
+    if not has_ended:
+        found.result, found.reason = "running", f"it did not end; its log is {record.log}"
+    elif discard:
+        found.result = "discarded"
+    elif record.left_slots():
+        shm_dir = read_environment().shm_dir
+        assert shm_dir is not None  # where they are
+        found.keeps(_left(record.area(shm_dir)))
+        found.runs = found.runs or sorted({name.rpartition("@")[0] for name in found.kept})
+        found.reason = f"stored nowhere else; its log, {record.log}, says why. The next start of the run has them"
+    else:
+        discard_server(record)  # its log, say
+    return found
+
+
+def _is_in_use(found: Stopped, address: Address) -> bool:
+    """Whether a trainer is connected to a server; its runs are noted. One that does not answer is not in use."""
+    try:
+        answer = ask_status(address)
+        with answered(str(address)):
+            runs = {name: as_object(run) for name, run in as_object(answer["runs"]).items()}
+            trainers = [integer(run, "pid", 0, 0, 2**31) for run in runs.values() if flag(run, "live")]
+    except SpotError:
+        return False
+    found.runs = sorted(runs)
+    if trainers:
+        pids = ", ".join(map(str, trainers))
+        found.result, found.reason = "in use", f"a trainer is connected (pid {pids}): end it first"
+    return bool(trainers)
+
+
+def _wait_for(found: Stopped, discard: bool) -> None:
+    if not discard:
+        runs = ", ".join(found.runs) or "a server without runs"
+        error_console().print(f"waiting until {runs} is uploaded, {UPLOAD_TIMEOUT_S:.0f} s at most by default")
+
+
+def _stop_at(address: Address, discard: bool) -> Stopped:
+    """End a snapshot server that listens at a port of this host.
+
+    Raises:
+        SettingsError: if it is not on this host, or another user's.
+    """
+    if not is_loopback(address.host.strip("[]")):
+        raise SettingsError(f"--server {address} may be another host's: give a loopback address, on the server's host")
+    found, shm_dir = Stopped(server=str(address)), read_environment().shm_dir
+    process = _listener(address)
+    if process is None and not discard:
+        raise SnapshotNotFoundError(f"no snapshot server of this user answers at {address}")
+    if process is not None:
+        _is_in_use(found, address)
+        _wait_for(found, discard)
+        if not _ended(process, discard):
+            found.result, found.reason = "running", f"pid {process.pid} did not end"
+            return found
+    left = _left(port_area(shm_dir, address.port), discard) if shm_dir is not None else []
+    if discard:
+        found.result = "discarded"
+    elif left:
+        found.keeps(left)
+        found.reason = f"stored nowhere else. lightning-spot serve at port {address.port} takes them over"
+    return found
+
+
+def _listener(address: Address) -> ProcessId | None:
+    """The process of this user's snapshot server that listens there: it says so, and so does the kernel."""
+    try:
+        answer = ask_status(address)
+        with answered(str(address)):
+            process = ProcessId.of(integer(answer, "pid", None, 1, 2**22))
+    except ServerRefusedError as error:
+        raise SettingsError(f"{address} refuses to be stopped: {error}") from error
+    except SpotError:
+        return None
+    return process if process is not None and _listens(process.pid, address.port) else None
+
+
+def _listens(pid: int, port: int) -> bool:
+    inodes = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/net/{name}") as file:
+            fields = [line.split() for line in file][1:]
+            inodes |= {each[9] for each in fields if each[3] == _LISTENS and each[1].endswith(f":{port:04X}")}
+    with contextlib.suppress(OSError):  # another user's
+        return any(link == f"socket:[{inode}]" for link in _open_files(pid) for inode in inodes)
+    return False
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/{pid}/fd/{fd}")
+
+
+def _ended(process: ProcessId, discard: bool) -> bool:
+    """Have a process end, and wait for that; whether it has."""
+    fd = open_pidfd(process.pid)
+    if fd is None:
+        return not process.alive
+    try:
+        process.send(signal.SIGKILL if discard else signal.SIGTERM)
+        return bool(wait_readable([fd], UPLOAD_TIMEOUT_S + 30.0))
+    finally:
+        os.close(fd)
+
+
+def _left(area: Path, discard: bool = False) -> list[Manifest]:
+    """What lies in the directories of slots of a server that has ended; nothing any more if it is dropped."""
+    left: list[Manifest] = []
+    for directory in own_directories(area):
+        with directory:
+            left += left_in(directory)
+            if discard:
+                remove_abandoned(directory)
+    return left
