@@ -86,10 +86,10 @@ class SpotCheckpoint(SpotCallback):
             uploads is 40 times as long as an upload takes, 30 s at most if an upload takes less. The last snapshot of a
             run, and the one at a notice, is uploaded in any case.
         compression: how changes since the last snapshot are sent to a snapshot server, without loss: ``"auto"``
-            (default) compresses them if that is faster, ``"always"`` always, ``"off"`` never. Unchanged bytes are not
+            (default) compresses them on slow links, ``"always"`` always, ``"off"`` never. Unchanged bytes are not
             sent. The server holds a plain checkpoint file in any case.
         lossy: ``"topk"`` sends 9 of 10 snapshots to snapshot servers as approximations, with 1 % of the changed
-            numbers, if that is faster. It is **not exact**, and a resume from such a snapshot warns. Default ``None``.
+            numbers. It is **not exact**, and a resume from such a snapshot warns. Default ``None``.
         upload_timeout_s: most seconds that ``fit`` waits at its end until storage has the last snapshot; default 300.
         server_idle_timeout_s: seconds after which the local server ends if no trainer comes; default 900.
         server_call_timeout_s: most seconds that a call to the local server may block training, more than 0; default 5.

@@ -1,9 +1,6 @@
 """How each part of a snapshot goes to a server: not at all, as what changed of it, whole, or as an approximation.
 
-With ``compression="auto"`` it is decided for each snapshot whether what changed is compressed. Of the one before it is
-known how long a byte took on a connection; of one piece of it that was packed, how long packing takes and what is left.
-It pays where packing takes less time than what it saves on the way. What a snapshot that was packed took shows whether
-that is so: if not, what packing costs is taken for twice as much from then on.
+With ``compression="auto"`` what changed is compressed where a byte of the snapshot before took long on a connection.
 
 With ``lossy="topk"`` what a server has of a run is kept here, too. The next snapshot is approximated from that:
 the numbers that it is most behind in are put there, and sent; everything that is no such number is put there, and sent,
@@ -20,9 +17,8 @@ import logging
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_spot.config import format_bytes
@@ -42,13 +38,11 @@ logger = logging.getLogger(__name__)
 LEAST_BYTES = 256 * 1024
 """Less than this is never packed: it takes no time either way."""
 
-PROBE_BYTES = 256 * 1024
-"""How much is packed to see how that would go."""
+SLOW_BYTES_PER_S = 20e6
+"""What changed is packed where a connection is slower than this: that takes far less time, of the smallest machine."""
 
 _PACKERS = 4
 _NICENESS = 10
-_COST = 2.0  # of packing, in times of what it takes: the receiver unpacks, and others need the processors
-_HIGHEST_COST = 64.0
 
 Part = tuple[int, int, str]  # first byte, end, checksum
 
@@ -57,8 +51,6 @@ WORTH = 7 / 8
 
 EXACT_EVERY = 10
 """One in so many snapshots is sent exactly: a full base."""
-
-_WEIGHT = 0.3  # of the newest measurement
 
 Range = tuple[int, int]
 
@@ -73,42 +65,10 @@ def _stand_back() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-@dataclass(slots=True)
-class _Measured:
-    """What was measured since it was decided last, of sending and of packing.
-
-    Attributes:
-        sent_bytes: as they went over a connection.
-        sent_s: that they took.
-        packed_bytes: of what was packed.
-        packed_s: that it took, as if all threads had packed.
-        left_bytes: of it.
-    """
-
-    sent_bytes: int = 0
-    sent_s: float = 0.0
-    packed_bytes: int = 0
-    packed_s: float = 0.0
-    left_bytes: int = 0
-
-    @property
-    def wire_s(self) -> float:
-        """For each byte that is sent."""
-        return self.sent_s / self.sent_bytes
-
-    @property
-    def pack_s(self) -> float:
-        """For each byte that is packed."""
-        return self.packed_s / self.packed_bytes
-
-    @property
-    def left(self) -> float:
-        """Of each byte that is packed."""
-        return self.left_bytes / self.packed_bytes
-
-
 class CompressionRule:
-    """Decides for the snapshots that go to one server. Methods may be called from any thread.
+    """Decides for the snapshots that go to one server: what changed is packed while the link is slow.
+
+    Methods may be called from any thread.
 
     Attributes:
         packs: whether the present one is packed.
@@ -116,44 +76,21 @@ class CompressionRule:
 
     def __init__(self) -> None:
         self.packs = False
-        self._measured, self._plain_s, self._cost = _Measured(), 0.0, _COST
-        self._has_probed = False
+        self._sent_bytes, self._sent_s = 0, 0.0
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """A snapshot begins: it goes as what is known by now says."""
+        """A snapshot begins: it goes as the one before, of which enough was sent, says."""
         with self._lock:
-            self._has_probed = False
-            if self._measured.sent_bytes and self._measured.packed_bytes:
-                found, self._measured = self._measured, _Measured()
-                if not self.packs:
-                    self._plain_s = found.wire_s
-                elif found.pack_s + found.left * found.wire_s > self._plain_s:
-                    self._cost = min(2 * self._cost, _HIGHEST_COST)
-                self.packs = self._cost * found.pack_s < (1 - found.left) * found.wire_s
-
-    def probes(self) -> bool:
-        """Whether to pack a piece, and throw it away: once in a snapshot that is sent as it is."""
-        with self._lock:
-            has_probed, self._has_probed = self._has_probed, True
-            return not (has_probed or self.packs)
-
-    def probed(self, nbytes: int, left_bytes: int, seconds: float) -> None:
-        """Note that packing ``nbytes`` on one thread took ``seconds`` and left ``left_bytes``."""
-        self.packed(nbytes, left_bytes, seconds * max(1.0, _PACKERS / (os.cpu_count() or 1)))
-
-    def packed(self, nbytes: int, left_bytes: int, seconds: float) -> None:
-        """Note that packing ``nbytes`` beside other threads took ``seconds`` and left ``left_bytes``."""
-        with self._lock:
-            self._measured.packed_bytes += nbytes
-            self._measured.packed_s += seconds
-            self._measured.left_bytes += left_bytes
+            if self._sent_bytes:
+                self.packs = self._sent_s * SLOW_BYTES_PER_S > self._sent_bytes
+                self._sent_bytes, self._sent_s = 0, 0.0
 
     def sent(self, nbytes: int, seconds: float) -> None:
         """Note that ``nbytes`` took ``seconds`` on a connection, until they had arrived."""
         with self._lock:
-            self._measured.sent_bytes += nbytes
-            self._measured.sent_s += seconds
+            self._sent_bytes += nbytes
+            self._sent_s += seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,39 +176,13 @@ class PartEncoder:
         new, base = self._image[start:stop], part_of(earlier.image, start, stop)
         ranges = changed_ranges(new, base)
         changed = sum(end - begin for begin, end in ranges)
-        if self._rule is not None and changed >= LEAST_BYTES:
-            if self._always or self._rule.packs:
-                packed, pack_s = self._pack(new, base, ranges)
-                self._rule.packed(changed, len(packed), pack_s)
-                if len(packed) < min(changed, len(new) * WORTH):
-                    return OutgoingPart(start, len(new), digest, PartKind.DELTA, packed)
-            elif self._rule.probes():
-                begin, end = max(ranges, key=lambda bounds: bounds[1] - bounds[0])
-                end = min(end, begin + PROBE_BYTES)
-                self._probe(self._rule, new[begin:end], base[begin:end])
+        if self._rule is not None and changed >= LEAST_BYTES and (self._always or self._rule.packs):
+            packed = self._packers.submit(encode, new, base, ranges, Coding.PACKED).result()
+            if len(packed) < min(changed, len(new) * WORTH):
+                return OutgoingPart(start, len(new), digest, PartKind.DELTA, packed)
         if changed > len(new) * WORTH:
             return None
         return OutgoingPart(start, len(new), digest, PartKind.DELTA, encode(new, base, ranges, Coding.PLAIN))
-
-    def _probe(self, rule: CompressionRule, new: memoryview, base: memoryview) -> None:
-        """Pack a piece of a part to see how that goes. Nothing waits for it: the part is on its way meanwhile."""
-        from lightning_spot.snapshot.delta import Coding, encode
-
-        began_s = time.perf_counter()
-
-        def note(done: Future[bytes]) -> None:
-            if not done.cancelled():
-                rule.probed(len(new), len(done.result()), time.perf_counter() - began_s)
-
-        self._packers.submit(encode, new, base, [(0, len(new))], Coding.PACKED).add_done_callback(note)
-
-    def _pack(self, new: memoryview, base: memoryview, ranges: list[tuple[int, int]]) -> tuple[bytes, float]:
-        """A packed delta, and the seconds that it took."""
-        from lightning_spot.snapshot.delta import Coding, encode
-
-        began_s = time.perf_counter()
-        packed = self._packers.submit(encode, new, base, ranges, Coding.PACKED).result()
-        return packed, time.perf_counter() - began_s
 
 
 def _is(earlier: Glance | None, base: BaseInfo) -> bool:
@@ -303,18 +214,6 @@ class Approximation:
         self._memory = mmap.mmap(-1, 1)
         self._floats: tuple[Floats, ...] = ()
         self._since_exact = 0
-        self._skipped = 0
-        self._took_s: dict[bool, float] = {}
-
-    def took(self, manifest: Manifest, seconds: float) -> None:
-        """Note how long it took until a snapshot, or its approximation, was there."""
-        each_s = seconds / max(1, manifest.nbytes)
-        before_s = self._took_s.get(manifest.exact, each_s)
-        self._took_s[manifest.exact] = before_s + _WEIGHT * (each_s - before_s)
-
-    def pays(self) -> bool:
-        """Whether an approximation was there sooner than an exact snapshot; it is tried again now and then."""
-        return len(self._took_s) < 2 or self._took_s[False] < self._took_s[True] or self._skipped >= EXACT_EVERY - 1
 
     def leads_to(self, manifest: Manifest, floats: Sequence[Floats]) -> bool:
         """Whether the next snapshot may be approximated from it.
@@ -323,9 +222,6 @@ class Approximation:
             manifest: of that.
             floats: where in it numbers lie that may be approximated.
         """
-        if not self.pays():
-            self._skipped += 1
-            return False
         mine = self._manifest
         return (
             mine is not None
@@ -352,7 +248,7 @@ class Approximation:
             floats: where in it numbers lie that may be approximated in the next ones.
         """
         before, self._manifest = self._manifest, None
-        if manifest.files or not self.pays():
+        if manifest.files:
             return
         if manifest.nbytes > len(self._memory):
             before = None
@@ -375,7 +271,6 @@ class Approximation:
             the approximation, which lies here until the next call; what changed in its parts, by their first bytes.
         """
         before, self._manifest = self._manifest, None  # until it is done
-        self._skipped = 0
         nbytes, parts = exact.nbytes, list(part_ranges(exact.nbytes, exact.part_bytes))
         memory = memoryview(self._memory)
         changes = dict(threads.map(functools.partial(self._advance, image, memory), parts))

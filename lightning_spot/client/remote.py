@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -188,21 +187,17 @@ class ServerStore:
         floats: Sequence[Floats] = (),
     ) -> Manifest:
         """See :meth:`ServerTier.send`."""
-        began_s = time.perf_counter()
         if coming.manifest.shard is not None:
             floats = ()  # of several writers, some would send an approximation, and others not
         if floats and self._approximation.leads_to(coming.manifest, floats):
             exact = coming.committed()
             upload, base = self._lease(self._named(exact.inexact()), attempt)
             if base is not None and self._approximation.glance(base) is not None:
-                manifest = self._send(upload, functools.partial(self._approximate, exact, coming.image, base))
-                self._approximation.took(manifest, time.perf_counter() - began_s)
-                return manifest
+                return self._send(upload, functools.partial(self._approximate, exact, coming.image, base))
             _abort(self.client, upload)
         upload, base = self._lease(self._named(coming.manifest), attempt)
         manifest = self._send(upload, lambda threads: (coming, self._encoder(coming, base, earlier, threads)))
         if floats:
-            self._approximation.took(manifest, time.perf_counter() - began_s)
             self._approximation.begin(manifest, coming.image, floats)
         return manifest
 

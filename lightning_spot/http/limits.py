@@ -46,11 +46,8 @@ class _Counting(logging.Handler):
 HEAD_TIMEOUT_S = 10.0
 """A request's line and headers must be there within this time of its first byte, and of the connection's start."""
 
-LONGEST_HEAD_BYTES = 8192
-"""A request's line and headers have no more bytes than this; those of our clients have fewer than 2,048."""
-
 LONGEST_FIELD_BYTES = 1024
-"""Nor has one header, or the line, more than this; a token has 512 at most."""
+"""One header of a request, or its line, has no more bytes than this; a token has 512 at most."""
 
 MOST_HEADERS = 32
 """Headers of one request; our clients send about ten, proxies add theirs."""
@@ -60,8 +57,6 @@ SERVER_IDLE_TIMEOUT_S = 60.0
 
 MOST_CONNECTIONS = 4096
 """When there are so many, a new one takes the place of the one that has been idle longest."""
-
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 DESCRIPTORS = 2**20
 """Open files that a server should be allowed, as far as it may: each connection, stream of parts and slot is one."""
@@ -128,8 +123,7 @@ class Accepted(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._head_begun = self._head_is_whole = self._lingers = False
-        self._head_bytes, self._last_bytes = 0, b""
+        self._head_begun = self._lingers = False
         self.busy = False
         self.idle_since_s = self._loop.time()
         self.gone: asyncio.Future[None] = self._loop.create_future()
@@ -137,8 +131,7 @@ class Accepted(asyncio.Protocol):
     def begin_request(self) -> None:
         """The headers of a request are there: its handler keeps the time now."""
         self.busy = True
-        self._head_begun = self._head_is_whole = self._lingers = False
-        self._head_bytes, self._last_bytes = 0, b""
+        self._head_begun = self._lingers = False
         self._stop_timer()
 
     def end_request(self, *, is_whole: bool = True) -> None:
@@ -171,26 +164,10 @@ class Accepted(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        passes = self.busy or self._lingers
-        if not passes and not self._head_begun:
+        if not (self.busy or self._lingers or self._head_begun):
             self._head_begun = True
             self._start_timer(self._connections.head_timeout_s)
-        if passes or self._head_is_whole or self._head_fits(data):
-            self._handler.data_received(data)
-        elif self._transport is not None:
-            self._transport.write(_TOO_LARGE)
-            self._transport.close()
-
-    def _head_fits(self, data: bytes) -> bool:
-        """Whether a head, of which more has come, is within its bound. The parser's own would be 128 times 8 KiB."""
-        if not self._head_bytes:
-            data = data.lstrip(b"\r\n")  # which the parser passes over
-        seen = self._last_bytes + data[: LONGEST_HEAD_BYTES + 1]
-        end = seen.find(b"\r\n\r\n")
-        self._head_is_whole = end >= 0
-        self._head_bytes += len(data) if end < 0 else end - len(self._last_bytes)
-        self._last_bytes = seen[-3:]
-        return self._head_bytes <= LONGEST_HEAD_BYTES
+        self._handler.data_received(data)
 
     def eof_received(self) -> bool | None:
         """See :class:`asyncio.Protocol`."""

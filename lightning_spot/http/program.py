@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -50,7 +50,6 @@ from lightning_spot.server.slots import Slot
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.object_files import try_writing
 from lightning_spot.store.posix import why_not_writable
-from lightning_spot.threads import in_background
 from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain, read_object
 
 logger = logging.getLogger(__name__)
@@ -158,7 +157,6 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         listener.listen(_BACKLOG)
         await asyncio.to_thread(_check_storage, settings.flush_to)
         _announce(settings, listener)
-        in_background(partial(_try_prefixes, settings.allow), "spot-try")
     else:
         accepting = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
@@ -207,14 +205,6 @@ def _check_storage(flush_to: str | None) -> None:
     """
     if flush_to is not None and (why := _why_not_usable(flush_to)):
         raise SettingsError(f"--storage {flush_to} {why}; nothing would be durable there")
-
-
-def _try_prefixes(prefixes: Sequence[str]) -> None:
-    """Warn of prefixes below which this server cannot write: the hosts of trainers do so as long as it cannot."""
-    for prefix in prefixes:
-        if why := _why_not_usable(prefix):
-            text = "--allow-storage {about} {why}; until it can be used, the trainers' hosts write there"
-            say(logging.WARNING, "storage-unusable", text, about=prefix, why=why)
 
 
 def _why_not_usable(url: str) -> str:

@@ -217,7 +217,7 @@ def _take(connection: socket.socket, server: SnapshotServer, upload: Upload, fra
     """Put a part into the slot; its checksum, or ``NO_DIGEST`` for one that overlaps another: of that, nothing is."""
     digest = NO_DIGEST
     try:
-        server.uploads.arriving(upload, frame.start, frame.start + frame.nbytes, connection)
+        upload.received.begin(frame.start, frame.start + frame.nbytes, connection)
     except CorruptSnapshotError as error:
         # No line of the log for each: they may come by the thousand.
         logger.debug("%s: %s; it is refused", plain(upload.name), error)
@@ -230,10 +230,7 @@ def _take(connection: socket.socket, server: SnapshotServer, upload: Upload, fra
             with scratch.holding(client_at(connection), _scratch_bytes(frame, upload)) as has_room:
                 digest = _make(connection, server, upload, frame, has_room=has_room)
     finally:
-        if digest == frame.digest != NO_DIGEST:
-            server.uploads.arrived(upload, frame.start, digest)
-        else:
-            server.uploads.lost(upload, frame.start)
+        upload.received.end(frame.start, digest if digest == frame.digest != NO_DIGEST else None)
     return digest
 
 

@@ -274,9 +274,7 @@ class Fetches(Protocol):
         """See :meth:`~lightning_spot.store.store.Store.fetch`."""
 
 
-def receive(
-    store: Fetches, manifest: Manifest, tier: str, url: str, progress: Progress | None, *, beside_bytes: int = 0
-) -> OpenSnapshot:
+def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: Progress | None) -> OpenSnapshot:
     """Fetch a snapshot, each part checked as it comes.
 
     Args:
@@ -285,7 +283,6 @@ def receive(
         tier: what to call the tier.
         url: what to call it in errors.
         progress: called with the number of bytes just moved.
-        beside_bytes: memory that its reader needs besides.
 
     Returns:
         the snapshot, in sealed memory where the system can seal it; a host that has not room for it there keeps it on
@@ -294,7 +291,7 @@ def receive(
     Raises:
         SpotError: as :meth:`Store.fetch`, or if there is room for it nowhere.
     """
-    in_memory = has_room(manifest.nbytes + beside_bytes)
+    in_memory = has_room(manifest.nbytes)
     try:
         fd = _memory_file(manifest.nbytes) if in_memory else _disk_file(manifest.nbytes)
     except (OSError, OverflowError) as error:

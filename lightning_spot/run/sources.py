@@ -242,8 +242,7 @@ class StoreSource:
                 snapshot.close()
                 raise
             return snapshot
-        beside_bytes = 0 if shared else manifest.nbytes  # of the tensors that are read out of it
-        return receive(self.store, manifest, self.tier, url, progress, beside_bytes=beside_bytes)
+        return receive(self.store, manifest, self.tier, url, progress)
 
     @contextlib.contextmanager
     def shards(self) -> Iterator[ShardPlace]:

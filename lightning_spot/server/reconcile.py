@@ -14,7 +14,7 @@ from typing import Any
 from lightning_spot.retry import pause_after
 from lightning_spot.server.runs import LEFT_S, Opened, RunInfo, key_of
 from lightning_spot.server.slots import Group, Mark, Slot, Tiers, View
-from lightning_spot.snapshot.coming import Coming, Sealing
+from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf
 from lightning_spot.snapshot.shards import Status, registers_of, status
 from lightning_spot.store.store import put_together
@@ -89,7 +89,7 @@ class Action:
         due_s: not before then; 0 for at once.
         manifest: of the snapshot it is about, or of the first of its shards.
         slots: whose contents are brought there.
-        coming: the snapshot, if it is not committed yet, but its parts may go already.
+        coming: the snapshot, if it is being sealed still, but its parts may go already.
         sequence: of the commit that is brought.
         again: whether it was tried before, and failed or waits for others.
     """
@@ -655,22 +655,16 @@ def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: S
 
 def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
     """What is to be brought somewhere."""
-    coming = [(slot, slot.coming) for slot in seen.slots if slot.coming is not None and slot.manifest is None]
-    soon_old = any(isinstance(each, Sealing) and each.manifest.shard is None for _, each in coming)
+    sealing = [(slot, slot.coming) for slot in seen.slots if slot.coming is not None and slot.manifest is None]
+    soon_old = any(each.manifest.shard is None for _, each in sealing)
     for action in _committed(desired, seen):
         if not soon_old or action.about.complete or action.about.is_file:
             yield action
-    for slot, each in coming:
-        for url in seen.tiers.own:
-            is_server = url.startswith("spot://")
-            if each.manifest.shard is not None:
-                goes = is_server and desired.must_be_exact(each.manifest)
-            else:  # what is sealed here is whole in a moment, and storage takes it then, many parts at once
-                goes = is_server or not isinstance(each, Sealing)
-            if goes and not each.given_up:
-                kind = Kind.SEND if is_server else Kind.PUT
-                due_s = 0.0 if is_server else _pace_due_s(desired, seen, url, slot)
-                yield Action(kind, url, seen.run, due_s, each.manifest, (slot,), each, slot.commit.sequence)
+    for slot, each in sealing:
+        goes = not each.given_up and (each.manifest.shard is None or desired.must_be_exact(each.manifest))
+        for url in seen.tiers.own if goes else ():
+            if url.startswith("spot://"):
+                yield Action(Kind.SEND, url, seen.run, 0.0, each.manifest, (slot,), each, slot.commit.sequence)
 
 
 def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:

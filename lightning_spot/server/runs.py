@@ -178,7 +178,7 @@ class RunInfo:
         min_upload_interval_s: least seconds between two snapshots brought to storage; 0 for as often as it
             can; ``None`` for that, too, but fewer of those that follow each other in moments, see
             :data:`.reconcile.MOST_APART_S`.
-        compression: how what changed goes to the servers behind: ``"auto"`` packs it where that is faster, ``"always"``
+        compression: how what changed goes to the servers behind: ``"auto"`` packs it on slow links, ``"always"``
             always, ``"off"`` never, and ``"topk"`` sends it not exactly.
         servers: ``spot://host:port`` of the snapshot servers behind this one, in order of preference, see
             :mod:`~lightning_spot.server.placement`.

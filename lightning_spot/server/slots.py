@@ -141,7 +141,7 @@ class Slot:
         run: key of the run that fills or holds it.
         writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
         manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
-        coming: the snapshot that is still coming in, if its parts may go on to the tiers already.
+        coming: the snapshot that is being sealed, if its parts may go on to servers already.
         commit: how what it holds was committed.
         seen: what was seen of it at places below, by URL.
         settled: whether its sender said that it, or a newer one of its lineage, is durable.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from lightning_spot.server.ring import Base
 from lightning_spot.server.slots import Slot
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Before, Ranges
 
@@ -108,7 +107,6 @@ class Upload:
         received: what came over the network.
         held: the upload as which the slot was filled before, if nothing else was written into it since; else ``""``.
         base: from which parts may be made, if it comes over the network and an earlier snapshot is here.
-        coming: hands these parts to whoever sends them on.
         streams: connections that receive into the slot at the moment.
         sealing: whether it is being checksummed.
         ended: whether it was committed or given up.
@@ -127,7 +125,6 @@ class Upload:
     received: Received = field(default_factory=Received)
     held: str = ""
     base: Base | None = None
-    coming: Coming | None = None
     streams: set[socket.socket] = field(default_factory=set)
     sealing: bool = False
     ended: bool = False
@@ -142,11 +139,6 @@ class Upload:
     def in_use(self) -> bool:
         """Whether something still writes into the slot."""
         return self.sealing or bool(self.streams)
-
-    def is_replaced_by(self, newer: Manifest) -> bool:
-        """Whether its sender, which sends one snapshot at a time, sends that now instead."""
-        mine = self.announced
-        return mine is not None and not (mine.is_file or newer.is_file) and self.writer == writer_of(newer)
 
     def before(self, manifest: Manifest, written: Ranges | None) -> Before | None:
         """What is known of the slot, which is about to be sealed; ``None`` if nothing is.

@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 """How often a thread that waits for a change at the ring looks by itself."""
 
-_ABANDONED_S = 0.25  # less than a killed server's successor takes to begin, more than a sender from part to part
-
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""
 
@@ -83,12 +81,8 @@ class Uploads:
         ]
 
     def close(self) -> None:
-        """Take no new snapshots, and send on nothing that is not here yet."""
+        """Take no new snapshots."""
         self.closing = True
-        with self._lock:
-            for upload in self._uploads.values():
-                if upload.coming is not None:
-                    upload.coming.give_up()
 
     # -- they begin -----------------------------------------------------------------------------------------------
 
@@ -113,8 +107,7 @@ class Uploads:
             run: the run, as in URLs.
             attempt: who writes.
             nbytes: size of it.
-            manifest: without checksums, if it will come over the network: its parts go on to the tiers below as they
-                arrive, and nothing else can be committed in the slot.
+            manifest: without checksums, if it will come over the network: nothing else can be committed in the slot.
             wait_s: how long to wait for a slot.
             session: live connection of the trainer, if it is on this host. When it closes the slot is freed.
             upload_id: 32 hexadecimal digits chosen by who asks, so that it can ask once more, or give the upload up,
@@ -143,13 +136,12 @@ class Uploads:
             if (announced.nbytes, key_of(announced)) != (nbytes, key):
                 raise SettingsError(f"{announced.name} is not what is asked for a slot: {nbytes} bytes of {key!r}")
             writer = writer_of(announced)
-            self._give_up_abandoned(key, announced)
         slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
         try:
             upload = Upload(upload_id, key, attempt, slot, nbytes, session, time.monotonic(), writer, announced)
             upload.held, slot.buffer.held, slot.buffer.checked_s = slot.buffer.held, "", float("-inf")
             if announced is not None and not announced.is_file:
-                self._prepare(upload, announced)
+                upload.base = Base.newest(self._ring, key, writer if announced.shard is not None else None)
         except BaseException:  # nobody knows of the slot yet
             self._ring.abort(slot)
             raise
@@ -194,12 +186,6 @@ class Uploads:
                         raise SnapshotFailedError(ring.why_full(key, nbytes), reason=FailureReason.RING_FULL)
                     ring.changed.wait(min(left_s, LOOK_S))
 
-    def _prepare(self, upload: Upload, manifest: Manifest) -> None:
-        """It comes over the network: from what it may be made, and where its parts go."""
-        if manifest.shard is None and not self._ring.find(upload.run, manifest.name):
-            upload.coming = Coming(manifest, upload.slot.view(upload.nbytes))
-        upload.base = Base.newest(self._ring, upload.run, upload.writer if manifest.shard is not None else None)
-
     def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
         """Note an upload whose slot was leased, unless it is wanted no more.
 
@@ -222,20 +208,6 @@ class Uploads:
                 "the connection of who asked for this slot has closed: another one is to be made"
             )
         raise SnapshotNotFoundError("who asked for this slot has ended")
-
-    def _give_up_abandoned(self, key: str, newer: Manifest) -> None:
-        """A writer's server sends one snapshot at a time: one that nobody is connected for was left by a killed server.
-
-        The tiers below wait for the rest of it, and would take nothing newer.
-        """
-        now_s = time.monotonic()
-        with self._lock:
-            for upload in list(self._uploads.values()):
-                is_meant = upload.run == key and upload.is_replaced_by(newer)
-                if is_meant and not upload.in_use and now_s - upload.touched_s > _ABANDONED_S:
-                    text = "{about} was abandoned by its sender. Its slot is free for a newer upload."
-                    say(logging.INFO, "upload-superseded", text, about=upload.name)
-                    self.abort(upload.id)
 
     # -- they are filled ------------------------------------------------------------------------------------------
 
@@ -268,31 +240,6 @@ class Uploads:
                 upload.touched_s = time.monotonic()
                 upload.streams.discard(connection)
                 self._free_if_given_up(upload)
-
-    def arriving(self, upload: Upload, start: int, stop: int, connection: socket.socket | None = None) -> None:
-        """Bytes are about to be received into the slot; call :meth:`arrived` or :meth:`lost` afterwards.
-
-        Raises:
-            SnapshotNotFoundError: if nothing more may come.
-            CorruptSnapshotError: if they overlap others.
-        """
-        upload.received.begin(start, stop, connection)
-        if upload.coming is not None:
-            upload.coming.arriving(start, stop)
-
-    def lost(self, upload: Upload, start: int) -> None:
-        """Bytes were not received, or are not what was announced: there is nothing at that place now."""
-        upload.received.end(start, None)
-
-    def arrived(self, upload: Upload, start: int, digest: str) -> None:
-        """Bytes were received; they go on to the tiers below if they are a part of a snapshot."""
-        upload.received.end(start, digest)
-        if upload.coming is None:
-            return
-        upload.coming.arrived(start, digest)
-        with self._lock:
-            if upload.slot.coming is None and self._uploads.get(upload.id) is upload:
-                self._offer(upload.slot, upload.coming)
 
     # -- they become snapshots ------------------------------------------------------------------------------------
 
@@ -377,8 +324,6 @@ class Uploads:
                     f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
                 )
         self._commit(upload, manifest, None)
-        if upload.coming is not None:
-            upload.coming.commit(manifest)
         return manifest
 
     def fail(self, run: str, attempt: int, manifest: Manifest) -> None:
@@ -472,9 +417,6 @@ class Uploads:
             upload.ended = upload.given_up = True
             if untouched and not upload.in_use:
                 upload.slot.buffer.held = upload.held
-            if upload.coming is not None:
-                upload.coming.give_up()
-                self._take_back(upload.slot, upload.coming)
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)
@@ -490,18 +432,15 @@ class Uploads:
                 self._ring.fail_missing(run, attempt, writer, "it ended before its shard was there")
 
     def fence(self, run: str, attempt: int) -> None:
-        """Give up what earlier attempts are still sending: it will not be committed.
+        """Give up shards that earlier attempts are still sending: who sends them may be gone.
 
-        What is sealed here, or of which parts still come, is refused when it is to be committed.
+        All else of theirs is refused when it is to be committed.
         """
         with self._lock:
             for upload in list(self._uploads.values()):
-                if upload.run != run or upload.attempt >= attempt:
-                    continue
-                if upload.coming is not None:
-                    upload.coming.give_up()
-                if upload.announced is not None and upload.announced.shard is not None:
-                    self.abort(upload.id)  # who sends it may be gone
+                is_earlier = upload.run == run and upload.attempt < attempt
+                if is_earlier and upload.announced is not None and upload.announced.shard is not None:
+                    self.abort(upload.id)
 
     def expire(self, unconnected_s: float | None = None) -> None:
         """Free slots of network uploads whose sender fell silent.
@@ -520,7 +459,7 @@ class Uploads:
                 self.abort(upload.id)
 
     def _offer(self, slot: Slot, coming: Coming) -> None:
-        """Let the parts of a snapshot that is coming in go on to the tiers below."""
+        """Let the parts of a snapshot that is being sealed go on to servers."""
         with self._ring.changed:
             slot.coming = coming
             self._ring.touch(slot.run)

@@ -591,8 +591,8 @@ class TierUpload:
         return not has_newer(store, action.about)
 
     def _put(self, store: Store, action: Action, attempt: int) -> Manifest | None:
-        if action.coming is not None:
-            return self._while_it_comes(store, action, action.coming, attempt)
+        if action.coming is not None and isinstance(store, ServerTier):
+            return self._while_it_is_sealed(store, action, action.coming, attempt)
         with self._ring.changed:
             held = Held.of(action.slots)
         if len(held.slots) < len(action.slots) or held.manifests[0].snapshot != action.about.snapshot:
@@ -660,24 +660,16 @@ class TierUpload:
             self._ring.mark_committed(action.run, whole.lineage, whole.order)
         return whole
 
-    def _while_it_comes(self, store: Store, action: Action, coming: Coming, attempt: int) -> Manifest | None:
-        """Bring a file to a tier while it is still coming in; it is committed there once it is here."""
-        slot = action.slots[0]
-        floats = () if self._must_be_exact(action) else slot.commit.floats
+    def _while_it_is_sealed(self, store: ServerTier, action: Action, coming: Coming, attempt: int) -> Manifest | None:
+        """Send a snapshot to a server while it is still being sealed; it is committed there once it is here."""
+        slot, floats = action.slots[0], () if self._must_be_exact(action) else action.slots[0].commit.floats
         try:
-            if isinstance(store, ServerTier):
-                brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
-            else:
-                store.put_parts(coming.manifest, coming.parts_in_order(), attempt=attempt)
-                brought = coming.committed()
+            brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
         except SnapshotNotFoundError:
             if coming.given_up:
                 return None
             raise
-        manifest = coming.committed()
-        if not isinstance(store, ServerTier):
-            self._retain(action, manifest)
-        self._note(slot, manifest, brought, action.url)
+        self._note(slot, coming.committed(), brought, action.url)
         return brought
 
     def _must_be_exact(self, action: Action) -> bool:

@@ -167,7 +167,7 @@ def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) 
     if manifest.is_sharded:
         with snapshot.image() as image:
             return load_shards(trainer, image, manifest, trusts=trusts)
-    checkpoint = _load(snapshot, trusts=trusts, is_shared=trainer.world_size > 1)
+    checkpoint = _load(snapshot, trusts=trusts)
     shared = checkpoint.get(KEY)
     if shared is not None and manifest.files:
         with snapshot.image() as image:
@@ -175,9 +175,9 @@ def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) 
     return checkpoint
 
 
-def _load(snapshot: OpenSnapshot, *, trusts: bool, is_shared: bool) -> Checkpoint:
+def _load(snapshot: OpenSnapshot, *, trusts: bool) -> Checkpoint:
     """Read the checkpoint of a snapshot. What could not be read raises as such."""
-    mapped = f"/proc/self/fd/{snapshot.fds[0]}" if is_shared and snapshot.sealed else ""
+    mapped = f"/proc/self/fd/{snapshot.fds[0]}" if snapshot.sealed else ""
     with snapshot.reader() as reader:
         try:
             checkpoint = _read(reader.as_file(), snapshot.manifest, mapped, trusts=trusts)

@@ -1,4 +1,4 @@
-"""A file that is not committed yet, and whose parts become final one after another: sealed here, or received.
+"""A file that is being sealed here, and whose parts become final one after another.
 
 Whoever sends the file on takes each part as soon as it is final, and waits for the rest.
 """
@@ -27,7 +27,7 @@ class Coming:
     Args:
         manifest: of the file; with checksums it counts as committed, and every part is final.
         image: the whole file. It must stay in place while anybody uses this object, and a part that is final does not
-            change: where one must be written again, the file is given up first.
+            change.
     """
 
     def __init__(self, manifest: Manifest, image: memoryview) -> None:
@@ -36,27 +36,9 @@ class Coming:
         self._parts = list(part_ranges(manifest.nbytes, manifest.part_bytes))
         self._checksums: list[str] = list(manifest.checksums) or [""] * len(self._parts)
         self._order = list(range(len(self._parts))) if manifest.checksums else []
-        self._begun: set[int] = set()
         self._committed = bool(manifest.checksums) or not self._parts
         self._given_up = False
         self._changed = threading.Condition()
-
-    # -- for who brings the parts ---------------------------------------------------------------------------------
-
-    def arriving(self, start: int, stop: int) -> None:
-        """Bytes are about to be received: a part for the first time, or nobody may send the file on."""
-        index = start // self.manifest.part_bytes
-        with self._changed:
-            whole = index < len(self._parts) and self._parts[index] == (start, stop)
-            if whole and index not in self._begun:
-                self._begun.add(index)
-                return
-        self.give_up()
-
-    def arrived(self, start: int, digest: str) -> None:
-        """What was announced by :meth:`arriving` is here."""
-        if not self._given_up:
-            self._final(start // self.manifest.part_bytes, digest)
 
     def commit(self, manifest: Manifest) -> None:
         """Say that the file is committed, with this sealed manifest."""
@@ -75,8 +57,6 @@ class Coming:
             self._given_up = self._given_up or not self._committed
             self._changed.notify_all()
 
-    # -- for who sends them on ------------------------------------------------------------------------------------
-
     def sealed_parts(self) -> Iterator[tuple[int, int, str]]:
         """Yield ``(start, stop, checksum)`` of every part, in the order in which they become final; waits for each.
 
@@ -87,23 +67,6 @@ class Coming:
             self._wait(lambda place=place: len(self._order) > place)  # type: ignore[misc]
             index = self._order[place]
             yield *self._parts[index], self._checksums[index]
-
-    def parts_in_order(self) -> Iterator[memoryview]:
-        """Yield every part from the first to the last; ends once the file is committed here.
-
-        Raises:
-            SnapshotNotFoundError: if the file was given up.
-        """
-        for index, (start, stop) in enumerate(self._parts):
-            self._wait(lambda index=index: bool(self._checksums[index]))  # type: ignore[misc]
-            part = self.image[start:stop]
-            if checksum(part) != self._checksums[index]:  # who takes it would note the checksum of what it is now
-                self.give_up()
-                raise SnapshotNotFoundError(
-                    f"part {index} of {self.manifest.name} has changed in memory since it arrived"
-                )
-            yield part
-        self.committed()
 
     def committed(self) -> Manifest:
         """Wait until the file is committed on this host; its sealed manifest.

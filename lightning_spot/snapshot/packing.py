@@ -12,7 +12,7 @@ from lightning_spot.renamed import refuse_old
 logger = logging.getLogger(__name__)
 
 Compression = Literal["auto", "always", "off", "topk"]
-"""How what changed is sent: packed where that is faster, always packed, as it is, or not exactly."""
+"""How what changed is sent: packed on slow links, always packed, as it is, or not exactly."""
 
 
 def _find() -> Any:

@@ -214,7 +214,7 @@ def tier_errors(url: str, *, reading: bool = False) -> Iterator[None]:
         why = words_of(error)
         if isinstance(error, PermissionError) or _CREDENTIALS.search(why):
             forget_sessions()
-        raise TierError(f"{url}: {why}{_way_on(url, _code_of(error))}", tier=url) from error
+        raise TierError(f"{url}: {why}{_way_on(url, code_of(error))}", tier=url) from error
 
 
 _MAYBE_CHECKSUMS = frozenset(
@@ -236,12 +236,12 @@ def words_of(error: BaseException) -> str:
     why = " ".join(why.split())
     if len(why) > _LONGEST_WORDS:
         why = f"{why[:_LONGEST_WORDS]}…"
-    if (code := _code_of(error)) not in why:
+    if (code := code_of(error)) not in why:
         why = f"{why} ({code})" if why else code
     return f"{type(error).__name__}: {why}" if why else type(error).__name__
 
 
-def _code_of(error: BaseException) -> str:
+def code_of(error: BaseException) -> str:
     """The code of a store's answer, which libraries leave out of their texts; ``""`` if there is none."""
     for one in filter(None, (error, error.__cause__)):
         response = getattr(one, "response", None)

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lightning_spot.config import PART_BYTES
@@ -15,11 +15,11 @@ from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.retry import retried
 from lightning_spot.snapshot.files import check_zero, cut, pieces
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.shards import Image, JoinedImage, cut_out, slices
-from lightning_spot.store import s3, store
-from lightning_spot.store.fsspec_client import Job, is_s3, move, open_filesystem, tier_errors
-from lightning_spot.store.s3 import MultipartUpload, block_bytes, regrouped, upload
+from lightning_spot.store import store
+from lightning_spot.store.fsspec_client import is_s3, move, open_filesystem, tier_errors
+from lightning_spot.store.s3 import BLOCK_BYTES, block_bytes, regrouped, upload
+from lightning_spot.threads import all_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +68,12 @@ class ObjectFiles:
     def sizes(self, below: str) -> dict[str, int]:
         """Names in a folder, with the sizes of what are files; empty if there is none."""
         try:
-            listed = self.twice(lambda: list_folder(self.fs, self.path(below)))
+            listed = self.twice(lambda: self.fs.ls(self.path(below), detail=True))
         except FileNotFoundError:
             return {}
-        named = ((str(item["name"]).rstrip("/").rpartition("/")[2], int(item["size"] or 0)) for item in listed)
-        return {name: nbytes for name, nbytes in named if name}
+        found = {str(item["name"]).rstrip("/"): int(item["size"] or 0) for item in listed}
+        found.pop(self.path(below), None)  # some tools make an object of that name, and call it a folder
+        return {path.rpartition("/")[2]: nbytes for path, nbytes in found.items()}
 
     def patiently(self, action: Callable[[], Result]) -> Result:
         """Do what only reads; try again where the library does not do that itself."""
@@ -138,26 +139,22 @@ class ObjectFiles:
                 self.fs.rm_file(path)
 
     def remove_all(self, belows: Sequence[str]) -> None:
-        """Remove objects: at S3 by one request, elsewhere side by side.
+        """Remove objects side by side; where one cannot be removed, the others are.
 
         Raises:
             Exception: if one could not be removed.
         """
-        if self.is_s3:
-            s3.remove_objects(self.fs, [self.path(below) for below in belows])
-        else:
-            s3.remove_each(self.remove, belows)
 
+        def one(below: str) -> Exception | None:
+            try:
+                self.remove(below)
+            except Exception as error:  # every library has errors of its own
+                return error
+            return None
 
-def list_folder(files: Any, path: str) -> list[dict[str, Any]]:
-    """What lies in a folder of a bucket, each with its path as ``name``, and with its ``size``.
-
-    Raises:
-        FileNotFoundError: if nothing does, or there is no such bucket.
-    """
-    if is_s3(files):
-        return s3.list_folder(files, path)
-    return list(files.ls(path, detail=True))
+        failed = all_at_once([functools.partial(one, below) for below in belows], "spot-remove")
+        if error := next(filter(None, failed), None):
+            raise error
 
 
 class _Once:
@@ -176,62 +173,6 @@ class _Once:
             if not self._is_done:
                 self._action()
                 self._is_done = True
-
-
-class _SideBySide:
-    """Objects on their way to S3, each in one request or in blocks. The next one begins when a connection is free.
-
-    Args:
-        files: an s3fs file system.
-        objects: their bytes, by path.
-        ready: called each time that one is about to become visible.
-    """
-
-    def __init__(self, files: Any, objects: Mapping[str, Image], ready: Callable[[], None]) -> None:
-        self._files, self._objects, self._ready = files, objects, ready
-        self._begun: dict[str, MultipartUpload] = {}
-        self._left: dict[str, int] = {}  # blocks of each upload that are not there yet
-        self._lock = threading.Lock()
-
-    def write(self) -> None:
-        """Write all of them.
-
-        Raises:
-            Exception: whatever failed first; what is not there as a whole is aborted, and no request is under way.
-        """
-        sizes = {path: block_bytes(len(data)) for path, data in self._objects.items()}
-        try:
-            move(self._jobs(sizes), max(sizes.values(), default=1))
-        except BaseException:
-            for upload in self._begun.values():
-                with contextlib.suppress(Exception):  # the next attempt's sweep aborts it
-                    upload.abort()
-            raise
-
-    def _jobs(self, sizes: Mapping[str, int]) -> Iterator[Job]:
-        for path, data in self._objects.items():
-            if len(data) <= sizes[path]:
-                yield len(data), functools.partial(self._put, path, data)
-                continue
-            blocks = [cut_out(data, *bounds) for bounds in part_ranges(len(data), sizes[path])]
-            self._begun[path], self._left[path] = MultipartUpload(self._files, path), len(blocks)
-            for number, block in enumerate(blocks, 1):
-                yield len(block), functools.partial(self._send, path, number, block)
-
-    def _put(self, path: str, data: Image) -> None:
-        content = bytes(data[0 : len(data)])
-        self._ready()
-        self._files.pipe_file(path, content)
-
-    def _send(self, path: str, number: int, block: Image) -> None:
-        self._begun[path].send(number, block[0 : len(block)])
-        with self._lock:
-            self._left[path] -= 1
-            is_last = not self._left[path]
-        if is_last:
-            self._ready()
-            self._begun[path].complete()
-            del self._begun[path]
 
 
 def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, ready: Callable[[], None]) -> None:
@@ -261,7 +202,7 @@ def write_files(files: Any, root: str, manifest: Manifest, parts: Parts, ready: 
 
 
 def write_whole(files: Any, objects: Mapping[str, Image], ready: Callable[[], None]) -> None:
-    """Write several objects side by side, each as by :func:`write_object`.
+    """Write several objects, each as by :func:`write_object`: small ones side by side.
 
     Args:
         files: the file system.
@@ -272,16 +213,17 @@ def write_whole(files: Any, objects: Mapping[str, Image], ready: Callable[[], No
         Exception: whatever failed; none is being written any more.
     """
     once = _Once(ready)
-    if is_s3(files):
-        _SideBySide(files, objects, once).write()
-        return
 
     def write(path: str, data: Image) -> None:
         write_object(files, path, slices(data, PART_BYTES), len(data), once)
 
-    # Of what its library sends, it has a copy of so many bytes.
-    jobs = ((min(len(data), _WRITE_BYTES), functools.partial(write, path, data)) for path, data in objects.items())
-    move(jobs, _WRITE_BYTES)
+    jobs = [(min(len(data), _WRITE_BYTES), functools.partial(write, path, data)) for path, data in objects.items()]
+    if is_s3(files):  # of one object, many parts are under way at once
+        for _, job in [each for each in jobs if each[0] > BLOCK_BYTES]:
+            job()
+        move((each for each in jobs if each[0] <= BLOCK_BYTES), BLOCK_BYTES)
+    else:  # of what its library sends, it has a copy of so many bytes
+        move(jobs, _WRITE_BYTES)
 
 
 def write_object(files: Any, path: str, parts: Iterable[memoryview], nbytes: int, ready: Callable[[], None]) -> None:

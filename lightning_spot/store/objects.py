@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +35,6 @@ from lightning_spot.store.s3 import abort_dead_uploads
 from lightning_spot.store.store import FileStore, Holdings, Progress
 from lightning_spot.threads import all_at_once, both
 
-_RECENT_S = 1.0
-
 _Mark = dict[str, object]
 
 
@@ -48,17 +45,10 @@ class _Noted:
     Attributes:
         data: its bytes; ``None`` if there is none.
         manifest: what it says; ``None`` if it cannot be used.
-        seen_s: when it was asked for (monotonic).
     """
 
     data: bytes | None
     manifest: Manifest | None
-    seen_s: float
-
-    @property
-    def is_recent(self) -> bool:
-        """Whether to ask again would tell no more: what the bytes are sent for takes as long."""
-        return time.monotonic() - self.seen_s < _RECENT_S
 
 
 class ObjectStore(FileStore):
@@ -138,7 +128,7 @@ class ObjectStore(FileStore):
         if noted.manifest == manifest and self.has(manifest):
             return  # durable already: a server that takes over from a killed one may not know, and must not undo it
         parts = image if isinstance(image, (memoryview, JoinedImage)) else slices(image, PART_BYTES)
-        self._commit(manifest, parts, lambda: manifest, attempt, noted)
+        self._commit(manifest, parts, lambda: manifest, attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
@@ -193,17 +183,17 @@ class ObjectStore(FileStore):
 
     def _noted(self, manifest: Manifest) -> _Noted:
         """The manifest that is at the place of one."""
-        seen_s, data = time.monotonic(), b""
+        data = b""
         try:
             for _ in range(2):  # what seems damaged is read once more, since a read may end early
                 data = self._files.read_small(manifest.manifest_path)
                 with contextlib.suppress(CorruptSnapshotError):
-                    return _Noted(data, Manifest.from_json(data), seen_s)
-            return _Noted(data, None, seen_s)
+                    return _Noted(data, Manifest.from_json(data))
+            return _Noted(data, None)
         except FileNotFoundError:
-            return _Noted(None, None, seen_s)
+            return _Noted(None, None)
         except CorruptSnapshotError:  # it is too long for one
-            return _Noted(bytes(self._fs.cat_file(self._files.path(manifest.manifest_path))), None, seen_s)
+            return _Noted(bytes(self._fs.cat_file(self._files.path(manifest.manifest_path))), None)
 
     def _seen(self, manifest: Manifest) -> _Noted:
         with tier_errors(self.url):
@@ -264,9 +254,7 @@ class ObjectStore(FileStore):
             if not self._fs.exists(path):
                 self._fs.pipe_file(path, data)
 
-    def _commit(
-        self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int, seen: _Noted | None = None
-    ) -> Manifest:
+    def _commit(self, manifest: Manifest, parts: Parts, seal: Callable[[], Manifest], attempt: int) -> Manifest:
         """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes.
 
         Args:
@@ -274,7 +262,6 @@ class ObjectStore(FileStore):
             parts: the bytes.
             seal: gives the manifest once all of them have been taken.
             attempt: on whose behalf.
-            seen: the manifest that was seen there before.
         """
         commit = self._files.path(manifest.manifest_path)
         before: tuple[bytes, list[_Mark]] | None = None  # manifest of what is there, and the marks of its files
@@ -287,9 +274,7 @@ class ObjectStore(FileStore):
             self.check_owner()  # again: it has taken its time
             if manifest.is_file:
                 self._check_fences(manifest, attempt)
-            # Only its attempt writes a snapshot; of a user's file, somebody may have committed another one meanwhile.
-            is_known = seen is not None and seen.is_recent and not manifest.is_file
-            noted = seen if seen is not None and is_known else self._noted(manifest)
+            noted = self._noted(manifest)
             if self._is_lent and manifest.is_file and noted.manifest is None and self._sizes(manifest) != [None]:
                 raise store.not_ours(self.url, manifest)
             if _is_same(noted.manifest, sealed):

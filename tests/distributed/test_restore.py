@@ -126,9 +126,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     urls: list[str] = []
     original = reading.receive
 
-    def receive(store: Any, *arguments: Any, **more: Any) -> OpenSnapshot:
+    def receive(store: Any, *arguments: Any) -> OpenSnapshot:
         urls.append(store.url)
-        return original(store, *arguments, **more)
+        return original(store, *arguments)
 
     monkeypatch.setattr("lightning_spot.run.sources.receive", receive)
     return urls

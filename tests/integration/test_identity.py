@@ -219,7 +219,7 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
             info, _ = begin_attempt(
                 own, host, keep=Keep(newest=2), min_upload_interval_s=0.0, compression="off", replicas=1
             )
-            assert [run["id"] for run in host._server.listed()] == [info.id]
+            assert info.id in [run["id"] for run in host._server.listed()]
             return info
         finally:
             host.leave(complete=True)

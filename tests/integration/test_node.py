@@ -40,7 +40,6 @@ from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEAD
 from lightning_spot.server.runs import RunInfo, parse_run
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
-from lightning_spot.store.fsspec_client import open_filesystem
 from tests.support.server import RunningNode, manifest_of, named_run
 from tests.support.waiting import until
 
@@ -329,17 +328,6 @@ def test_a_bucket_that_is_not_there_is_an_error_at_the_start(s3: str, capsys: py
     assert main(["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", url]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert url in line
-
-
-def test_places_that_trainers_may_name_are_tried_at_the_start(start_node: StartNode, s3: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a file in the way")
-    wrong = [f"{s3}-not-there/runs", str(tmp_path / "file")]
-    right = [f"{s3}/runs", str(tmp_path / "runs")]
-    node = start_node(*[word for place in [*right, *wrong] for word in ("--allow-storage", place)])
-    warned = [f"--allow-storage {place} cannot be" for place in wrong]
-    until(lambda: all(text in node.log.read_text() for text in warned), "warnings of both")
-    assert not any(f"--allow-storage {place} cannot be" in node.log.read_text() for place in right)
-    assert open_filesystem(s3)[0].find(s3) == []  # nothing is left there
 
 
 def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:

@@ -31,7 +31,6 @@ from lightning_spot.store.fences import digest_of
 from lightning_spot.store.fsspec_client import tier_errors
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.retention import Keep, retain
-from lightning_spot.store.s3 import list_folder, remove_objects
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.store import Kept, fetched, put, snapshot
@@ -313,50 +312,6 @@ def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyP
     else:
         with pytest.raises(CorruptSnapshotError, match="do not have the checksum"):
             fetched(store, manifest)
-
-
-@pytest.mark.parametrize("how", ["at once", "not known", "refused"])
-def test_objects_are_deleted_in_one_request_if_the_store_can(
-    bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """Stores that speak S3 do not all know it, or want another checksum than botocore sends; it may fail for some."""
-    paths = [f"{bucket.removeprefix('s3://')}/run/{name}" for name in ("a & b", "c", "d")]
-    for path in (*paths, f"{paths[0]}-stays"):
-        raw.pipe_file(path, b"1")
-    call, asked = raw.call_s3, list[str]()
-
-    def answer(method: str, **more: Any) -> Any:
-        asked.append(method)
-        if how == "not known":
-            raise OSError("MissingContentMD5")
-        if how == "refused":
-            refused = more["Delete"]["Objects"].pop(0)
-            return {**call(method, **more), "Errors": [{**refused, "Code": "InternalError"}]}
-        return call(method, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(raw, "call_s3", answer)
-        remove_objects(raw, [*paths, f"{paths[0]}-was-never-there"])
-    assert raw.find(f"{bucket}/run") == [f"{paths[0]}-stays"]
-    assert asked == ["delete_objects"]
-
-
-def test_a_folder_is_listed_page_by_page(bucket: str, raw: s3fs.S3FileSystem) -> None:
-    where, call = f"{bucket.removeprefix('s3://')}/run", raw.call_s3
-    names = [f"{number}.json" for number in range(7)]
-    for name in (*names, "below/1", "below/2"):
-        raw.pipe_file(f"{where}/{name}", b"12")
-    assert list_folder(raw, f"{where}/nothing") == []
-    pages: list[str] = []
-
-    def paged(method: str, **more: Any) -> Any:
-        pages.append(method)
-        return call(method, **more, MaxKeys=3)
-
-    files = SimpleNamespace(split_path=raw.split_path, call_s3=paged, req_kw={})
-    found = {item["name"].removeprefix(f"{where}/"): item["size"] for item in list_folder(files, where)}
-    assert found == {**dict.fromkeys(names, 2), "below": 0}
-    assert len(pages) == 3
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -432,8 +432,8 @@ fence of shards | store.commit | commit::a_later_attempt_fences[directory]
 +        pass
 # damaged weights are taken for good ones
 checksum on arrival | http.upload_requests | node::a_part_that_came_damaged_is_never_committed
--        if digest == frame.digest != NO_DIGEST:
-+        if digest != NO_DIGEST:
+-digest if digest == frame.digest != NO_DIGEST else None
++digest if digest != NO_DIGEST else None
 checksum that a sender is told | client.part_streams | node::a_part_damaged_on_its_way_is_sent_again
 -                if digest == part.digest:
 +                if True:
@@ -460,9 +460,6 @@ checksum at flush | server.worker | ring::a_corrupted_slot_goes_nowhere
 checksum of shards after they were written | store.commit | commit::what_is_damaged_while_it_is_written_is_not_committed[directory]
 -            _verify(good)  # what was damaged meanwhile may have been written so
 +            pass
-checksum of parts passed on | snapshot.coming | coming::a_part_that_changes_in_memory_is_not_made_durable
--            if checksum(part) != self._checksums[index]:  # who takes it would note the checksum of what it is now
-+            if False:
 checksum of what nobody wrote to | snapshot.coming | written::memory_that_was_changed_by_others_is_found_in_its_turn
 -            if (index + before.turn) % CHECK_EVERY == 0 and checksum(self.image[start:stop]) != known:
 +            if False:

@@ -173,9 +173,9 @@ class NodeBehind:
         upload = node.lease(self.run, attempt, plain.nbytes, manifest=plain, wait_s=5.0)
         with upload.slot.view(plain.nbytes) as view:
             for start, stop, checksum in coming.sealed_parts():
-                self._node().uploads.arriving(upload, start, stop)
+                upload.received.begin(start, stop)
                 view[start:stop] = coming.image[start:stop]
-                self._node().uploads.arrived(upload, start, checksum)
+                upload.received.end(start, checksum)
                 self.sent.whole_bytes += stop - start
         manifest = coming.committed()
         self._node().commit(upload.id, manifest)

@@ -34,11 +34,8 @@ from lightning_spot.server import area as area_module
 from lightning_spot.server import reconcile, registry, worker
 from lightning_spot.server.area import SlotArea
 from lightning_spot.server.host import InProcessHost
-from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.slots import MOST_ABORTED, MOST_OF_A_WRITER, Held, Mark, Slot
-from lightning_spot.server.upload import Upload
-from lightning_spot.server.uploads import Uploads
+from lightning_spot.server.slots import MOST_ABORTED, MOST_OF_A_WRITER, Held, Slot
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Status
@@ -459,6 +456,20 @@ def test_a_dead_trainers_file_does_not_replace_a_newer_one(make_bench: Callable[
 # -- uploads ----------------------------------------------------------------------------------------------------------
 
 
+def test_an_upload_commits_only_what_it_said_it_would(bench: Bench) -> None:
+    bench.open()
+    manifest, image = manifest_of(1), image_of(1, 1000)
+    upload = bench.node.lease(RUN, 1, 1000, manifest=manifest)
+    upload.received.begin(0, 1000)
+    upload.received.end(0, checksum(image))
+    with pytest.raises(SettingsError, match="is not what this upload was opened for"):
+        bench.node.commit(upload.id, replace(manifest.sealed(memoryview(image)), epoch=7))
+    with pytest.raises(SettingsError, match="not what is asked"):
+        bench.node.lease(RUN, 1, manifest.nbytes - 1, manifest=manifest)
+    assert bench.flush() == []
+    assert bench.tier().survey().manifests == []
+
+
 def test_parts_must_all_have_arrived(bench: Bench) -> None:
     bench.open()
     upload = bench.node.lease(RUN, 1, 100)
@@ -650,33 +661,6 @@ def test_leasing_a_slot_just_committed_returns_what_it_holds(bench: Bench, monke
     bench.save(1)
     assert ring.committed()[0].buffer.held
     assert free == [False]
-
-
-def test_what_comes_into_a_slot_that_was_just_committed_goes_on(bench: Bench) -> None:
-    """The end of the upload before it took back what the next one had offered to the tiers."""
-    ring, registry, nbytes, slots = Ring(slots=1, memory_bytes=MIB), bench.node.registry, 1000, list[Slot]()
-    bench.open()
-
-    def receive(step: int) -> Upload:
-        upload = uploads.lease(RUN, 1, nbytes, manifest=manifest_of(step))
-        with upload.slot.view(nbytes) as view:
-            view[:] = image_of(step, nbytes)
-        uploads.arriving(upload, 0, nbytes)
-        uploads.arrived(upload, 0, checksum(image_of(step, nbytes)))
-        slots.append(upload.slot)
-        return upload
-
-    def committed(_run: str, manifest: Manifest) -> None:
-        ring.mark(Held((slots[0],), (manifest,)), "/tier", Mark.SAFE)
-        receive(2)
-
-    uploads = Uploads(ring, registry, committed)
-    uploads.commit(receive(1).id, manifest_of(1))
-    assert slots[0] is slots[1]
-    assert slots[1].coming is not None
-    assert slots[1].coming.manifest.step == 2
-    uploads.close()
-    ring.close(keep_unsafe=False)
 
 
 def test_who_waits_for_a_snapshot_holds_no_lock_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import encoding
-from lightning_spot.client.encoding import Approximation, packers
+from lightning_spot.client.encoding import Approximation
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import MANIFEST_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TierError
@@ -75,9 +75,7 @@ def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
 
 
 @pytest.fixture
-def topk(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    """Approximations are sent, however fast the machine is that this runs on."""
-    monkeypatch.setattr(Approximation, "pays", lambda _self: True)
+def topk(pair: Pair) -> Pair:
     pair.open(compression="topk", session="a trainer that lives")
     return pair
 
@@ -235,27 +233,14 @@ def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path)
     host.leave(complete=False)
 
 
-def sends(known: Approximation, count: int, *, exact_s: float, inexact_s: float) -> list[int]:
-    """Which of so many sends are approximations, if either kind takes so long."""
-    image = floats(1, 4096)
-    manifest, numbers, tried = manifest_of(1, 1, 4096).sealed(memoryview(image)), [Floats(64, 3968, "float32")], []
-    for number in range(count):
-        if known.leads_to(manifest, numbers):
-            tried.append(number)
-            with packers() as threads:
-                coming, _ = known.advance(manifest, memoryview(image), threads)
-            known.took(coming.manifest, inexact_s)
-        else:
-            known.took(manifest, exact_s)
-            known.begin(manifest, memoryview(image), numbers)
-    return tried
-
-
 def test_a_host_without_memory_for_it_sends_exactly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(encoding, "available_bytes", lambda: 1000)
-    assert sends(Approximation(), 5, exact_s=2.0, inexact_s=1.0) == []
+    known, image, numbers = Approximation(), memoryview(floats(1, 4096)), [Floats(64, 3968, "float32")]
+    manifest = manifest_of(1, 1, 4096).sealed(image)
+    known.begin(manifest, image, numbers)
+    assert not known.leads_to(manifest, numbers)
     assert [facts["size"] for facts in said(caplog, "lossy-no-memory")] == ["2.10 MB"]
 
 
