@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import doctor, drill, report, simulate, snapshots, supervise
+from lightning_spot.cli import doctor, drill, history, report, simulate, snapshots, supervise
 from lightning_spot.cli.output import error_console
 from lightning_spot.cli.snapshots import INCOMPLETE
 from lightning_spot.errors import CorruptSnapshotError, SpotError
@@ -104,6 +104,7 @@ _CODES: Codes = {
 }
 _NO_RUN: Codes = {2: "wrong usage, no such run, or nothing that could be asked answers"}
 _NO_SNAPSHOT: Codes = {2: "wrong usage, no such run or snapshot, or nothing that could be asked answers"}
+_REFUSED: Codes = {2: "wrong usage, no such run or snapshot, a trainer is at work, or a tier failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,5 +255,42 @@ _COMMANDS = {
             "lightning-spot cp s3://bucket/run-1 last.ckpt",
             "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
         ),
+    ),
+    "export": _Command(
+        snapshots.export,
+        snapshots.add_export_arguments,
+        "write the weights of a snapshot into one file, as safetensors",
+        {
+            0: "the weights are written",
+            1: "the snapshot is damaged; nothing is written",
+            2: "wrong usage, no such run or snapshot, or it cannot be read or written",
+            INCOMPLETE: "written, but a server or the storage did not answer: it may hold a newer snapshot",
+            **_INTERRUPTED,
+        },
+        ("lightning-spot export s3://bucket/run-1@2000 model.safetensors --safetensors",),
+    ),
+    "rewind": _Command(
+        history.rewind,
+        history.add_rewind_arguments,
+        "have the next start resume from an earlier snapshot, and set newer ones aside",
+        {0: "done", **_REFUSED, **_INTERRUPTED},
+        ("lightning-spot rewind s3://bucket/run-1@2000", "lightning-spot rewind s3://bucket/run-1 --undo"),
+    ),
+    "prune": _Command(
+        history.prune,
+        history.add_prune_arguments,
+        "delete the snapshots in storage that a policy does not keep",
+        {0: "done", 2: "wrong usage, no such run, or the storage failed", **_INTERRUPTED},
+        (
+            "lightning-spot prune s3://bucket/run-1 --keep 1 --dry-run",
+            "lightning-spot prune s3://bucket/run-1 --keep 2 --best 3 --monitor val_loss",
+        ),
+    ),
+    "rm": _Command(
+        history.rm,
+        history.add_rm_arguments,
+        "remove a snapshot or a run, on this host, at servers and in storage",
+        {0: "done", **_REFUSED, **_INTERRUPTED},
+        ("lightning-spot rm s3://bucket/run-1@2000", "lightning-spot rm s3://bucket/run-1 --all --dry-run"),
     ),
 }

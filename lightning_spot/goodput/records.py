@@ -358,6 +358,7 @@ class Journal:
             self._wake.clear()
             stopping = self._stopping
             try:
+                self.record.alive_unix_s = self._now()
                 write_record(self._url, self.record.attempt, self.record.as_dict())
                 self._mend()
             except TierError as error:

@@ -501,6 +501,10 @@ COMMANDS = {
     "show": "0 2 3 130",
     "verify": "0 1 2 3 130",
     "cp": "0 1 2 3 130",
+    "export": "0 1 2 3 130",
+    "rewind": "0 2 130",
+    "prune": "0 2 130",
+    "rm": "0 2 130",
 }
 """Each with its exit codes."""
 
