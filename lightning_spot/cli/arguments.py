@@ -33,10 +33,27 @@ _SILENT_S = 6.0
 _ANSWER_S = 5.0
 
 
-def add_run(parser: argparse.ArgumentParser, metavar: str = "RUN", which: str = "") -> None:
-    """Add a run, or a snapshot of one, and where to ask for it."""
-    parser.add_argument("run", metavar=metavar, help=f"directory, fsspec URL, or spot://host:port/NAME{which}")
-    add_servers(parser, "also ask this snapshot server; may be given several times")
+def add_run(
+    parser: argparse.ArgumentParser,
+    metavar: str = "RUN",
+    which: str = "",
+    *,
+    servers: bool = True,
+    stored: bool = False,
+) -> None:
+    """Add a run, or a snapshot of one, and where to ask for it.
+
+    Args:
+        parser: of the command.
+        metavar: how the run is shown.
+        which: what may follow it, for the help.
+        servers: whether snapshot servers may be named, too.
+        stored: whether it is named by its place in storage only.
+    """
+    places = "directory or fsspec URL" if stored else "directory, fsspec URL, or spot://host:port/NAME"
+    parser.add_argument("run", metavar=metavar, help=f"{places}{which}")
+    if servers:
+        add_servers(parser, "also ask this snapshot server; may be given several times")
     parser.add_argument("--run-name", metavar="NAME", help="name of the run (default: last component of RUN)")
 
 

@@ -99,6 +99,7 @@ _CODES: Codes = {
 }
 _NO_RUN: Codes = {2: "wrong usage, no such run, or nothing that could be asked answers"}
 _NO_SNAPSHOT: Codes = {2: "wrong usage, no such run or snapshot, or nothing that could be asked answers"}
+_REFUSED: Codes = {2: "wrong usage, no such run or snapshot, a trainer is at work, or a tier failed"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,5 +310,46 @@ COMMANDS = {
         text="print a script that completes commands in a shell",
         codes={0: "done", 2: "wrong usage"},
         examples=("lightning-spot completion bash",),
+    ),
+    "export": _Command(
+        module="cli.snapshots",
+        call="export",
+        add_arguments="add_export_arguments",
+        text="write the weights of a snapshot into one file, as safetensors",
+        codes={
+            0: "the weights are written",
+            1: "the snapshot is damaged; nothing is written",
+            2: "wrong usage, no such run or snapshot, or it cannot be read or written",
+            INCOMPLETE: "written, but a server or the storage did not answer: it may hold a newer snapshot",
+            **_INTERRUPTED,
+        },
+        examples=("lightning-spot export s3://bucket/run-1@2000 model.safetensors --safetensors",),
+    ),
+    "rewind": _Command(
+        module="cli.history",
+        call="rewind",
+        add_arguments="add_rewind_arguments",
+        text="have the next start resume from an earlier snapshot, and set newer ones aside",
+        codes={0: "done", **_REFUSED, **_INTERRUPTED},
+        examples=("lightning-spot rewind s3://bucket/run-1@2000", "lightning-spot rewind s3://bucket/run-1 --undo"),
+    ),
+    "prune": _Command(
+        module="cli.history",
+        call="prune",
+        add_arguments="add_prune_arguments",
+        text="delete the snapshots in storage that a policy does not keep",
+        codes={0: "done", 2: "wrong usage, no such run, or the storage failed", **_INTERRUPTED},
+        examples=(
+            "lightning-spot prune s3://bucket/run-1 --keep 1 --dry-run",
+            "lightning-spot prune s3://bucket/run-1 --keep 2 --best 3 --monitor val_loss",
+        ),
+    ),
+    "rm": _Command(
+        module="cli.history",
+        call="rm",
+        add_arguments="add_rm_arguments",
+        text="remove a snapshot or a run, on this host, at servers and in storage",
+        codes={0: "done", **_REFUSED, **_INTERRUPTED},
+        examples=("lightning-spot rm s3://bucket/run-1@2000", "lightning-spot rm s3://bucket/run-1 --all --dry-run"),
     ),
 }

@@ -45,13 +45,18 @@ from lightning_spot.run.survey import of_tier, scattered, survey
 from lightning_spot.server.tier import Listed
 from lightning_spot.snapshot.files import cut
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
+from lightning_spot.store.fences import Rewind
 from lightning_spot.store.store import Holdings, put_together
 from lightning_spot.untrusted import plain
 
 _LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")
 """What a snapshot server's address looks like without its scheme: taken for a directory."""
 
-_ONCE = RetryPolicy(tries=1, silent_s=6.0)
+ONCE = RetryPolicy(tries=1, silent_s=6.0)
+"""A person waits for the answer."""
+
+SET_ASIDE = "set aside"
+"""State of a snapshot from which no start resumes, since a rewind goes back to an older one."""
 
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +87,14 @@ def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``export``."""
+    add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
+    parser.add_argument("dest", metavar="DEST", help="file")
+    parser.add_argument("--safetensors", action="store_true", required=True, help="as safetensors (needs torch)")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+
+
 @dataclass(slots=True)
 class Entry:
     """A snapshot at a tier.
@@ -91,7 +104,8 @@ class Entry:
         source: where it is.
         state: ``"persisted"`` in storage; of one in memory ``"replicated"`` (at another tier, too), ``"uploading"`` (on
             its way to one) or ``"local"`` (neither). Of a rank's shard of a snapshot that is not complete there, which
-            of them it is; of one whose shards are at several of the tiers that were asked ``"replicated"``.
+            of them it is; of one whose shards are at several of the tiers that were asked ``"replicated"``. Of one that
+            a rewind has set aside, that.
     """
 
     manifest: Manifest
@@ -107,6 +121,7 @@ class Found:
         entries: snapshots, newest first.
         unreadable: snapshots that are there but cannot be used, with tier and reason.
         problems: one line for each tier that did not answer.
+        rewinds: that were asked for.
         url: the run that was asked for.
         selected: step or name of the snapshot of it that was, if one was.
         is_known: whether a tier knows of a run there, or could not say.
@@ -116,6 +131,7 @@ class Found:
     entries: list[Entry] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    rewinds: list[Rewind] = field(default_factory=list)
     url: str = ""
     selected: str | None = None
     is_known: bool = True
@@ -129,6 +145,13 @@ class Found:
         """The answer for programs, of what it says of each snapshot."""
         unreadable = [{"name": name, "reason": why} for name, why in self.unreadable.items()]
         return {"run": self.url, "snapshots": [*snapshots], "unreadable": unreadable, "not_asked": self.problems}
+
+    def take(self, entries: list[Entry]) -> None:
+        """Have these entries, in their order, and note which of them are set aside."""
+        self.entries = sorted(entries, key=lambda entry: entry.manifest.order, reverse=True)
+        for entry in self.entries:
+            if any(rewind.sets_aside(entry.manifest.order) for rewind in self.rewinds):
+                entry.state = SET_ASIDE
 
 
 def ask(arguments: argparse.Namespace) -> Found:
@@ -151,7 +174,7 @@ def ask(arguments: argparse.Namespace) -> Found:
                 f"no tier that answers knows of a run at {found.url!r}, and not all do: {silent}; {hint}"
             )
         raise SnapshotNotFoundError(f"no run is, or ever was, at {found.url!r}: {hint}")
-    found.entries.sort(key=lambda entry: entry.manifest.order, reverse=True)
+    found.take(found.entries)
     return found
 
 
@@ -163,18 +186,19 @@ def look_again(found: Found, source: Source, *, forget: bool) -> None:
             entries.extend(_entries(source, source.survey()))
         except SpotError as error:
             found.problems.append(of_tier(source.tier, str(error)))
-    found.entries = sorted(entries, key=lambda entry: entry.manifest.order, reverse=True)
+    found.take(entries)
 
 
 def pick(found: Found, wanted: str | None) -> Entry:
-    """The newest snapshot, or the newest of that name or step.
+    """The newest snapshot that is not set aside, or the newest of that name or step.
 
     Raises:
         SnapshotNotFoundError: if there is none; names what there is.
     """
     whole = [entry for entry in found.entries if entry.manifest.shard is None]
     for entry in whole:
-        if wanted in (None, LATEST, entry.manifest.name, str(entry.manifest.step)):
+        is_newest = wanted in (None, LATEST) and entry.state != SET_ASIDE
+        if is_newest or wanted in (entry.manifest.name, str(entry.manifest.step)):
             return entry
     names = ", ".join(sorted({entry.manifest.name for entry in whole})) or "nothing"
     if len(whole) < len(found.entries):
@@ -229,8 +253,9 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
 def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
     location = location_of(url, arguments.server, arguments.run_name)
-    seen = survey(location, _ONCE, begins=False)
-    found = Found(unreadable=seen.unreadable, problems=[of_tier(tier, why) for tier, why in seen.problems.items()])
+    seen = survey(location, ONCE, begins=False)
+    problems = [of_tier(tier, why) for tier, why in seen.problems.items()]
+    found = Found(unreadable=seen.unreadable, problems=problems, rewinds=seen.rewinds)
     for source, holdings in seen.answers:
         try:
             found.entries.extend(_entries(source, holdings))
@@ -312,6 +337,7 @@ def show(arguments: argparse.Namespace) -> int:
         what: f"{manifest.data_path}, {manifest.stored_bytes} bytes ({format_bytes(manifest.stored_bytes)})",
         **({"files": f"{len(manifest.files)}, {manifest.files[0].name} first"} if manifest.files else {}),
         "parts": f"{len(manifest.checksums)} of {most}{format_bytes(part_bytes)}, xxh3-128 each",
+        "metrics": ", ".join(f"{name} {value:g}" for name, value in sorted(manifest.metrics.items())) or "none",
         "world size": manifest.world_size,
         "written by": ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items())),
     }
@@ -357,15 +383,12 @@ def copy(arguments: argparse.Namespace) -> int:
     found = ask(arguments)
     wanted = pick(found, found.selected).manifest
     _target(arguments, wanted)  # an error in it is said before anything is read
-    if found.selected is None:
-        for what, why in found.unreadable.items():
-            print_line(f"skipped: {what}: {why}")
-    snapshot = open_selected(found, wanted)
+    snapshot = _open_wanted(found, wanted)
     try:
         wanted = snapshot.manifest
         target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.is_sharded
         if wanted.is_sharded and one_file:
-            _consolidate(snapshot, target)
+            _converted(snapshot, target, "plain")
         elif one_file:
             _copy_file(snapshot, target)
         else:
@@ -378,6 +401,25 @@ def copy(arguments: argparse.Namespace) -> int:
         print_line("That is the checkpoint. What only one rank knows (generators, data position) is not in it")
     if not one_file:
         print_line("That is a directory, of a sharded model. --consolidate makes one plain file of it")
+    return code_of_newest(found)
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write the weights of the newest snapshot (or the one named) into one file."""
+    found = ask(arguments)
+    wanted = pick(found, found.selected).manifest
+    target = Path(arguments.dest)
+    if target.is_dir():
+        raise SettingsError(f"{target} is a directory; name a file in it")
+    _check_target(target, is_file=True, force=arguments.force)
+    snapshot = _open_wanted(found, wanted)
+    try:
+        wanted = snapshot.manifest
+        _converted(snapshot, target, "safetensors", str(wanted.step), wanted.run)
+    finally:
+        snapshot.close()
+    size = format_bytes(target.stat().st_size)
+    print_line(f"{target}: {size}, the weights of step {wanted.step}, from {snapshot.tier}, every checksum holds")
     return code_of_newest(found)
 
 
@@ -421,6 +463,14 @@ def _check(entry: Entry) -> dict[str, object]:
         if _has_left(entry):
             state, reason = "gone", "it has left this tier since it was listed, as older ones do"
     return {**_facts(entry), "state": state, "reason": reason}
+
+
+def _open_wanted(found: Found, wanted: Manifest) -> OpenSnapshot:
+    """As :func:`open_selected`, and say what is passed over."""
+    if found.selected is None:
+        for what, why in found.unreadable.items():
+            print_line(f"skipped: {what}: {why}")
+    return open_selected(found, wanted)
 
 
 def open_selected(found: Found, wanted: Manifest) -> OpenSnapshot:
@@ -495,27 +545,31 @@ def _target(arguments: argparse.Namespace, wanted: Manifest) -> Path:
     target, name, one_file = Path(arguments.dest), wanted.name, arguments.consolidate or not wanted.is_sharded
     if target.is_dir():
         target = target / (name if not one_file or name.endswith(".ckpt") else f"{name}.ckpt")
-    if target.exists() and not one_file:
-        raise SettingsError(f"{target} exists, and a directory is never replaced; name another path")
-    if target.exists() and not arguments.force:
-        raise SettingsError(f"{target} exists; pass --force to replace it, or name another path")
-    if not target.parent.is_dir():
-        raise SettingsError(f"{target.parent} is no directory; make it first, or name another path")
+    _check_target(target, is_file=one_file, force=arguments.force)
     return target
 
 
-def _consolidate(snapshot: OpenSnapshot, target: Path) -> None:
-    """Make one plain file of a sharded snapshot, in a process of its own: commands know no torch."""
-    folder = target.parent / f".{target.name}.{uuid.uuid4().hex}.shards"
+def _check_target(target: Path, *, is_file: bool, force: bool) -> None:
+    if target.exists() and not is_file:
+        raise SettingsError(f"{target} exists, and a directory is never replaced; name another path")
+    if target.exists() and not force:
+        raise SettingsError(f"{target} exists; pass --force to replace it, or name another path")
+    if not target.parent.is_dir():
+        raise SettingsError(f"{target.parent} is no directory; make it first, or name another path")
+
+
+def _converted(snapshot: OpenSnapshot, target: Path, form: str, *said: str) -> None:
+    """Make another file of a snapshot, in a process of its own: commands know no torch."""
+    copied = target.parent / f".{target.name}.{uuid.uuid4().hex}.snapshot"
     try:
-        copy_files(snapshot, folder)
-        command = [sys.executable, "-m", "lightning_spot.sharded.reader", str(folder), str(target)]
+        (copy_files if snapshot.manifest.is_sharded else _copy_file)(snapshot, copied)
+        command = [sys.executable, "-m", "lightning_spot.sharded.reader", form, str(copied), str(target), *said]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-            raise SpotError(f"no plain file could be made of {snapshot.manifest.name}: {reason}")
+            raise SpotError(f"no {target.name} could be made of {snapshot.manifest.name}: {reason}")
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        copied.unlink(missing_ok=True) if copied.is_file() else shutil.rmtree(copied, ignore_errors=True)
 
 
 def _copy_file(snapshot: OpenSnapshot, target: Path) -> None:

@@ -46,6 +46,7 @@ class AttemptRecord:
         from_step: ``global_step`` at that time.
         step: the last one.
         unix_s: when this was noted.
+        alive_unix_s: when its trainer wrote this to storage last, which it does in a long validation, too.
         blocked_s: seconds that training waited for snapshots.
         snapshots: step and time of those begun; every other one is left out when there are too many.
         restore_s: of the seconds before training began, those that finding and reading the snapshot took; 0 for a fresh
@@ -61,6 +62,7 @@ class AttemptRecord:
     from_step: _Step = 0
     step: _Step = 0
     unix_s: UnixSeconds = 0.0
+    alive_unix_s: UnixSeconds = 0.0
     blocked_s: UnixSeconds = 0.0
     snapshots: Annotated[list[tuple[int, float]], _snapshots] = field(default_factory=list)
     restore_s: UnixSeconds = 0.0

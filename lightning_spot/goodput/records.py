@@ -372,6 +372,7 @@ class Journal:
             except Exception as error:  # training needs none of it
                 logger.debug("servers are not told what was measured: %r", error)
             try:
+                self.record.alive_unix_s = self._now()
                 write_record(self._url, self.record.attempt, self.record.as_dict())
                 self._mend()
             except TierError as error:

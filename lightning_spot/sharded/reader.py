@@ -6,14 +6,16 @@ runs code.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
+import json
 import os
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy
 import torch
@@ -40,6 +42,26 @@ from lightning_spot.snapshot.tensor_index import Shard, Shards, archived
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
 _OWN = "lightning_spot"  # exact state, which is that of the ranks there were
+
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+}
+"""Names of the kinds of numbers in safetensors (https://github.com/huggingface/safetensors#format)."""
 
 
 class ImageReader:
@@ -309,10 +331,87 @@ def write_plain(folder: Path, target: Path) -> None:
         SpotError: if that is not possible; nothing is left behind.
     """
     checkpoint = consolidated(*read_folder(folder))
+    with _whole(target) as file:
+        torch.save(checkpoint, file)
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def weights_of(snapshot: Path) -> dict[str, Any]:
+    """The model's state in a checkpoint file, or in a directory of a sharded snapshot.
+
+    Raises:
+        SpotError: if it cannot be read.
+    """
+    if snapshot.is_dir():
+        checkpoint = consolidated(*read_folder(snapshot))
+    else:
+        with open(snapshot, "rb") as file:
+            checkpoint = safe_load(file)
+    state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(state, dict):
+        raise CorruptSnapshotError("it is no checkpoint of Lightning's: it has no state_dict", where=str(snapshot))
+    return state
+
+
+def write_tensors(file: BinaryIO, state: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Write tensors. Of those that are the same memory, the first by its name is written; the others name it.
+
+    That is how the library's ``load_model`` reads them. Tensors that share parts of their memory are written each.
+
+    Args:
+        file: opened for writing.
+        state: tensors by name; all else is left out.
+        metadata: texts for the header.
+
+    Raises:
+        NotSerializableError: if the format has no such tensors.
+    """
+    said, first = dict(metadata), dict[tuple[Any, ...], str]()
+    written: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in sorted(state.items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
+            raise NotSerializableError(f"safetensors has no place for {name}, {tensor.layout} of {tensor.dtype}")
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and (same := first.setdefault(memory, name)) != name:
+            said[name] = same
+        else:
+            written.append((name, tensor))
+    written.sort(key=lambda item: -item[1].element_size())  # so that each begins at a multiple of its element's size
+    header: dict[str, Any] = {"__metadata__": said}
+    end = 0
+    for name, tensor in written:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in written:
+        if tensor.numel():
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def write_weights(snapshot: Path, target: Path, metadata: Mapping[str, str]) -> None:
+    """Write the weights of a snapshot as safetensors: whole, or not there.
+
+    Raises:
+        SpotError: if that is not possible; nothing is left behind.
+    """
+    state = weights_of(snapshot)
+    with _whole(target) as file:
+        write_tensors(file, state, metadata)
+
+
+@contextlib.contextmanager
+def _whole(target: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of another one once all of it is written. Others may read it, as by the umask."""
     temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}"
-    with open(temporary, "xb") as file:  # others may read it, as far as the user's umask lets them
+    with open(temporary, "xb") as file:
         try:
-            torch.save(checkpoint, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, target)
@@ -322,10 +421,13 @@ def write_plain(folder: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """The command above."""
-    folder, target = map(Path, sys.argv[1:])
+    """``plain FOLDER TARGET``, or ``safetensors SNAPSHOT TARGET STEP RUN``: for commands, which know no torch."""
+    form, (source, target), said = sys.argv[1], map(Path, sys.argv[2:4]), sys.argv[4:]
     try:
-        write_plain(folder, target)
+        if form == "plain":
+            write_plain(source, target)
+        else:
+            write_weights(source, target, {"format": "pt", "step": said[0], "run": said[1]})
     except (SpotError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

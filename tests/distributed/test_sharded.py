@@ -38,6 +38,7 @@ from lightning_spot.snapshot.shards import Image
 from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Shards, archived
 from lightning_spot.state.optimizers import keep_dtypes, precise_of
 from lightning_spot.state.sharded import MODEL, Dtensors, _put_back_optimizer
+from tests.integration.test_export import read as safetensors_of
 from tests.support.filled import check_archive, fill
 from tests.support.ranks import Shape, Sharded, as_rank, at_rest, on_rank, snapshot, whole
 
@@ -351,6 +352,11 @@ def test_the_consolidated_file_equals_that_of_a_single_device(
     assert (tmp_path / "pulled.ckpt").stat().st_mode == (folder / "manifest.json").stat().st_mode
     assert format_bytes((tmp_path / "pulled.ckpt").stat().st_size) in capsys.readouterr().out
     (tmp_path / "pulled.ckpt").unlink()
+    weights = tmp_path / "weights.safetensors"
+    assert main(["export", f"{tmp_path}@{manifest.name}", str(weights), "--safetensors"]) == 0
+    found = safetensors_of(weights.read_bytes())[0]
+    assert same(dict(sorted(found.items())), dict(sorted(model.state_dict().items())))
+    weights.unlink()
 
     damaged = folder / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes().replace(b"PK", b"PX", 1))

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_spot.cli import history, main
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.server import reconcile
@@ -172,6 +173,22 @@ def test_a_rank_is_killed_and_the_run_goes_on_exactly(training: Training, place:
     assert max(manifest.attempt for manifest in done.snapshots) == 2
     done.check_states()
     done.check_end(training.twin(ranks=ranks))
+
+
+@pytest.mark.parametrize("place", ["one host", "shards and a server"])
+def test_all_ranks_go_back_after_a_rewind(training: Training, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers, and the memory of each host, have newer snapshots still; the bits are those of the undisturbed run."""
+    monkeypatch.setattr(history, "SILENT_S", 0.0)  # the ranks are gone
+    killed = training.run(kill=[1, 6], code=None)
+    until(lambda: len(killed.snapshots) > 1, "servers to bring what was left")
+    to = killed.snapshots[-1]
+    servers = [word for url in training.nodes for word in ("--server", url)]
+    assert main(["rewind", f"{training.root / 'run' / 'run'}@{to.name}", *servers]) == 0
+    done = training.run(seed=99)
+    assert done.resumed[-1] == to.step
+    assert {each.attempt for each in done.snapshots if each.order > to.order} == {2}
+    done.check_states()
+    done.check_end(training.twin())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.cli import main
 from lightning_spot.client import starting
 from lightning_spot.config import run_key
 from lightning_spot.errors import SnapshotNotFoundError, SpotError
@@ -411,7 +412,38 @@ def check_places(root: Path, told: dict[str, int]) -> None:
     assert shards_steps(root) == [shard_scenarios.STEPS]
 
 
-CHECKS = {"store": check_store, "file": check_file, "node": check_node, "ranks": check_ranks, "places": check_places}
+def check_history(root: Path, told: dict[str, int]) -> None:
+    """What a kill between any two changes leaves is what was before the command, or what is after it."""
+    steps, store = whole_steps(root), LocalStore(root / "durable")
+    held = store.survey()
+    resumed = next((each.step for each in held.manifests if not held.sets_aside(each)), 0)
+    if "again" in told:
+        assert resumed == 4 or ("pruned" in told and not steps), "the newest went before others"
+    elif "rewound" in told:
+        assert resumed in {1: (1, 2), 2: (2, 4)}[told["rewound"]]
+    else:
+        assert resumed >= (told.get("durable", 0) if told.get("durable", 0) < 3 else 1)
+    if "again" not in told:
+        assert len(steps) >= told.get("durable", 0), "what is set aside was deleted"
+    elif "retained" not in told:
+        assert {4, 2} <= {*steps}
+    elif "pruned" not in told:
+        assert steps in ([4, 2], [4])
+    if store.root.exists():
+        main(["rm", str(store.root), "--all"])
+    assert whole_steps(root) == []
+    assert store.claimed() == 0
+    assert not store.root.exists() or leftovers(store.root) == []
+
+
+CHECKS = {
+    "history": check_history,
+    "store": check_store,
+    "file": check_file,
+    "node": check_node,
+    "ranks": check_ranks,
+    "places": check_places,
+}
 
 
 SOME_OR_ALL = pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.soak)], ids=["some", "all"])

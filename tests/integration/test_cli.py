@@ -546,6 +546,10 @@ COMMANDS = {
     "diff": "0 1 2 3 130",
     "cp": "0 1 2 3 130",
     "completion": "0 2",
+    "export": "0 1 2 3 130",
+    "rewind": "0 2 130",
+    "prune": "0 2 130",
+    "rm": "0 2 130",
 }
 """Each with its exit codes."""
 

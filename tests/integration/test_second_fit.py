@@ -230,7 +230,7 @@ def test_servers_end_with_a_program_unless_an_exception_ends_it(
     record = find_record(str(tmp_path / "run"))
     monkeypatch.setattr("sys.last_value", Stop(), raising=False)
     run_lookup._at_exit(os.getpid())
-    assert run_lookup._nodes
+    assert run_lookup._servers
     monkeypatch.delattr("sys.last_value")
     run_lookup._at_exit(os.getpid())
     until(lambda: not record.running(), "the node to end")

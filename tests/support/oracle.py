@@ -7,6 +7,7 @@ stores and nodes, and strikes it at its N-th call that changes files or director
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import functools
 import io
@@ -25,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_spot.cli import main
 from lightning_spot.errors import SpotError
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -241,6 +243,37 @@ def use_file(root: Path, tell: Tell) -> None:
             tell("file", step)
 
 
+def use_history(root: Path, tell: Tell) -> None:
+    """Go back twice, take another snapshot, prune, and remove the run, by commands."""
+    store, run = LocalStore(root / "durable"), str(root / "durable")
+    store.claim(claim_of(1))
+    for step in (1, 2, 3):
+        image = memoryview(image_of(step))
+        store.put(manifest_of(step).sealed(image), image, attempt=1)
+        tell("durable", step)
+    for step in (1, 2):
+        _command(tell, "rewind", f"{run}@{step}")
+        tell("rewound", step)
+    store.claim(claim_of(2))
+    image = memoryview(image_of(4))
+    manifest = manifest_of(4, 2).sealed(image)
+    store.put(manifest, image, attempt=2)
+    tell("again", 4)
+    retain(store, Keep(newest=2), manifest)
+    tell("retained", 2)
+    _command(tell, "prune", run, "--keep=1")
+    tell("pruned", 1)
+    _command(tell, "rm", run, "--all")
+    tell("gone", 1)
+
+
+def _command(tell: Tell, *arguments: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):  # what is told goes there
+        code = main(list(arguments))
+    if code:
+        tell("error", " ".join(arguments))
+
+
 def run_info(root: Path, *, attempt: int = 1, keep: int = 2, session: str = "") -> RunInfo:
     """A run without an identity that is kept in ``root/durable``."""
     url = str(root / "durable")
@@ -279,7 +312,13 @@ def _seal(node: SnapshotServer, attempt: int, step: int) -> None:
         raise
 
 
-SCENARIOS = {"store": use_store, "file": use_file, "node": use_node, **shard_scenarios.SCENARIOS}
+SCENARIOS = {
+    "store": use_store,
+    "file": use_file,
+    "node": use_node,
+    "history": use_history,
+    **shard_scenarios.SCENARIOS,
+}
 
 
 # -- the tracer -------------------------------------------------------------------------------------------------------

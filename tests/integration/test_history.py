@@ -1,0 +1,362 @@
+"""``prune``, ``rm`` and ``rewind``, as a user calls them: what is deleted, what stays, what the next start resumes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.cli import main
+from lightning_spot.client.stores import open_store
+from lightning_spot.goodput.ledger import AttemptRecord
+from lightning_spot.goodput.records import write_record
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from lightning_spot.snapshot.manifest import snapshot_name
+from lightning_spot.store.local import LocalStore
+from lightning_spot.store.retention import Keep, retain
+from lightning_spot.store.store import Store
+from tests.conftest import Cli
+from tests.integration.test_stores import put
+from tests.support.oracle import claim_of
+from tests.support.server import RunningNode
+from tests.support.snapshots import EachDurable
+from tests.support.trainer import Net, Stop, StopAt, data, equal, state_of, trainer
+from tests.support.waiting import new_process
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A run of two attempts: steps 1, 2, 3, then 3 and 4 of the second, which is gone."""
+    url = str(tmp_path / "run") if request.param == "directory" else f"{request.getfixturevalue('s3')}/run"
+    store = open_store(url)
+    location = Location.of(url).canonical
+    for attempt, steps in ((1, (1, 2, 3)), (2, (3, 4))):
+        store.claim(claim_of(attempt, run_id="a" * 12, location=location, host="gone"))
+        for step in steps:
+            put(store, step, attempt=attempt, created_unix_s=float(step), metrics={"loss": abs(step - 2.0)})
+    return store
+
+
+def there(store: Store) -> list[tuple[int, int]]:
+    return [(each.attempt, each.step) for each in store.survey().manifests]
+
+
+def resumed(store: Store) -> tuple[int, int]:
+    """What the next start takes."""
+    newest = survey(Location.of(store.url, local_server=False)).candidates[0][0]
+    return newest.attempt, newest.step
+
+
+def begin(store: Store, attempt: int) -> None:
+    store.claim(claim_of(attempt, run_id="a" * 12, location=Location.of(store.url).canonical, host="gone"))
+
+
+ALL = [(2, 4), (2, 3), (1, 3), (1, 2), (1, 1)]
+
+
+# -- prune ------------------------------------------------------------------------------------------------------------
+
+
+def test_prune(store: Store, cli: Cli) -> None:
+    assert json.loads(cli("prune", store.url, "--keep", "2", "--dry-run", "-o", "json"))["deleted"][0]["step"] == 3
+    assert there(store) == ALL
+    said = cli("prune", store.url, "--keep", "1", "--best", "1", "--monitor", "loss", "-o", "name")
+    assert said.split() == [snapshot_name(3, 2), snapshot_name(3, 1), snapshot_name(1, 1)]
+    assert there(store) == [(2, 4), (1, 2)]
+    cli("prune", store.url, "--keep", "1")
+    assert there(store) == [(2, 4)]
+    cli("prune", store.url, "--keep", "1")
+    assert there(store) == [(2, 4)]
+
+
+def test_prune_keeps_to_lineages_and_rules(store: Store, cli: Cli) -> None:
+    put(store, 9, attempt=3, lineage="b" * 12)
+    cli("prune", store.url, "--keep", "1", "--every-n-steps", "2")
+    assert there(store) == [(3, 9), (2, 4), (1, 2)]
+    cli("prune", store.url, "--keep", "1", "--newer-than", "3d")
+    assert there(store) == [(3, 9), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--keep", "0"],
+        ["--keep", "1", "--best", "2"],
+        ["--keep", "1", "--newer-than", "2"],
+        ["--keep", "1", "--mode=max", "--monitor=a"],
+    ],
+)
+def test_a_prune_that_names_no_policy_deletes_nothing(store: Store, arguments: list[str]) -> None:
+    assert main(["prune", store.url, *arguments]) == 2
+    assert main(["prune", f"{store.url}@4", "--keep", "1"]) == 2
+    assert there(store) == ALL
+
+
+def test_a_prune_deletes_nothing_where_the_newest_is_not_whole(store: Store, cli: Cli) -> None:
+    newest = store.survey().manifests[0]
+    folder = store.folder(newest.name, attempt=2, run_id="")  # type: ignore[attr-defined]
+    folder.remove([newest.spans[0].name])
+    cli("prune", store.url, "--keep", "1", code=2)
+    assert there(store) == ALL
+
+
+# -- rewind -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rewind_sets_newer_snapshots_aside_until_one_is_stored(store: Store, cli: Cli) -> None:
+    cli("rewind", f"{store.url}@2")
+    assert resumed(store) == (1, 2)
+    assert there(store) == ALL
+    states = {
+        (row["attempt"], row["step"]): row["state"]
+        for row in json.loads(cli("ls", store.url, "-o", "json"))["snapshots"]
+    }
+    assert states == {
+        (2, 4): "set aside",
+        (2, 3): "set aside",
+        (1, 3): "set aside",
+        (1, 2): "persisted",
+        (1, 1): "persisted",
+    }
+    assert json.loads(cli("show", store.url, "-o", "json"))["step"] == 2
+    cli("prune", store.url, "--keep", "1")  # what is aside is no newer snapshot
+    assert there(store) == ALL[:-1]
+    begin(store, 3)  # is killed before it has a snapshot
+    assert resumed(store) == (1, 2)
+    begin(store, 4)
+    retain(store, Keep(newest=2), put(store, 3, attempt=4))
+    assert there(store) == [(4, 3), (1, 2)]
+    assert resumed(store) == (4, 3)
+    assert main(["rewind", store.url, "--undo"]) == 2
+
+
+def test_what_is_taken_after_a_rewind_counts_at_once(store: Store, cli: Cli) -> None:
+    """Also where it is not stored yet, but in memory: it is of a later attempt."""
+    cli("rewind", f"{store.url}@1")
+    begin(store, 3)
+    put(store, 2, attempt=3)
+    assert resumed(store) == (3, 2)
+    found = survey(Location.of(store.url, local_server=False))
+    assert [(item.attempt, item.step) for item, _ in found.candidates] == [(3, 2), (1, 1)]
+
+
+def test_a_second_rewind_takes_the_place_of_the_first(store: Store, cli: Cli) -> None:
+    for step, expected in (("1", (1, 1)), (snapshot_name(3, 1), (1, 3)), ("3", (2, 3)), ("2", (1, 2))):
+        cli("rewind", f"{store.url}@{step}")
+        assert resumed(store) == expected
+    begin(store, 3)  # it ends without a snapshot
+    cli("rewind", f"{store.url}@3")
+    assert resumed(store) == (2, 3)
+    cli("rewind", store.url, "--undo")
+    assert resumed(store) == (2, 4)
+    assert store.survey().rewinds == []
+
+
+def test_a_late_upload_of_what_is_aside_deletes_nothing(store: Store, cli: Cli) -> None:
+    cli("rewind", f"{store.url}@1")
+    retain(store, Keep(newest=1), put(store, 5, attempt=2))
+    assert there(store) == [(2, 5), *ALL]
+    assert resumed(store) == (1, 1)
+
+
+def test_a_rewind_to_what_is_gone_is_no_fresh_start(store: Store, cli: Cli, tmp_path: Path) -> None:
+    cli("rewind", f"{store.url}@1")
+    store.delete(store.survey().manifests[-1])
+    assert survey(Location.of(store.url, local_server=False)).candidates == []
+    fits = trainer(SpotCheckpoint(store.url, local_server=False, run_name="run"))
+    with pytest.raises(Exception, match="rewind"):
+        fits.fit(Net(), data())
+    assert len(there(store)) == 4
+
+
+@pytest.mark.parametrize("command", ["rewind", "rm"])
+def test_nothing_is_changed_while_a_trainer_may_be_at_work(store: Store, command: str, cli: Cli) -> None:
+    now_s = time.time()
+    begin(store, 3)
+    store.claim(replace(claim_of(4), started_unix_s=now_s, host="elsewhere", pid=1))
+    assert "elsewhere" in cli(command, f"{store.url}@2", code=2)
+    record = AttemptRecord(attempt=4, begun_unix_s=now_s - 900.0, unix_s=now_s - 5.0)
+    write_record(store.url, 4, record.as_dict())
+    cli(command, f"{store.url}@2", code=2)
+    write_record(store.url, 4, replace(record, unix_s=now_s - 900.0, alive_unix_s=now_s - 9.0).as_dict())
+    cli(command, f"{store.url}@2", code=2)  # in a long validation
+    assert there(store) == ALL
+    assert store.survey().rewinds == []
+    write_record(store.url, 4, replace(record, unix_s=now_s - 90.0, alive_unix_s=now_s - 80.0).as_dict())
+    cli(command, f"{store.url}@2")
+    write_record(store.url, 4, replace(record, end="preempted").as_dict())
+    cli(command, f"{store.url}@3")
+
+
+@pytest.mark.parametrize("command", ["rewind", "rm"])
+def test_who_begins_meanwhile_is_not_disturbed(
+    store: Store, command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = type(store).has if command == "rewind" else type(store).delete
+
+    def begins(self: Any, *arguments: Any) -> Any:
+        if self.claimed() < 3:
+            begin(open_store(store.url), 3)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(type(store), "has" if command == "rewind" else "delete", begins)
+    cli(command, *([f"{store.url}@2"] if command == "rewind" else [store.url, "--all"]), code=2)
+    assert store.survey().rewinds == []
+    assert resumed(store) == (2, 4)
+
+
+def test_no_rewind_to_what_is_not_whole(store: Store) -> None:
+    oldest = store.survey().manifests[-1]
+    assert main(["rewind", f"{store.url}@2"]) == 0
+    store.folder(oldest.name, attempt=1, run_id="").remove([oldest.spans[0].name])  # type: ignore[attr-defined]
+    assert main(["rewind", f"{store.url}@1"]) == 2
+    assert resumed(store) == (1, 2)  # as before
+
+
+def test_what_no_rewind_can_mean(store: Store) -> None:
+    for arguments in ([store.url], [f"{store.url}@2", "--undo"], [f"{store.url}@7"], [store.url, "--undo"]):
+        assert main(["rewind", *arguments]) == 2
+    assert main(["rewind", "spot://127.0.0.1:1/run@2"]) == 2
+    assert store.survey().rewinds == []
+
+
+# -- rm ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rm_of_one_snapshot(store: Store, cli: Cli) -> None:
+    cli("rm", f"{store.url}@3", "--dry-run")
+    assert there(store) == ALL
+    assert cli("rm", f"{store.url}@3", "-o", "name").split() == [f"{store.url}@3"]
+    cli("rm", f"{store.url}@latest")
+    assert there(store) == ALL[2:]
+    assert main(["rm", store.url]) == 2
+    assert main(["rm", f"{store.url}@2", "--all"]) == 2
+    cli("rewind", f"{store.url}@2")
+    assert main(["rm", f"{store.url}@2"]) == 2
+    assert there(store) == ALL[2:]
+
+
+def test_rm_of_a_run_leaves_nothing_of_it_and_all_else(store: Store, cli: Cli) -> None:
+    write_record(store.url, 2, AttemptRecord(attempt=2, begun_unix_s=1.0, end="killed").as_dict())
+    cli("rewind", f"{store.url}@2")
+    half = store.folder(snapshot_name(9, 2), attempt=2, run_id="")  # type: ignore[attr-defined]
+    half.write("model.ckpt", memoryview(b"half"))
+    broken = store.folder(snapshot_name(8, 2), attempt=2, run_id="")  # type: ignore[attr-defined]
+    broken.write("manifest.json", memoryview(b"{"))
+    attempts = store.folder("attempts", attempt=0, run_id="")  # type: ignore[attr-defined]
+    attempts.write("mine.txt", memoryview(b"mine"))
+    cli("rm", store.url, "--all", "--dry-run")
+    assert there(store) == ALL
+    cli("rm", store.url, "--all")
+    found = store.survey()
+    assert (found.manifests, found.unreadable, found.unfinished, found.attempts) == ([], {}, [], ["mine.txt"])
+    attempts.remove(["mine.txt"])
+    assert main(["ls", store.url]) == 2
+
+
+def test_rm_leaves_no_directory(tmp_path: Path, cli: Cli) -> None:
+    store = LocalStore(tmp_path / "run")
+    store.claim(claim_of(1))
+    put(store, 1)
+    cli("rm", store.url, "--all")
+    assert not store.root.exists()
+
+
+# -- trainings --------------------------------------------------------------------------------------------------------
+
+
+class Dies(pl.Callback):
+    """Ends a training with its first batch, and knows where it began."""
+
+    step = -1
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+        raise Stop
+
+
+def train(run: Path, *callbacks: pl.Callback, **more: Any) -> None:
+    """Until something stops it; snapshots of every third step, all of which are stored."""
+    new_process()
+    usual = {"interval": EverySteps(3), "keep": 9, "on_full": "wait", "min_upload_interval_s": 0.0, "notices": None}
+    with pytest.raises(Stop):
+        trainer(SpotCheckpoint(str(run), **{**usual, **more}), *callbacks).fit(Net(), data())
+
+
+def begins_at(run: Path, **more: Any) -> int:
+    dies = Dies()
+    train(run, dies, **more)
+    return dies.step
+
+
+@pytest.mark.parametrize("local_server", [True, False], ids=["server", "in-process"])
+@pytest.mark.guarantee("G3")
+def test_a_training_goes_back_and_on(tmp_path: Path, cli: Cli, local_server: bool) -> None:
+    """Also where the server on this host has newer snapshots in memory; after kills, and until something is stored."""
+    run, how = tmp_path / "run", {"local_server": local_server}
+    train(run, EachDurable(run, 3), StopAt(11), **how)
+    once, twin = tmp_path / "once.ckpt", tmp_path / "twin.ckpt"
+    cli("cp", f"{run}@9", once)
+    cli("rewind", f"{run}@3")
+    assert [begins_at(run, **how), begins_at(run, **how)] == [3, 3]
+    train(run, EachDurable(run, 3), StopAt(7), **how)  # that of step 6 is stored
+    assert begins_at(run, **how) == 6
+    store = LocalStore(run)
+    assert [(each.attempt, each.step) for each in store.survey().manifests if each.step > 3] == [(4, 6)]
+    train(run, EachDurable(run, 3), StopAt(10), **how)
+    cli("cp", f"{run}@9", twin)
+    first, second = (torch.load(path, weights_only=True) for path in (once, twin))
+    assert equal(state_of(first), state_of(second))
+
+
+def test_snapshot_servers_hold_what_is_set_aside(
+    tmp_path: Path, cli: Cli, start_node: Callable[..., RunningNode]
+) -> None:
+    run, node = tmp_path / "run", start_node("--allow-storage", str(tmp_path))
+    server = node.url
+    how = {"servers": server}
+    train(run, EachDurable(run, 3), StopAt(11), **how)
+    at_server = [
+        row
+        for row in json.loads(cli("ls", run, "--server", server, "-o", "json"))["snapshots"]
+        if row["tier"] == server
+    ]
+    assert max(row["step"] for row in at_server) >= 9
+    cli("rewind", f"{run}@3", "--server", server)
+    aside = [
+        row for row in json.loads(cli("ls", run, "--server", server, "-o", "json"))["snapshots"] if row["step"] > 3
+    ]
+    assert {row["state"] for row in aside} == {"set aside"}
+    assert begins_at(run, **how) == 3
+    cli("rewind", run, "--undo", "--server", server)
+    assert begins_at(run, **how) >= 9
+
+
+@pytest.mark.parametrize("servers", [0, 1], ids=["local", "server"])
+def test_rm_removes_at_every_tier(
+    tmp_path: Path, cli: Cli, start_node: Callable[..., RunningNode], servers: int
+) -> None:
+    """What stayed in memory would be brought to storage again, and be resumed from."""
+    run, asked, how = tmp_path / "run", list[str](), dict[str, Any]()
+    if servers:
+        server = start_node("--allow-storage", str(tmp_path)).url
+        asked, how = ["--server", server], {"servers": server}
+    train(run, EachDurable(run, 3), StopAt(11), **how)
+    cli("rm", f"{run}@9", *asked)
+    listed = json.loads(cli("ls", run, *asked, "-o", "json"))["snapshots"]
+    assert {row["step"] for row in listed} & {9} == set()
+    assert begins_at(run, **how) == max(row["step"] for row in listed)
+    cli("rm", run, "--all", *asked)
+    assert not run.exists()
+    found = survey(Location.of(str(run), **how))
+    assert (found.candidates, found.claim) == ([], None)
+    assert begins_at(run, **how) == 0
