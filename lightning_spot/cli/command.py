@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_spot._version import __version__
-from lightning_spot.cli import doctor, drill, report, simulate, snapshots, supervise
+from lightning_spot.cli import cert, doctor, drill, report, simulate, snapshots, supervise, token
 from lightning_spot.cli.output import error_console
 from lightning_spot.cli.snapshots import INCOMPLETE
 from lightning_spot.errors import CorruptSnapshotError, SpotError
@@ -138,7 +138,22 @@ _COMMANDS = {
         (
             "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",
             "lightning-spot serve --listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
+            "lightning-spot serve --listen 0.0.0.0:7070 --tls-cert server.pem --tls-key server-key.pem",
         ),
+    ),
+    "token": _Command(
+        token.token,
+        token.add_arguments,
+        "make a token that holds for some runs, for some time",
+        {0: "done", 2: "wrong usage, or no secret to sign with", **_INTERRUPTED},
+        ("lightning-spot token --run team-a --rights write --expires 7d",),
+    ),
+    "cert": _Command(
+        cert.cert,
+        cert.add_arguments,
+        "make certificates to try TLS with: a CA, a server's and a client's",
+        {0: "done", 2: "wrong usage, or a file is there already", **_INTERRUPTED},
+        ("lightning-spot cert certs 10.0.0.5 snapshots.example.com",),
     ),
     "run": _Command(
         supervise.run,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from lightning_spot.cli.arguments import location_of
 from lightning_spot.cli.output import plain_table, wide_console
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_count, format_seconds
+from lightning_spot.config import format_count, format_seconds, names_server
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.records import completed, read_records
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
-    if arguments.url.startswith("spot://"):
+    if names_server(arguments.url):
         raise SettingsError(
             f"{arguments.url} names a snapshot server, which keeps no records of attempts: give the run's dirpath"
         )

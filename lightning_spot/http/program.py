@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import os
 import re
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -31,12 +31,20 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import directory_of, format_bytes, read_environment, scheme_of, why_weak
+from lightning_spot.config import (
+    directory_of,
+    format_bytes,
+    read_environment,
+    scheme_of,
+    take_token,
+    why_weak,
+)
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
 from lightning_spot.http.flags import ServerSettings, add_arguments, settings_from
 from lightning_spot.http.limits import DESCRIPTORS
 from lightning_spot.http.routes import Service
+from lightning_spot.protocol.credentials import Reloaded, Secrets, server_context
 from lightning_spot.protocol.listening import accepted, allow_descriptors
 from lightning_spot.protocol.ownership import is_own_user, own_directories, own_socket, peer_of, remove_file
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
@@ -79,14 +87,15 @@ def serve(settings: ServerSettings) -> int:
         SettingsError: if it is to write to what no file system that is installed can.
     """
     allow_descriptors(DESCRIPTORS)
-    if why := why_weak(read_environment().token):
+    for why in filter(None, map(why_weak, read_environment().secrets)):
         say(logging.WARNING, "token-weak", "{why}", why=why)
     record = settings.record
     if record is None:
+        tls = server_context(*settings.tls) if settings.tls is not None else None
         for url in settings.allow:
             open_store(url)  # to say so now, not when a trainer comes
         with _bind(settings.host, settings.port) as listener:
-            return asyncio.run(_serve(settings, listener))
+            return asyncio.run(_serve(settings, listener, tls))
     with record.opened() as opened:
         return _run_embedded(replace(settings, record=opened), opened)
 
@@ -129,7 +138,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
-async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
+async def _serve(settings: ServerSettings, listener: socket.socket, tls: Reloaded[ssl.SSLContext] | None = None) -> int:
     environment = read_environment()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
     is_lent = settings.record is None
@@ -143,11 +152,12 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         area=_area(settings, environment.shm_dir),
         allow=settings.allow if is_lent else None,
     )
-    service = Service(server, environment.token)
+    # A local server asks for no token: whoever reaches its sockets is the same user.
+    service = Service(server, Secrets() if is_lent and environment.secrets else None)
     runner = service.runner()
     await runner.setup()
     assert runner.server is not None
-    connections = service.connections(runner.server)
+    connections = service.connections(runner.server, tls)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.counted.on_loop_error)
     channel = None
@@ -160,7 +170,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     else:
         accepting = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
-        channel = DescriptorChannel(server, settings.record.fds, environment.token)
+        channel = DescriptorChannel(server, settings.record.fds)
     signals = _Signals()
     if settings.record is not None:
         await _until_unneeded(server, service, settings.server_idle_timeout_s, signals)
@@ -211,7 +221,8 @@ def _announce(settings: ServerSettings, listener: socket.socket) -> None:
     if settings.allow:
         facts.append(f"stores runs of trainers that ask for it below {' and '.join(settings.allow)}")
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"server listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
+    scheme = "spots" if settings.tls is not None else "spot"
+    print(f"server listening on {scheme}://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
 
 
 class _Signals:
@@ -389,12 +400,10 @@ class DescriptorChannel:
     Args:
         server: whose slots are handed over.
         path: of the Unix socket.
-        token: secret the greeting must carry, if any.
     """
 
-    def __init__(self, server: SnapshotServer, path: Path, token: str | None) -> None:
+    def __init__(self, server: SnapshotServer, path: Path) -> None:
         self._server = server
-        self._token = token
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -442,10 +451,7 @@ class DescriptorChannel:
         with ExitStack() as pins:
             try:
                 lines = _Lines(connection, pidfd)
-                greeting = read_object(lines.next(_GREETING_TIMEOUT_S) or b"{}")
-                if self._token and not hmac.compare_digest(str(greeting.get("token")).encode(), self._token.encode()):
-                    connection.sendall(b'{"refused": "token"}\n')
-                    return
+                read_object(lines.next(_GREETING_TIMEOUT_S) or b"{}")  # a greeting
                 self._server.begin_session(session, process.to_json() if process is not None else "")
                 begun = True
                 _send(connection, {"session": session}, None)
@@ -547,6 +553,8 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     log_plainly(logging.INFO, arguments.log_format)
+    if arguments.embedded:
+        take_token(sys.stdin.read())
     try:
         return serve(settings_from(arguments))
     except (SpotError, OSError) as error:

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_spot.config import names_server
 from lightning_spot.retry import pause_after
 from lightning_spot.server.runs import LEFT_S, Opened, RunInfo, key_of
 from lightning_spot.server.slots import Group, Mark, Slot, Tiers, View
@@ -626,7 +627,7 @@ def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: S
     for until storage has what this server has of it: who has the rest commits it.
     """
     info, shard, is_pending = desired.info, slot.shard, state is Status.PENDING
-    if url.startswith("spot://"):
+    if names_server(url):
         return not (info is not None and info.replicas > 1 and slot.seen.get(info.durable_url or "") is Mark.SAFE)
     if slot.manifest is None or shard is None:
         return True
@@ -653,7 +654,7 @@ def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
             yield action
     for slot, each in coming:
         for url in seen.tiers.own:
-            is_server = url.startswith("spot://")
+            is_server = names_server(url)
             if each.manifest.shard is not None:
                 goes = is_server and desired.must_be_exact(each.manifest)
             else:  # what is sealed here is whole in a moment, and storage takes it then, many parts at once
@@ -669,12 +670,12 @@ def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
     files = [slot for slot in seen.view.owed if slot.snapshot is None]
     for slot in files:
         for url in _brings(desired, seen, slot):
-            yield _upload(url, seen.run, [slot], Kind.SEND if url.startswith("spot://") else Kind.PUT)
+            yield _upload(url, seen.run, [slot], Kind.SEND if names_server(url) else Kind.PUT)
     # Of a run of which something whole is to be sent, what is not complete yet waits: it would never be over.
     whole_to = {url for group in seen.view.groups if _is_whole_shards(group) for url in _owed(desired, seen, group)}
     for group in seen.view.groups:
         for url, slots in _owed(desired, seen, group).items():
-            if not url.startswith("spot://"):
+            if not names_server(url):
                 action = _upload(url, seen.run, group.slots, Kind.PUT if group.is_here else Kind.PUT_SHARDS)
                 yield replace(action, due_s=_storage_due_s(desired, seen, url, group))
             elif group.is_here or url not in whole_to:

@@ -734,10 +734,15 @@ class Ring(SlotTable):
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        """The slots, as JSON-ready values."""
+    def status(self, covers: Callable[[str], bool] | None = None) -> dict[str, Any]:
+        """The slots, as JSON-ready values; only those of runs whose names are covered."""
         with self.changed:
-            return {"memory_bytes": self.memory_bytes, "slots": [slot.status(self.owed([slot])) for slot in self.slots]}
+            shown = [
+                slot.status(self.owed([slot]))
+                for slot in self.slots
+                if covers is None or (slot.manifest is not None and covers(slot.manifest.run))
+            ]
+            return {"memory_bytes": self.memory_bytes, "slots": shown}
 
     def close(self, *, keep_unsafe: bool) -> None:
         """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""

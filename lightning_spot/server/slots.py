@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_spot.config import format_bytes
+from lightning_spot.config import format_bytes, names_server
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.snapshot.coming import Coming
@@ -552,7 +552,7 @@ class View:
             (slot.writer, url): slot
             for slot in sorted(self.slots, key=lambda slot: slot.commit.sequence)
             for url in slot.safe
-            if slot.snapshot is not None and url.startswith("spot://")
+            if slot.snapshot is not None and names_server(url)
         }
         return set(newest.values())
 
