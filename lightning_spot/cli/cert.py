@@ -57,11 +57,12 @@ def make(folder: Path, hosts: list[str]) -> list[Path]:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    for name in (SERVER, SERVER_KEY, CLIENT):
+    has_ca = (folder / CA).exists() and (folder / CA_KEY).exists()
+    for name in (SERVER, SERVER_KEY, CLIENT, *(() if has_ca else (CA, CA_KEY))):
         if (path := folder / name).exists():
             raise FileExistsError(None, "", str(path))
-    written = []
-    if (folder / CA).exists() and (folder / CA_KEY).exists():
+    names, written = [_name(host) for host in hosts], []
+    if has_ca:
         ca = x509.load_pem_x509_certificate((folder / CA).read_bytes())
         ca_key = load_pem_private_key((folder / CA_KEY).read_bytes(), None)
         if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
@@ -70,7 +71,6 @@ def make(folder: Path, hosts: list[str]) -> list[Path]:
         ca_key = ec.generate_private_key(ec.SECP256R1())
         ca = _certificate("lightning-spot development CA", ca_key, None, ca_key, [])
         written += [_write(folder / CA_KEY, _pem(ca_key)), _write(folder / CA, _pem(ca))]
-    names = [_name(host) for host in hosts]
     key, client_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     server = _certificate(
         hosts[0][:64], key, ca, ca_key, [x509.SubjectAlternativeName(names)], ExtendedKeyUsageOID.SERVER_AUTH

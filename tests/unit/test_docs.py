@@ -29,7 +29,7 @@ TEXTS = {
 }
 COMMAND = re.compile(r"^lightning-spot .*?(?=\s+#|$)|(?<=`)lightning-spot [^`]+", re.MULTILINE)
 VARIABLE = re.compile(r"LIGHTNING_SPOT_[A-Z_]+")
-MOST_WORDS, MOST_WORDS_IN_ALL = {"docs/understand/guarantees.md": 2500}, 20_000
+MOST_WORDS, MOST_WORDS_IN_ALL = {"docs/understand/guarantees.md": 2500, "docs/operate/security.md": 1700}, 20_000
 
 
 def _script(name: str) -> ModuleType:
