@@ -76,12 +76,7 @@ SHORTEST_TOKEN = 16
 """One with fewer characters works, with a warning."""
 
 _MOST_SECRETS = 2
-_CREDENTIALS = (
-    "LIGHTNING_SPOT_TOKEN",
-    "LIGHTNING_SPOT_TOKEN_FILE",
-    "LIGHTNING_SPOT_CA",
-    "LIGHTNING_SPOT_CLIENT_CERT",
-)
+_CREDENTIAL_FILES = ("LIGHTNING_SPOT_TOKEN_FILE", "LIGHTNING_SPOT_CA", "LIGHTNING_SPOT_CLIENT_CERT")
 _OF_THE_PROCESS = ("LIGHTNING_SPOT_", "PYTHON", "LD_", "PATH", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
 """How the names of variables begin that a process keeps as it was started with them."""
 
@@ -213,11 +208,18 @@ def environment_to_hand_over() -> dict[str, str]:
 
     Not what the process itself, or the way to it, depends on.
     """
-    return {name: value for name, value in os.environ.items() if _is_handed_over(name)}
+    return {name: value for name, value in _from_anywhere().items() if _is_handed_over(name)}
 
 
 def _is_handed_over(name: str) -> bool:
-    return name in _CREDENTIALS or not name.startswith(_OF_THE_PROCESS)
+    credentials = ("LIGHTNING_SPOT_TOKEN", *_CREDENTIAL_FILES)
+    return name in credentials or not name.startswith(_OF_THE_PROCESS)
+
+
+def _from_anywhere() -> dict[str, str]:
+    """The environment as a process reads it that runs in another directory."""
+    files = {name: os.path.abspath(value) for name in _CREDENTIAL_FILES if (value := os.environ.get(name))}
+    return {**os.environ, **files}
 
 
 def take_environment(given: Mapping[str, str]) -> bool:
@@ -234,7 +236,7 @@ def take_environment(given: Mapping[str, str]) -> bool:
 
 def environment_of_server() -> tuple[dict[str, str], str]:
     """The environment to start a local server with, and the token, which is handed over apart."""
-    environment = dict(os.environ)
+    environment = _from_anywhere()
     return environment, environment.pop("LIGHTNING_SPOT_TOKEN", "")
 
 

@@ -141,20 +141,6 @@ _COMMANDS = {
             "lightning-spot serve --listen 0.0.0.0:7070 --tls-cert server.pem --tls-key server-key.pem",
         ),
     ),
-    "token": _Command(
-        token.token,
-        token.add_arguments,
-        "make a token that holds for some runs, for some time",
-        {0: "done", 2: "wrong usage, or no secret to sign with", **_INTERRUPTED},
-        ("lightning-spot token --run team-a --rights write --expires 7d",),
-    ),
-    "cert": _Command(
-        cert.cert,
-        cert.add_arguments,
-        "make certificates to try TLS with: a CA, a server's and a client's",
-        {0: "done", 2: "wrong usage, or a file is there already", **_INTERRUPTED},
-        ("lightning-spot cert certs 10.0.0.5 snapshots.example.com",),
-    ),
     "run": _Command(
         supervise.run,
         supervise.add_arguments,
@@ -269,5 +255,19 @@ _COMMANDS = {
             "lightning-spot cp s3://bucket/run-1 last.ckpt",
             "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
         ),
+    ),
+    "token": _Command(
+        token.token,
+        token.add_arguments,
+        "make a token that holds for some runs, for some time",
+        {0: "done", 2: "wrong usage, or no secret to sign with", **_INTERRUPTED},
+        ("lightning-spot token --run team-a --rights write --expires 7d",),
+    ),
+    "cert": _Command(
+        cert.cert,
+        cert.add_arguments,
+        "make certificates to try TLS with: a CA, a server's and a client's",
+        {0: "done", 2: "wrong usage, or a file is there already", **_INTERRUPTED},
+        ("lightning-spot cert certs 10.0.0.5 snapshots.example.com",),
     ),
 }

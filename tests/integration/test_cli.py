@@ -501,6 +501,8 @@ COMMANDS = {
     "show": "0 2 3 130",
     "verify": "0 1 2 3 130",
     "cp": "0 1 2 3 130",
+    "token": "0 2 130",
+    "cert": "0 2 130",
 }
 """Each with its exit codes."""
 
