@@ -17,7 +17,7 @@ from lightning_spot.capture.host_link import leave, tiers_of
 from lightning_spot.capture.writer import SnapshotWriter, store_streamed
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import check_flag, check_number, directory_of, plain_scheme, scheme_of
+from lightning_spot.config import SERVER_SCHEMES, check_flag, check_number, directory_of, plain_scheme, scheme_of
 from lightning_spot.errors import (
     FailureReason,
     ServerUnreachableError,
@@ -120,7 +120,7 @@ class SpotCheckpointIO(SpotIO):
         if storage_options is not None:
             raise TypeError("SpotCheckpointIO takes no storage_options: set credentials in the environment")
         parent, name = _split(path)
-        if scheme_of(parent) == "spot" or name.startswith("."):
+        if scheme_of(parent) in SERVER_SCHEMES or name.startswith("."):
             super().save_checkpoint(checkpoint, path)  # a spot:// URL is refused there
             return
         _check_folder(parent)
@@ -183,7 +183,7 @@ class SpotCheckpointIO(SpotIO):
                 text = "{about} could not be removed: {problems}"
                 say(logging.WARNING, "not-removed", text, about=path, problems="; ".join(problems))
                 return
-        if scheme_of(parent) != "spot":
+        if scheme_of(parent) not in SERVER_SCHEMES:
             forget_listings(parent)
             open_store(parent).delete(Manifest(run="-", name=name, file="", step=0, attempt=0, nbytes=0))
         super().remove_checkpoint(path)

@@ -78,6 +78,8 @@ LONGEST_TOKEN = 512
 SHORTEST_TOKEN = 16
 """One with fewer characters works, with a warning."""
 
+_MOST_SECRETS = 2
+_CREDENTIAL_FILES = ("LIGHTNING_SPOT_TOKEN_FILE", "LIGHTNING_SPOT_CA", "LIGHTNING_SPOT_CLIENT_CERT")
 _OF_THE_PROCESS = ("LIGHTNING_SPOT_", "PYTHON", "LD_", "PATH", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
 """How the names of variables begin that a process keeps as it was started with them."""
 
@@ -90,11 +92,15 @@ BUCKET_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 """Of object stores, whose libraries have an object appear whole or not at all. Other file systems are refused."""
 _AZURE = frozenset({"az", "abfs", "abfss"})
 _DIRECTORIES = frozenset({"file", "local"})
+SERVER_SCHEMES = ("spot", "spots")
+"""Of snapshot servers, in clear and by TLS."""
 _SCHEMES = {"s3a": "s3", "gcs": "gs"}
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}]*\})")
 _AZURES_OWN = re.compile(r"^(?:az|abfss?)://\$(?:web|root|logs)(?=[@/]|$)", re.IGNORECASE)
 """Containers that Azure has named itself."""
-_PASSWORD = re.compile(r"(?<=://)(?<!spot://)[^/@]*:.*(?=@)|(?<=spot://)(?![^/@]*:\d+/)[^/@]*:.*(?=@)")
+_PASSWORD = re.compile(
+    r"(?<=://)(?<!spot://)(?<!spots://)[^/@]*:.*(?=@)|(?:(?<=spot://)|(?<=spots://))(?![^/@]*:\d+/)[^/@]*:.*(?=@)"
+)
 """Up to the last @: who writes no %40 for one in a password has it as it is. A run of a server has an @ of its own."""
 _BARE_PASSWORD = re.compile(r"^[^/@]*:.*(?=@)")
 """Of what lacks its scheme, as somebody may write the address of a server."""
@@ -112,8 +118,14 @@ class Environment:
         dirpath: ``LIGHTNING_SPOT``: directory or URL of a run. Each Trainer gets a ``SpotCheckpoint`` for it, unless
             the program has one.
         servers: ``LIGHTNING_SPOT_SERVERS``: snapshot servers of that run, separated by commas.
-        token: ``LIGHTNING_SPOT_TOKEN`` or ``LIGHTNING_SPOT_TOKEN_FILE``: the secret that snapshot servers ask for, or a
-            file that holds it; 16 to 512 printable ASCII characters without blanks.
+        secrets: ``LIGHTNING_SPOT_TOKEN`` or ``LIGHTNING_SPOT_TOKEN_FILE``: the secret that snapshot servers ask for, or
+            a file that holds it; 16 to 512 printable ASCII characters without blanks. The file may hold two, one a
+            line: the first is sent, a server accepts both. It is read again when it changes. A trainer may have a
+            scoped token instead, made by ``lightning-spot token``.
+        ca_file: ``LIGHTNING_SPOT_CA``: PEM file with the certificates that ``spots://`` servers are verified by.
+            Default: those of the system.
+        client_cert: ``LIGHTNING_SPOT_CLIENT_CERT``: PEM file with the certificate and the key to show to servers that
+            ask for one (``--client-ca``).
         webhook: ``LIGHTNING_SPOT_WEBHOOK``: URL to which trainers, and ``lightning-spot serve``, send events.
         runtime_dir: ``LIGHTNING_SPOT_RUNTIME_DIR``: directory (mode 0700) for sockets, records and logs of this host's
             servers. Default ``/tmp/lightning-spot-UID``.
@@ -134,7 +146,9 @@ class Environment:
 
     dirpath: str
     servers: tuple[str, ...]
-    token: str | None = field(repr=False)
+    secrets: tuple[str, ...] = field(repr=False)
+    ca_file: str | None
+    client_cert: str | None
     webhook: str | None = field(repr=False)
     runtime_dir: Path
     metrics: tuple[str, int] | None
@@ -149,6 +163,11 @@ class Environment:
     slurm_job: str | None
     restarter_pid: int | None
 
+    @property
+    def token(self) -> str | None:
+        """The secret that is sent; ``None`` without one."""
+        return self.secrets[0] if self.secrets else None
+
 
 def read_environment() -> Environment:
     """Read all that is read from the environment.
@@ -161,14 +180,16 @@ def read_environment() -> Environment:
     shm = os.environ.get("LIGHTNING_SPOT_SHM_DIR", "/dev/shm")
     array_job, array_task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     servers = os.environ.get("LIGHTNING_SPOT_SERVERS", "").split(",")
-    token, metrics = _token(), os.environ.get("LIGHTNING_SPOT_METRICS")
+    secrets, metrics = read_secrets(), os.environ.get("LIGHTNING_SPOT_METRICS")
     return Environment(
         dirpath=os.environ.get(RUN_VARIABLE, "").strip(),
         servers=tuple(server.strip() for server in servers if server.strip()),
-        token=token,
+        secrets=secrets,
+        ca_file=(files := certificate_files())[0],
+        client_cert=files[1],
         webhook=check_webhook("LIGHTNING_SPOT_WEBHOOK", os.environ.get("LIGHTNING_SPOT_WEBHOOK") or None),
         runtime_dir=Path(os.environ.get("LIGHTNING_SPOT_RUNTIME_DIR") or default_runtime),
-        metrics=parse_listen("LIGHTNING_SPOT_METRICS", metrics, token) if metrics else None,
+        metrics=parse_listen("LIGHTNING_SPOT_METRICS", metrics, has_token=bool(secrets)) if metrics else None,
         shm_dir=Path(shm) if shm and os.path.isdir(shm) and os.access(shm, os.W_OK) else None,
         drill_dir=os.environ.get(DRILL_VARIABLE) or None,
         notice_file=os.environ.get(NOTICE_FILE_VARIABLE) or None,
@@ -182,13 +203,13 @@ def read_environment() -> Environment:
     )
 
 
-def parse_listen(setting: str, text: str, token: str | None) -> tuple[str, int]:
+def parse_listen(setting: str, text: str, *, has_token: bool) -> tuple[str, int]:
     """Host and port that a server is to listen at.
 
     Args:
         setting: its name, for the error.
         text: what the user gave.
-        token: that requests need; ``None`` for none.
+        has_token: whether requests need one.
 
     Raises:
         SettingsError: if it is no address, or one beyond this host without a token.
@@ -197,7 +218,7 @@ def parse_listen(setting: str, text: str, token: str | None) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise SettingsError(f"{setting} {text!r}: write it like 127.0.0.1:7070")
     host = host.strip("[]")
-    if not is_loopback(host) and token is None:
+    if not (has_token or is_loopback(host)):
         raise SettingsError(
             f"{setting} {text}: a server listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN (or"
             " LIGHTNING_SPOT_TOKEN_FILE) here and for its clients, or listen on 127.0.0.1"
@@ -232,14 +253,25 @@ def environment_to_hand_over() -> dict[str, str]:
 
     Not what the process itself, or the way to it, depends on.
     """
-    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_PROCESS)}
+    return {name: value for name, value in _from_anywhere().items() if _is_handed_over(name)}
+
+
+def _is_handed_over(name: str) -> bool:
+    credentials = ("LIGHTNING_SPOT_TOKEN", *_CREDENTIAL_FILES)
+    return name in credentials or not name.startswith(_OF_THE_PROCESS)
+
+
+def _from_anywhere() -> dict[str, str]:
+    """The environment as a process reads it that runs in another directory."""
+    files = {name: os.path.abspath(value) for name in _CREDENTIAL_FILES if (value := os.environ.get(name))}
+    return {**os.environ, **files}
 
 
 def take_environment(given: Mapping[str, str]) -> bool:
     """Make a trainer's environment that of this process, see :func:`environment_to_hand_over`; whether it differed."""
     known = environment_to_hand_over()
     changed = {name: value for name, value in given.items() if known.get(name) != value}
-    changed = {name: value for name, value in changed.items() if not name.startswith(_OF_THE_PROCESS)}
+    changed = {name: value for name, value in changed.items() if _is_handed_over(name)}
     gone = known.keys() - given.keys()
     for name in gone:  # such as the session token of keys that have none now
         del os.environ[name]
@@ -247,20 +279,48 @@ def take_environment(given: Mapping[str, str]) -> bool:
     return bool(changed or gone)
 
 
-def _token() -> str | None:
+def environment_of_server() -> tuple[dict[str, str], str]:
+    """The environment to start a local server with, and the token, which is handed over apart."""
+    environment = _from_anywhere()
+    return environment, environment.pop("LIGHTNING_SPOT_TOKEN", "")
+
+
+def take_token(given: str) -> None:
+    """Use the token that was handed over, see :func:`environment_of_server`."""
+    if given:
+        os.environ["LIGHTNING_SPOT_TOKEN"] = given
+
+
+def certificate_files() -> tuple[str | None, str | None]:
+    """The files with the certificates of CAs, and with this process's own certificate and key."""
+    return os.environ.get("LIGHTNING_SPOT_CA") or None, os.environ.get("LIGHTNING_SPOT_CLIENT_CERT") or None
+
+
+def token_file() -> str | None:
+    """The file that holds the secrets, if they are in one."""
+    return None if os.environ.get("LIGHTNING_SPOT_TOKEN") else os.environ.get("LIGHTNING_SPOT_TOKEN_FILE") or None
+
+
+def read_secrets() -> tuple[str, ...]:
+    """The secrets that snapshot servers ask for: the first is sent and signs, a server accepts all; empty without any.
+
+    Raises:
+        SettingsError: if there are none where they should be; no error quotes one.
+    """
     if text := os.environ.get("LIGHTNING_SPOT_TOKEN"):
-        return check_token("LIGHTNING_SPOT_TOKEN", text)
-    token_file = os.environ.get("LIGHTNING_SPOT_TOKEN_FILE")
-    if not token_file:
-        return None
+        return (check_token("LIGHTNING_SPOT_TOKEN", text),)
+    if (path := token_file()) is None:
+        return ()
+    name = f"LIGHTNING_SPOT_TOKEN_FILE={path!r}"
     try:
-        with open(os.open(token_file, os.O_RDONLY | os.O_NONBLOCK), encoding="ascii", errors="replace") as file:
-            text = file.read(2 * LONGEST_TOKEN)  # a pipe that nobody writes to is empty
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="ascii", errors="replace") as file:
+            text = file.read(4 * LONGEST_TOKEN)  # a pipe that nobody writes to is empty
     except OSError as error:
-        raise SettingsError(
-            f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r} cannot be read ({error.strerror}); fix or unset it"
-        ) from error
-    return check_token(f"LIGHTNING_SPOT_TOKEN_FILE={token_file!r}", text)
+        raise SettingsError(f"{name} cannot be read ({error.strerror}); fix or unset it") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > _MOST_SECRETS:
+        raise SettingsError(f"{name} has {len(lines)} lines: it holds one secret, or two while they are changed")
+    return tuple(check_token(name, line) for line in lines or [""])
 
 
 def check_token(name: str, text: str) -> str:
@@ -505,7 +565,7 @@ def _why_no_store(url: str) -> str:
     """Why the file system of a URL cannot keep snapshots, ``""`` if it may."""
     scheme, separator, _ = url.partition("://")
     first, *others = scheme.lower().split("::")
-    if separator and first not in (*BUCKET_SCHEMES, *_DIRECTORIES, "spot"):
+    if separator and first not in (*BUCKET_SCHEMES, *_DIRECTORIES, *SERVER_SCHEMES):
         return (
             f"{first}{'::' if others else '://'} cannot keep snapshots. Give a directory, of a mount too, or a bucket:"
             " gs://, az:// or s3://, which is for other stores that speak S3, too (set AWS_ENDPOINT_URL)"
@@ -536,6 +596,11 @@ def without_password(url: str) -> str:
     """A URL as it may be shown: where it has a user, a token may stand there, too."""
     shown = _SECRET.sub("…", (_PASSWORD if "://" in url else _BARE_PASSWORD).sub("…", url))
     return shown if scheme_of(url) in BUCKET_SCHEMES else _USER.sub("…", shown)
+
+
+def names_server(url: str) -> bool:
+    """Whether a URL is that of a snapshot server, or of a run at one."""
+    return url.startswith(("spot:", "spots:"))
 
 
 def scheme_of(url: str) -> str:

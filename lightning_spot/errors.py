@@ -79,6 +79,9 @@ class TierReason(Reason):
     PROTOCOL = "protocol"
     """The client and the server are of different versions. Install the same version on both hosts."""
 
+    TLS = "tls"
+    """One side speaks TLS and the other does not, or a certificate is not trusted. Nothing was sent in clear."""
+
     TOO_MANY_STREAMS = "too-many-streams"
     """An upload has as many connections as a server grants one; it continues over those."""
 

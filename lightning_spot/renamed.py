@@ -38,7 +38,6 @@ NEW = {
     "pull": "lightning-spot cp RUN[@STEP] DEST",
     "--memory": "--server spot://HOST:PORT; of lightning-spot serve, --memory-limit SIZE",
     "--to": "lightning-spot cp RUN[@STEP] DEST",
-    "--run": "--run-name NAME",
     "--flush-to": "--storage URL",
     "--allow": "--allow-storage PREFIX",
     "--run-memory": "--run-memory-limit SIZE",

@@ -151,8 +151,8 @@ def with_retries(action: Callable[[], T], policy: RetryPolicy, where: str) -> T:
         where: what is read, for messages.
 
     Raises:
-        Exception: of the last try; at once if it says that there was an answer: nothing is there, or another version
-            or another token is needed.
+        Exception: of the last try; at once if it says that there was an answer: nothing is there, or another version,
+            token or certificate is needed.
     """
 
     def note(error: Exception, pause_s: float) -> None:
@@ -167,7 +167,7 @@ def with_retries(action: Callable[[], T], policy: RetryPolicy, where: str) -> T:
 
 def _has_answered(error: Exception) -> bool:
     if isinstance(error, ServerRefusedError):
-        return error.is_for_the_token or error.reason is TierReason.PROTOCOL
+        return error.is_for_the_token or error.reason in (TierReason.PROTOCOL, TierReason.TLS)
     return isinstance(error, SpotError) and not isinstance(error, TierError)
 
 

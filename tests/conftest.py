@@ -27,6 +27,7 @@ import fsspec
 import hypothesis
 import pytest
 
+from lightning_spot.cli.cert import make
 from lightning_spot.client import starting
 from lightning_spot.config import BUCKET_SCHEMES
 from lightning_spot.goodput.records import begin_unix_s
@@ -179,6 +180,8 @@ def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("LIGHTNING_SPOT_CLOUD", "none")  # tests ask nobody beyond loopback
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN", raising=False)
     monkeypatch.delenv("LIGHTNING_SPOT_TOKEN_FILE", raising=False)
+    monkeypatch.delenv("LIGHTNING_SPOT_CA", raising=False)
+    monkeypatch.delenv("LIGHTNING_SPOT_CLIENT_CERT", raising=False)
     yield folder
     folders.end_nodes(folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -214,6 +217,14 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
     yield start
     for node in nodes:
         node.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of a CA for servers at loopback, as ``lightning-spot cert`` makes them."""
+    folder = tmp_path_factory.mktemp("certs")
+    make(folder, ["127.0.0.1", "localhost"])
+    return folder
 
 
 @pytest.fixture
@@ -292,12 +303,14 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def warm_nodes(warm_python: str) -> Iterator[None]:
     """Nodes are forked, also the embedded ones of trainers in this process: each is there in a tenth of the time."""
 
-    def fork(command: list[str], *, stdout: IO[bytes], env: dict[str, str], cwd: str, **_: object) -> warm.Fork:
-        return warm.Fork(warm_python, command[1:], stdout=stdout, environment=env, directory=cwd)
+    def fork(
+        command: list[str], *, stdin: IO[bytes], stdout: IO[bytes], env: dict[str, str], cwd: str, **_: object
+    ) -> warm.Fork:
+        return warm.Fork(warm_python, command[1:], stdin=stdin, stdout=stdout, environment=env, directory=cwd)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunningNode, "python", warm_python)
-        patch.setattr(starting, "subprocess", SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL))
+        patch.setattr(starting, "subprocess", SimpleNamespace(Popen=fork))
         yield
 
 

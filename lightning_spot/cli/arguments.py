@@ -13,9 +13,11 @@ from typing import Any
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
+    SERVER_SCHEMES,
     check_number,
     check_run_name,
     directory_of,
+    names_server,
     scheme_of,
     why_no_place,
     without_password,
@@ -95,7 +97,7 @@ def _is_there(given: str) -> bool:
     if not (scheme := scheme_of(given)):
         return os.path.exists(directory_of(given))
     try:
-        return scheme != "spot" and unless_silent(
+        return scheme not in SERVER_SCHEMES and unless_silent(
             lambda: open_store(given).claimed() > 0, threading.Event(), _SILENT_S, given
         )
     except SpotError:  # reading the run says better what is wrong
@@ -156,7 +158,7 @@ def location_of(url: str, servers: Sequence[str], run: str | None) -> Location:
     Raises:
         SettingsError: in words of the command line.
     """
-    if url.startswith("spot:"):
+    if names_server(url):
         raise SettingsError(f"{url} is a snapshot server: give a directory or URL, and the server by --server")
     check_given(url, servers, run)
     if not scheme_of(url) and os.path.isfile(directory_of(url)):

@@ -140,6 +140,7 @@ COMMANDS = {
         examples=(
             "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",
             "lightning-spot serve --listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
+            "lightning-spot serve --listen 0.0.0.0:7070 --tls-cert server.pem --tls-key server-key.pem",
         ),
     ),
     "run": _Command(
@@ -351,5 +352,19 @@ COMMANDS = {
         text="remove a snapshot or a run, on this host, at servers and in storage",
         codes={0: "done", **_REFUSED, **_INTERRUPTED},
         examples=("lightning-spot rm s3://bucket/run-1@2000", "lightning-spot rm s3://bucket/run-1 --all --dry-run"),
+    ),
+    "token": _Command(
+        module="cli.token",
+        call="token",
+        text="make a token that holds for some runs, for some time",
+        codes={0: "done", 2: "wrong usage, or no secret to sign with", **_INTERRUPTED},
+        examples=("lightning-spot token --run team-a --rights write --expires 7d",),
+    ),
+    "cert": _Command(
+        module="cli.cert",
+        call="cert",
+        text="make certificates to try TLS with: a CA, a server's and a client's",
+        codes={0: "done", 2: "wrong usage, or a file is there already", **_INTERRUPTED},
+        examples=("lightning-spot cert certs 10.0.0.5 snapshots.example.com",),
     ),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_spot.cli.arguments import location_of
 from lightning_spot.cli.output import add_output, plain_table, print_answer
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_count, format_seconds
+from lightning_spot.config import format_count, format_seconds, names_server
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.records import completed, read_records
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
-    if arguments.url.startswith("spot://"):
+    if names_server(arguments.url):
         raise SettingsError(
             f"{arguments.url} names a snapshot server, which keeps no records of attempts: give the run's dirpath"
         )

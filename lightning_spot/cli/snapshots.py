@@ -27,7 +27,7 @@ from lightning_spot.cli.output import (
     warning,
 )
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.config import PART_BYTES, format_bytes
+from lightning_spot.config import PART_BYTES, format_bytes, names_server
 from lightning_spot.errors import (
     CorruptSnapshotError,
     ServerUnreachableError,
@@ -164,7 +164,7 @@ def ask(arguments: argparse.Namespace) -> Found:
     """
     url, selected = split_run(arguments.run)
     _check_names_a_run(url)
-    found = _ask_servers(url, arguments) if url.startswith("spot:") else _ask_run(url, arguments)
+    found = _ask_servers(url, arguments) if names_server(url) else _ask_run(url, arguments)
     found.url, found.selected = url, selected
     if not (found.is_known or found.entries or found.unreadable):
         hint = f"for a snapshot server write spot://{found.url}" if _LIKE_AN_ADDRESS.match(found.url) else found.hint

@@ -26,7 +26,7 @@ from lightning_spot.cli.output import (
     print_line,
 )
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.config import LARGEST, MOST_SERVERS, read_environment
+from lightning_spot.config import LARGEST, MOST_SERVERS, names_server, read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError, SpotError
 from lightning_spot.protocol.record import local_records
 from lightning_spot.protocol.wire import Address, answered, parse_spot_url
@@ -116,7 +116,7 @@ def link(server_url: str) -> str:
     path = text(ServerClient(address).call("POST", "/v1/links"), "path")
     if not _PATH.fullmatch(path):  # else it could lead to another host
         raise ServerRefusedError(f"{address} answered with {plain(path)!r} instead of a link", tier=str(address))
-    return f"http://{address.host}:{address.port}{path}"
+    return f"{'https' if address.tls else 'http'}://{address.host}:{address.port}{path}"
 
 
 def _watch(addresses: Sequence[Address]) -> int:
@@ -166,7 +166,7 @@ def _row(server: str, name: str, run: Mapping[str, Any]) -> Row:
         state = "complete"
     else:
         state = "training" if flag(run, "live") or is_asked else "stopped"
-    storage = [url for url in texts(run, "destinations") if not url.startswith("spot:")]
+    storage = [url for url in texts(run, "destinations") if not names_server(url)]
     return Row(
         server=server,
         state=state,

@@ -7,13 +7,15 @@ import http.client
 import os
 import select
 import socket
+import ssl
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from lightning_spot.errors import ServerRefusedError
+from lightning_spot.errors import ServerRefusedError, TierReason
+from lightning_spot.protocol.credentials import client_context
 from lightning_spot.protocol.ownership import connect
 from lightning_spot.protocol.wire import Address
 
@@ -75,6 +77,19 @@ class BoundedSocket(socket.socket):
         return left_s
 
 
+class BoundedTLSSocket(BoundedSocket, ssl.SSLSocket):
+    """The same by TLS; :class:`ssl.SSLContext` makes it."""
+
+    def send(self, *arguments: Any) -> int:
+        """Send what fits one record, by the deadline."""
+        self.settimeout(self._left_s())
+        return super().send(*arguments)
+
+    def shutdown(self, how: int) -> None:
+        """End the connection. Other than in the base class, no thread that uses it goes on without encryption."""
+        socket.socket.shutdown(self, how)
+
+
 class Connection(http.client.HTTPConnection):
     """An HTTP connection to an :class:`Address`, not open yet."""
 
@@ -89,16 +104,44 @@ class Connection(http.client.HTTPConnection):
         """Open the socket by a deadline (monotonic).
 
         Raises:
-            ServerRefusedError: if another user's process is at a Unix socket.
+            ServerRefusedError: if another user's process is at a Unix socket, or by TLS the server cannot be trusted.
+            SettingsError: if the certificates of this process cannot be used.
             OSError: if nothing can be reached.
         """
-        self.timeout = max(0.001, min(CONNECT_TIMEOUT_S, deadline_s - time.monotonic()))
+        self.timeout = _left(deadline_s)
         if self._address.socket_path:
             plain = connect_to_own(self._address.socket_path, self.timeout)
         else:
             plain = socket.create_connection((self.host, self.port), self.timeout)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = BoundedSocket(fileno=plain.detach())
+        self.sock = self._secured(plain, deadline_s) if self._address.tls else BoundedSocket(fileno=plain.detach())
+
+    def _secured(self, plain: socket.socket, deadline_s: float) -> BoundedTLSSocket:
+        with contextlib.ExitStack() as unless_done:
+            unless_done.enter_context(plain)
+            context = client_context()
+            context.sslsocket_class = BoundedTLSSocket
+            plain.settimeout(_left(deadline_s))
+            try:
+                secured = context.wrap_socket(plain, server_hostname=self.host)
+            except ssl.SSLCertVerificationError as error:
+                raise self._untrusted(
+                    f"shows a certificate that is not trusted ({error.verify_message}). Nothing was sent. Set"
+                    " LIGHTNING_SPOT_CA to the file of its CA, or correct the address"
+                ) from error
+            except ssl.SSLEOFError:  # it went away, or is too busy
+                raise
+            except ssl.SSLError as error:
+                raise self._untrusted(
+                    f"does not speak TLS with this client ({error.reason}). Nothing was sent. If it runs without"
+                    " --tls-cert, write spot:// instead of spots://"
+                ) from error
+            unless_done.pop_all()
+        assert isinstance(secured, BoundedTLSSocket)
+        return secured
+
+    def _untrusted(self, why: str) -> ServerRefusedError:
+        return ServerRefusedError(f"{self._address} {why}", tier=str(self._address), reason=TierReason.TLS)
 
     @property
     def stale(self) -> bool:
@@ -108,6 +151,10 @@ class Connection(http.client.HTTPConnection):
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(0))  # nothing was asked, so what came is the end
+
+
+def _left(deadline_s: float) -> float:
+    return max(0.001, min(CONNECT_TIMEOUT_S, deadline_s - time.monotonic()))
 
 
 class Pool:

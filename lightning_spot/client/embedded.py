@@ -23,10 +23,9 @@ from typing import Any
 
 from lightning_spot.client.connection import connect_to_own
 from lightning_spot.client.server_client import ServerClient, quoted
-from lightning_spot.config import SERVER_CALL_TIMEOUT_S, environment_to_hand_over, read_environment
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S, environment_to_hand_over
 from lightning_spot.errors import (
     FailureReason,
-    ServerRefusedError,
     ServerUnreachableError,
     SnapshotFailedError,
     SnapshotNotFoundError,
@@ -65,24 +64,23 @@ class Session:
 
     Args:
         path: of the server's channel.
-        token: secret to greet with, if any.
         server_call_timeout_s: bound on every call, seconds.
 
     Raises:
         ServerUnreachableError: if the server does not answer in time (then its ``__cause__`` is a ``TimeoutError``), or
             at all.
-        ServerRefusedError: if it has another secret, or is another user's: to wait for it would not help.
+        ServerRefusedError: if it is another user's: to wait for it would not help.
 
     Attributes:
         id: names this session in HTTP requests.
     """
 
-    def __init__(self, path: Path, token: str | None, server_call_timeout_s: float) -> None:
+    def __init__(self, path: Path, server_call_timeout_s: float) -> None:
         self._call_timeout_s = server_call_timeout_s
         self._lock = threading.Lock()
         try:
             self._socket = connect_to_own(str(path), server_call_timeout_s)
-            answer, _ = self._ask({"token": token, "pid": os.getpid()})
+            answer, _ = self._ask({"pid": os.getpid()})
         except BlockingIOError as error:  # nobody accepts connections any more
             raise ServerUnreachableError(f"the local server does not answer at {path}") from TimeoutError(str(error))
         except ServerUnreachableError:
@@ -91,10 +89,7 @@ class Session:
             raise ServerUnreachableError(f"the local server does not answer at {path}: {error}") from error
         if "session" not in answer:
             self._socket.close()
-            raise ServerRefusedError(
-                "the local server was started with another LIGHTNING_SPOT_TOKEN than this process has; set that",
-                status=401,
-            )
+            raise ServerUnreachableError(f"no local server of this version answers at {path}")
         self.id = str(answer["session"])
         _sessions.add(self)
 
@@ -226,7 +221,7 @@ class EmbeddedHost:
         self.released: Callable[[mmap.mmap], None] | None = None
         self.client = ServerClient(Address(socket_path=str(record.http)))
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
-        self.session = Session(record.fds, read_environment().token, server_call_timeout_s)
+        self.session = Session(record.fds, server_call_timeout_s)
         try:
             self._ping()  # the session is served by a thread: this asks whether the event loop turns, too
         except BaseException:

@@ -1,4 +1,7 @@
-"""``spot://host:port/run/…`` as an fsspec file system: ``Trainer.fit(ckpt_path="spot://…/last.ckpt")`` works."""
+"""``spot://host:port/run/…``, or ``spots://`` by TLS, as an fsspec file system.
+
+``Trainer.fit(ckpt_path="spot://…/last.ckpt")`` works.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from lightning_spot.client.server_client import ServerClient, quoted
-from lightning_spot.config import LARGEST
+from lightning_spot.config import LARGEST, SERVER_SCHEMES, names_server
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError
 from lightning_spot.protocol.wire import Address, answered, etag_of, file_path, parse_spot_url
 from lightning_spot.server.tier import Listed
@@ -34,35 +37,35 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
     Args:
         host: host name or address of the server.
         port: its TCP port.
+        tls: whether it speaks TLS.
         **storage_options: passed to fsspec.
     """
 
-    protocol = "spot"
+    protocol = SERVER_SCHEMES
     root_marker = ""
     cachable = True
 
-    def __init__(self, host: str = "", port: int = 0, **storage_options: Any) -> None:
-        super().__init__(host=host, port=port, use_listings_cache=False, **storage_options)
+    def __init__(self, host: str = "", port: int = 0, tls: bool = False, **storage_options: Any) -> None:
+        super().__init__(host=host, port=port, tls=tls, use_listings_cache=False, **storage_options)
         if not host:
             raise SettingsError("a spot:// URL names its server: spot://host:port/run/last.ckpt")
-        self.client = ServerClient(Address(host=host, port=port))
+        self.client = ServerClient(Address(host=host, port=port, tls=tls))
 
     @classmethod
     def _strip_protocol(cls, path: str | list[str]) -> Any:
         if isinstance(path, list):
             return [cls._strip_protocol(item) for item in path]
         path = str(path)
-        return parse_spot_url(path)[1] if path.startswith("spot:") else path.strip("/")
+        return parse_spot_url(path)[1] if names_server(path) else path.strip("/")
 
     @staticmethod
     def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
         address = parse_spot_url(str(path))[0]
-        return {"host": address.host, "port": address.port}
+        return {"host": address.host, "port": address.port, "tls": address.tls}
 
     def unstrip_protocol(self, name: str) -> str:
         """The full URL of a path."""
-        address = self.client.address
-        return f"spot://{address.host}:{address.port}/{self._strip_protocol(name)}"
+        return f"{self.client.address}/{self._strip_protocol(name)}"
 
     # -- looking --------------------------------------------------------------------------------------------------
 

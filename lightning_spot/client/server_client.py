@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 from lightning_spot.client.connection import BoundedSocket, Connection, Pool
-from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token, read_environment
+from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token
 from lightning_spot.errors import MalformedError, ServerRefusedError, ServerUnreachableError, SpotError, TierReason
+from lightning_spot.protocol.credentials import Secrets
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
     DIGEST_HEADER,
@@ -75,12 +77,13 @@ class ServerClient:
 
     Args:
         address: where it listens.
-        token: secret to send; default from the environment.
+        token: secret to send; default from the environment, as it is at each request.
     """
 
     def __init__(self, address: Address, token: str | None = None) -> None:
         self.address = address
-        self._token = check_token("token=", token) if token is not None else read_environment().token
+        given = (check_token("token=", token),) if token is not None else ()
+        self._secrets = (lambda: given) if given else Secrets()
         self._pool = Pool(address)
         self._attempt = ""
 
@@ -238,14 +241,17 @@ class ServerClient:
     def _unreachable(self, error: Exception) -> ServerUnreachableError:
         # The text of errors of HTTP quotes headers: ours, with the token, or what a stranger has answered.
         why = f"{type(error).__name__}: {plain(error)}" if isinstance(error, OSError) else type(error).__name__
+        if self.address.tls and isinstance(error, ConnectionError | ssl.SSLError):
+            why += "; if it asks for a client certificate, check LIGHTNING_SPOT_CLIENT_CERT"
         return ServerUnreachableError(f"no snapshot server answers at {self.address} ({why})", tier=str(self.address))
 
     def _headers(self, method: str, path: str) -> dict[str, str]:
         """What every request shows."""
+        token = next(iter(self._secrets()), None)
         return {
             PROTOCOL_HEADER: str(PROTOCOL_VERSION),
             TARGET_HEADER: target_of(method, path),
-            **({"Authorization": f"Bearer {self._token}"} if self._token else {}),
+            **({"Authorization": f"Bearer {token}"} if token else {}),
             **({ATTEMPT_HEADER: self._attempt} if self._attempt and method != "GET" else {}),
         }
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S, read_environment
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S, environment_of_server, read_environment
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.protocol.ownership import open_file, own_directories, remove_file, tail_of
 from lightning_spot.protocol.record import ServerRecord, find_record, hold
@@ -218,13 +218,19 @@ def _spawn(
         str(server_idle_timeout_s),
     ]
     package_home = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package_home, *_python_path()])}
+    environment, token = environment_of_server()
+    environment["PYTHONPATH"] = os.pathsep.join([package_home, *_python_path()])
     for leftover in (opened.http, opened.fds):
         remove_file(leftover)  # a killed server's: nothing may be taken for the new one's sockets
-    with open(open_file(opened.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
+    with (
+        open(open_file(opened.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log,
+        open(os.memfd_create("token"), "w+b") as given,
+    ):
+        given.write(token.encode())
+        given.seek(0)
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=given,
             stdout=log,
             stderr=log,
             start_new_session=True,  # a signal to the trainer's process group must not reach it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.config import directory_of, scheme_of
+from lightning_spot.config import SERVER_SCHEMES, directory_of, scheme_of
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.store import Store
@@ -23,7 +23,7 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
         TierError: if a directory is below none of these prefixes.
     """
     scheme = scheme_of(url)
-    if scheme == "spot":
+    if scheme in SERVER_SCHEMES:
         return ServerStore(url)
     if not scheme:
         return LocalStore(directory_of(url), beneath)

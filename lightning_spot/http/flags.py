@@ -12,6 +12,7 @@ from lightning_spot.config import (
     UPLOAD_TIMEOUT_S,
     check_number,
     format_bytes,
+    names_server,
     parse_bytes,
     parse_flag_bytes,
     parse_listen,
@@ -37,6 +38,8 @@ class ServerSettings:
         record: sockets of a local server.
         flush_to: directory, or URL of a bucket, below which runs are stored.
         allow: prefixes of durable URLs that trainers may have this server write to.
+        tls: files with the certificate, its key, and the certificates that clients are verified by, if they are;
+            ``None`` to speak in clear.
         memory_bytes: limit of the slots' memory.
         run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
         slots: most slots of the ring; ``None`` for as many as fit the memory.
@@ -49,6 +52,7 @@ class ServerSettings:
     record: ServerRecord | None = None
     flush_to: str | None = None
     allow: tuple[str, ...] = ()
+    tls: tuple[str, str, str | None] | None = None
     memory_bytes: int = 8 * 2**30
     run_memory_bytes: int | None = None
     slots: int | None = None
@@ -76,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="address to listen on; beyond this host only with a token (default: %(default)s)",
     )
+    parser.add_argument("--tls-cert", metavar="FILE", help="speak TLS (spots://) with this certificate, in PEM")
+    parser.add_argument("--tls-key", metavar="FILE", help="key of that certificate")
+    parser.add_argument("--client-ca", metavar="FILE", help="only serve clients with a certificate of this CA")
     parser.add_argument("--storage", metavar="URL", help="directory or fsspec URL below which each run is stored")
     parser.add_argument(
         "--allow-storage",
@@ -140,16 +147,21 @@ def settings_from(arguments: argparse.Namespace) -> ServerSettings:
             f"--memory-limit {arguments.memory_limit}: this machine (or container) has {format_bytes(whole)} in all."
             " Give what slots may take of it, and leave some for everything else"
         )
-    host, port = parse_listen("--listen", arguments.listen, read_environment().token)
+    has_token = bool(read_environment().secrets)
+    host, port = parse_listen("--listen", arguments.listen, has_token=has_token)
+    cert, key, client_ca = arguments.tls_cert, arguments.tls_key, arguments.client_ca
+    if (cert is None) != (key is None) or (client_ca is not None and cert is None):
+        raise SettingsError("--tls-cert and --tls-key are given together, and --client-ca with them only")
     flush_to = _absolute("--storage", arguments.storage) if arguments.storage is not None else None
     allow = tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage)
-    return ServerSettings(host=host, port=port, flush_to=flush_to, allow=allow, **shared)
+    tls = (cert, key, client_ca) if cert is not None else None
+    return ServerSettings(host=host, port=port, flush_to=flush_to, allow=allow, tls=tls, **shared)
 
 
 def _absolute(flag: str, url: str) -> str:
     if why := why_no_place(url):  # it would be below the directory that the server happens to be started in
         raise SettingsError(f"{flag} {without_password(url)!r}: {why}")
-    if url.startswith("spot:"):
+    if names_server(url):
         raise SettingsError(
             f"{flag} {url}: a server stores runs in directories and buckets only. To keep each snapshot at two servers,"
             " pass servers=['spot://…', 'spot://…'] and replicas=2 to the trainer"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import logging
 import socket
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,8 +17,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from lightning_spot.errors import ServerRefusedError, TierReason
 from lightning_spot.protocol.listening import CountedLog
 from lightning_spot.protocol.ownership import is_own_user, peer_of
+from lightning_spot.protocol.wire import error_body
 
 THIS_HOST = "this host"
 """Address of those who come by a Unix socket."""
@@ -58,6 +62,9 @@ SERVER_IDLE_TIMEOUT_S = 60.0
 MOST_CONNECTIONS = 4096
 """When there are so many, a new one takes the place of the one that has been idle longest."""
 
+_SHUTDOWN_S = 5.0  # of TLS: what is written still is sent, and the end is acknowledged
+_HELLO = b"\x16"  # begins a connection by TLS, and no request
+
 DESCRIPTORS = 2**20
 """Open files that a server should be allowed, as far as it may: each connection, stream of parts and slot is one."""
 
@@ -70,18 +77,23 @@ class Connections:
         most: connections at most.
         head_timeout_s: see :data:`HEAD_TIMEOUT_S`.
         server_idle_timeout_s: see :data:`SERVER_IDLE_TIMEOUT_S`.
+        tls: how to speak TLS, asked for each connection; ``None`` for plain connections.
+        counted: what strangers do.
     """
 
     def __init__(
         self,
         make_handler: Callable[[], asyncio.Protocol],
         *,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        counted: CountedLog | None = None,
         most: int = MOST_CONNECTIONS,
         head_timeout_s: float = HEAD_TIMEOUT_S,
         server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
     ) -> None:
         self.head_timeout_s = head_timeout_s
         self.server_idle_timeout_s = server_idle_timeout_s
+        self.tls, self.counted = tls, counted
         self._make_handler = make_handler
         self._most = most
         self._open: dict[asyncio.BaseTransport, Accepted] = {}
@@ -103,6 +115,13 @@ class Connections:
             self.closed(oldest)  # at once: the next one that comes is to displace another
             dropped.drop()
 
+    def secured(self, plain: asyncio.BaseTransport, transport: asyncio.BaseTransport) -> bool:
+        """A connection goes on by TLS, over another transport; whether it has not been closed meanwhile."""
+        accepted = self._open.pop(plain, None)
+        if accepted is not None:
+            self._open[transport] = accepted
+        return accepted is not None
+
     def closed(self, transport: asyncio.BaseTransport) -> None:
         """A connection has ended."""
         self._open.pop(transport, None)
@@ -119,7 +138,10 @@ class Accepted(asyncio.Protocol):
 
     def __init__(self, connections: Connections, handler: asyncio.Protocol) -> None:
         self._connections = connections
-        self._handler = handler
+        self._handler = self._receiver = handler
+        self._is_handled = False  # which begins once TLS is spoken
+        self._early = b""  # what comes just before
+        self._securing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -155,31 +177,87 @@ class Accepted(asyncio.Protocol):
         self._transport = transport
         self._head_begun = True
         self._start_timer(self._connections.head_timeout_s)
-        self._handler.connection_made(transport)
+        if self._connections.tls is None:
+            self._handle(transport)
+        else:
+            transport.pause_reading()
+            self._securing = self._loop.create_task(self._secure(transport, self._connections.tls()))
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX and not is_own_user(sock):
             self.drop()
         else:
             self._connections.opened(transport, self)
 
+    async def _secure(self, plain: asyncio.Transport, context: ssl.SSLContext) -> None:
+        """Begin to speak TLS. The time for the head of the first request runs already."""
+        sock = plain.get_extra_info("socket")
+        client, secured = client_at(sock), None
+        with suppress(OSError), sock.dup() as kept:  # the transport closes where this fails
+            try:
+                secured = await self._loop.start_tls(
+                    plain,
+                    self,
+                    context,
+                    server_side=True,
+                    ssl_handshake_timeout=self._connections.head_timeout_s,
+                    ssl_shutdown_timeout=_SHUTDOWN_S,
+                )
+            except ssl.SSLError as error:
+                if error.reason == "HTTP_REQUEST":
+                    kept.send(_answer(400, "this server speaks TLS: write spots:// instead of spot://"))
+                raise
+        if secured is None:  # it was dropped, or the client has gone
+            if self._connections.counted is not None:
+                self._connections.counted.add("TLS handshakes that failed", client)
+            plain.abort()
+            self.connection_lost(None)
+            return
+        self._transport = secured
+        if not self._connections.secured(plain, secured):
+            self.drop()
+        elif context.verify_mode is not ssl.CERT_NONE and not secured.get_extra_info("peercert"):
+            if (counted := self._connections.counted) is not None:
+                counted.add("denied requests (no client certificate)", client, key="request-denied")
+            why = "this server asks for a client certificate: set LIGHTNING_SPOT_CLIENT_CERT to a file with one"
+            secured.write(_answer(403, why))
+            secured.close()
+        else:
+            self._handle(secured)
+            if early := self._early:
+                self._early = b""
+                self.data_received(early)
+
+    def _handle(self, transport: asyncio.Transport) -> None:
+        self._is_handled = True
+        self._handler.connection_made(transport)
+
+    def divert(self, receiver: asyncio.Protocol) -> None:
+        """Have another protocol take what comes from now on: the connection speaks no HTTP any more."""
+        self._receiver = receiver
+
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
+        if not self._is_handled:
+            self._early += data
+            return
         if not (self.busy or self._lingers or self._head_begun):
             self._head_begun = True
             self._start_timer(self._connections.head_timeout_s)
-        self._handler.data_received(data)
+            if data.startswith(_HELLO):
+                data += b"\r\n\r\n"  # else the client would wait for an answer
+        self._receiver.data_received(data)
 
     def eof_received(self) -> bool | None:
         """See :class:`asyncio.Protocol`."""
-        return self._handler.eof_received()
+        return self._receiver.eof_received()
 
     def pause_writing(self) -> None:
         """See :class:`asyncio.Protocol`."""
-        self._handler.pause_writing()
+        self._receiver.pause_writing()
 
     def resume_writing(self) -> None:
         """See :class:`asyncio.Protocol`."""
-        self._handler.resume_writing()
+        self._receiver.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See :class:`asyncio.Protocol`."""
@@ -188,7 +266,11 @@ class Accepted(asyncio.Protocol):
             self._connections.closed(self._transport)
         if not self.gone.done():
             self.gone.set_result(None)
-        self._handler.connection_lost(exc)
+        if self._receiver is not self._handler:
+            self._receiver.connection_lost(exc)
+        if self._is_handled:
+            self._is_handled = False
+            self._handler.connection_lost(exc)
 
     def __getattr__(self, name: str) -> Any:
         # asyncio and aiohttp look at attributes of a transport's protocol, which is this object and not the handler.
@@ -203,6 +285,16 @@ class Accepted(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
+
+def _answer(status: int, why: str) -> bytes:
+    """An answer to whatever is asked, for a connection that no request is read from."""
+    body = json.dumps(error_body(ServerRefusedError(why, status=status, reason=TierReason.TLS))).encode()
+    head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+ACCEPTED = web.RequestKey("accepted", Accepted)
+"""The connection that a request came by."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

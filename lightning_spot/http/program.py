@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import os
 import re
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -31,13 +31,22 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import Environment, directory_of, format_bytes, read_environment, scheme_of, why_weak
+from lightning_spot.config import (
+    Environment,
+    directory_of,
+    format_bytes,
+    read_environment,
+    scheme_of,
+    take_token,
+    why_weak,
+)
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.events import CLOSE_S, Events
 from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
 from lightning_spot.http.flags import ServerSettings, add_arguments, settings_from
 from lightning_spot.http.limits import DESCRIPTORS
 from lightning_spot.http.routes import Service
+from lightning_spot.protocol.credentials import Reloaded, Secrets, server_context
 from lightning_spot.protocol.listening import accepted, allow_descriptors
 from lightning_spot.protocol.ownership import is_own_user, own_directories, own_socket, peer_of, remove_file
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
@@ -79,14 +88,15 @@ def serve(settings: ServerSettings) -> int:
         SettingsError: if it is to write to what no file system that is installed can.
     """
     allow_descriptors(DESCRIPTORS)
-    if why := why_weak(read_environment().token):
+    for why in filter(None, map(why_weak, read_environment().secrets)):
         say(logging.WARNING, "token-weak", "{why}", why=why)
     record = settings.record
     if record is None:
+        tls = server_context(*settings.tls) if settings.tls is not None else None
         for url in settings.allow:
             open_store(url)  # to say so now, not when a trainer comes
         with _bind(settings.host, settings.port) as listener:
-            return asyncio.run(_serve(settings, listener))
+            return asyncio.run(_serve(settings, listener, tls))
     with record.opened() as opened:
         return _run_embedded(replace(settings, record=opened), opened)
 
@@ -129,7 +139,7 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
-async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
+async def _serve(settings: ServerSettings, listener: socket.socket, tls: Reloaded[ssl.SSLContext] | None = None) -> int:
     environment = read_environment()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
     is_lent = settings.record is None
@@ -144,11 +154,12 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         allow=settings.allow if is_lent else None,
     )
     events = Events(webhooks=filter(None, [environment.webhook if is_lent else None]))  # a trainer tells its own
-    service = Service(server, environment.token)
+    # A local server asks for no token: whoever reaches its sockets is the same user.
+    service = Service(server, Secrets() if is_lent and environment.secrets else None)
     runner = service.runner()
     await runner.setup()
     assert runner.server is not None
-    connections = service.connections(runner.server)
+    connections = service.connections(runner.server, tls)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.counted.on_loop_error)
     channel, ends = None, AsyncExitStack()
@@ -160,7 +171,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     else:
         accepting = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
-        channel = DescriptorChannel(server, settings.record.fds, environment.token)
+        channel = DescriptorChannel(server, settings.record.fds)
         await _serve_metrics(server, environment, ends)
     signals = _Signals()
     if settings.record is not None:
@@ -185,7 +196,7 @@ async def _serve_metrics(server: SnapshotServer, environment: Environment, ends:
         text = "metrics of this host's server are not served: {error}. Set LIGHTNING_SPOT_METRICS to a free address"
         say(logging.WARNING, "metrics-not-served", text, error=error)
         return
-    service = Service(server, environment.token, only_metrics=True)
+    service = Service(server, Secrets() if environment.secrets else None, only_metrics=True)
     runner = service.runner(_SHUTDOWN_S)
     await runner.setup()
     ends.push_async_callback(runner.cleanup)
@@ -228,7 +239,8 @@ def _announce(settings: ServerSettings, listener: socket.socket) -> None:
     if settings.allow:
         facts.append(f"stores runs of trainers that ask for it below {' and '.join(settings.allow)}")
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"server listening on spot://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
+    scheme = "spots" if settings.tls is not None else "spot"
+    print(f"server listening on {scheme}://{host}:{listener.getsockname()[1]}, {', '.join(facts)}", flush=True)
 
 
 class _Signals:
@@ -406,12 +418,10 @@ class DescriptorChannel:
     Args:
         server: whose slots are handed over.
         path: of the Unix socket.
-        token: secret the greeting must carry, if any.
     """
 
-    def __init__(self, server: SnapshotServer, path: Path, token: str | None) -> None:
+    def __init__(self, server: SnapshotServer, path: Path) -> None:
         self._server = server
-        self._token = token
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -459,10 +469,7 @@ class DescriptorChannel:
         with ExitStack() as pins:
             try:
                 lines = _Lines(connection, pidfd)
-                greeting = read_object(lines.next(_GREETING_TIMEOUT_S) or b"{}")
-                if self._token and not hmac.compare_digest(str(greeting.get("token")).encode(), self._token.encode()):
-                    connection.sendall(b'{"refused": "token"}\n')
-                    return
+                read_object(lines.next(_GREETING_TIMEOUT_S) or b"{}")  # a greeting
                 self._server.begin_session(session, process.to_json() if process is not None else "")
                 begun = True
                 _send(connection, {"session": session}, None)
@@ -571,8 +578,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run a server from command-line flags."""
     parser = argparse.ArgumentParser(prog="lightning-spot serve")
     add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.embedded:
+        take_token(sys.stdin.read())
     try:
-        return run(parser.parse_args(argv))
+        return run(arguments)
     except SpotError as error:
         return _failed(error)
 

@@ -29,6 +29,7 @@ GET        /v1/files/RUN/PATH                  read what is in memory (ranges to
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
+A scoped token covers requests of its runs only; of those that name no run, ``status``, ``runs`` and ``flush``.
 ``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
 shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
 Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
@@ -39,8 +40,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import logging
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,7 @@ from lightning_spot.http.fields import (
     seconds,
 )
 from lightning_spot.http.limits import (
+    ACCEPTED,
     HEAD_TIMEOUT_S,
     LONGEST_FIELD_BYTES,
     MOST_CONNECTIONS,
@@ -89,6 +91,7 @@ from lightning_spot.http.limits import (
 from lightning_spot.http.metrics import CONTENT_TYPE, exposition
 from lightning_spot.http.page import HEADERS, Page
 from lightning_spot.http.upload_requests import UploadRequests
+from lightning_spot.protocol.credentials import Rights, Scope, scope_of
 from lightning_spot.protocol.listening import CountedLog, open_files
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
@@ -113,7 +116,7 @@ from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fsspec_client import forget_sessions
-from lightning_spot.untrusted import decoded, text
+from lightning_spot.untrusted import decoded, plain, text
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +133,12 @@ def not_ready(server: SnapshotServer) -> list[str]:
     return reasons
 
 
+SCOPE = web.RequestKey("scope", Scope)
+"""What the token of a request holds for, if that is not everything."""
+
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 _METRICS = "/metrics"
+_SHOW_WHAT_IS_COVERED = ("/v1/status", "/v1/runs", "/v1/flush")  # by themselves, of what a scoped token covers
 _READ_BUFFER_BYTES = 256 * 1024
 _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
@@ -147,7 +154,7 @@ _NO_SESSION = """\
 link gives this browser access for 12 hours, or until the server ends. To make one:</p>
 <pre>{token}lightning-spot status --open --server spot://HOST:PORT</pre>
 <p>To list the snapshots of a run that this server holds:</p>
-<pre>{token}lightning-spot ls spot://HOST:PORT/RUN</pre>
+<pre>{token}lightning-spot ls {scheme}://HOST:PORT/RUN</pre>
 </body>
 </html>
 """
@@ -159,8 +166,8 @@ class Service:
 
     Args:
         server: what is served.
-        token: secret every request must carry as ``Authorization: Bearer …``; ``None`` asks for none, but for our
-            header of every request that comes by TCP.
+        secrets: tells those of which every request must carry one, or a token signed by one, as ``Authorization:
+            Bearer …``; ``None`` asks for none, but for our header of every request that comes by TCP.
         only_metrics: whether nothing else is answered than ``/metrics`` and ``/healthz``.
         clock: gives seconds, for the sessions of browsers.
 
@@ -172,7 +179,7 @@ class Service:
     def __init__(
         self,
         server: SnapshotServer,
-        token: str | None,
+        secrets: Callable[[], tuple[str, ...]] | None,
         *,
         only_metrics: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -180,7 +187,7 @@ class Service:
         self.server, self._only_metrics = server, only_metrics
         self.last_request_s = time.monotonic()
         self.counted = CountedLog(logger)
-        self._token = token
+        self._secrets = secrets
         self._uploads = UploadRequests(server)
         self._page = Page(server, functools.partial(not_ready, server), clock)
         self._connections: Connections | None = None
@@ -188,7 +195,7 @@ class Service:
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        files = Files(self.server)
+        files, runs = Files(self.server), RunRequests(self.server)
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES)
         app.on_response_prepare.append(_name_protocol)
@@ -199,7 +206,7 @@ class Service:
             [
                 web.get("/readyz", self._ready),
                 web.get("/v1/status", self._status),
-                *RunRequests(self.server).routes(),
+                *runs.routes(),
                 *self._uploads.routes(),
                 *self._page.routes(),
                 web.post("/v1/flush", self._flush),
@@ -209,9 +216,12 @@ class Service:
         )
         return app
 
-    def connections(self, make_handler: Callable[[], asyncio.Protocol]) -> Connections:
+    def connections(
+        self, make_handler: Callable[[], asyncio.Protocol], tls: Callable[[], ssl.SSLContext] | None = None
+    ) -> Connections:
         """What makes the protocol of each connection, with its limits."""
-        self._connections = Connections(make_handler, most=min(MOST_CONNECTIONS, open_files() // 4))
+        most = min(MOST_CONNECTIONS, open_files() // 4)
+        self._connections = Connections(make_handler, tls=tls, counted=self.counted, most=most)
         return self._connections
 
     def runner(self, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
@@ -246,13 +256,14 @@ class Service:
         accepted = self._connections.of(request.transport) if self._connections is not None else None
         if accepted is not None:
             accepted.begin_request()
+            request[ACCEPTED] = accepted
         request[GONE] = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
         try:
             is_refused = _is_of_a_person(request) and not self._page.admits(request)
             response = self._refusal(request) if is_refused else await self._answer(request, handler)
         except SpotError as error:
-            if isinstance(error, ServerRefusedError) and error.is_for_the_token:
-                self.counted.add("requests without this server's token", request.remote or THIS_HOST)
+            if isinstance(error, ServerRefusedError) and error.status in (401, 403):
+                self._count_denied(request, error)
             status = error.status if isinstance(error, ServerRefusedError) and error.status else error_status(error)
             response = web.json_response(error_body(error), status=status)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -292,27 +303,65 @@ class Service:
                 self._check_token(request)
             _check_protocol(request)
             _check_target(request)
+            self._check_scope(request)
             self._check_attempt(request)
         return await handler(request)
 
+    def _count_denied(self, request: web.Request, error: ServerRefusedError) -> None:
+        """Who was denied what, and why. What a stranger asks for is named as few kinds of requests."""
+        resource = request.match_info.route.resource
+        path = request.path if SCOPE in request else resource.canonical if resource is not None else "?"
+        what, why = plain(f"{request.method} {path}", 100), str(error).partition(":")[0]
+        self.counted.add(f"denied requests ({what}, {why})", request.remote or THIS_HOST, key="request-denied")
+
     def _refusal(self, request: web.Request) -> web.Response:
         """What a browser without a session is shown, the same at every address: how to have one."""
-        if self._token is not None:
-            self.counted.add("requests without this server's token", request.remote or THIS_HOST)
-        page = _NO_SESSION.format(token="" if self._token is None else _TOKEN_LINE)
+        if self._secrets is not None:
+            self.counted.add("denied requests (of a browser)", request.remote or THIS_HOST, key="request-denied")
+        page = _NO_SESSION.format(
+            token="" if self._secrets is None else _TOKEN_LINE, scheme="spots" if request.secure else "spot"
+        )
         return web.Response(text=page, content_type="text/html", status=401, headers=HEADERS)
 
     def _check_token(self, request: web.Request) -> None:
-        if self._token is None:
+        if self._secrets is None:
             return
         given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
-            wrong = "has another token than the one that came" if given else "asks for a token"
-            raise ServerRefusedError(
-                f"this server {wrong}: set LIGHTNING_SPOT_TOKEN (or LIGHTNING_SPOT_TOKEN_FILE) to the one it was"
-                " started with",
-                status=401,
-            )
+        if (scope := scope_of(given, self._secrets())) is not None:
+            request[SCOPE] = scope
+
+    def _check_scope(self, request: web.Request) -> None:
+        """Refuse what a scoped token does not cover. What names no run or upload is refused but for a few requests.
+
+        Raises:
+            ServerRefusedError: if it does not.
+        """
+        if (scope := request.get(SCOPE)) is None:
+            return
+        if request.method not in (hdrs.METH_GET, hdrs.METH_HEAD) and scope.rights is not Rights.WRITE:
+            raise ServerRefusedError("this token is for reading only: this request changes something", status=403)
+        resource = request.match_info.route.resource
+        if (run := request.match_info.get("run")) is not None:
+            self._check_covers(scope, run)
+            request[STILL_MAY] = functools.partial(self._check_covers, scope, run)
+        elif (upload := request.match_info.get("upload")) is not None:
+            self._check_key(scope, self.server.find_upload(upload).run)
+        elif resource is None or resource.canonical not in _SHOW_WHAT_IS_COVERED:
+            raise ServerRefusedError("this token is for some runs only: this request is for none", status=403)
+
+    def _check_covers(self, scope: Scope, run: str) -> None:
+        """A run is found by its identity, whatever name stands before that: both names must be covered."""
+        _check_name(scope, parse_run(run)[0])
+        self._check_key(scope, self.server.registry.key(run))
+
+    def _check_key(self, scope: Scope, key: str) -> None:
+        """Each name that is known of what lies under a key must be covered."""
+        info = self.server.registry.info(key)
+        for slot in self.server.ring.committed(key):
+            if slot.manifest is not None:
+                _check_name(scope, slot.manifest.run)
+        if info is not None:
+            _check_name(scope, info.name)
 
     def _check_attempt(self, request: web.Request) -> None:
         """Refuse to change a run for another attempt than its own; processes of this user's on this host may.
@@ -346,7 +395,7 @@ class Service:
         by_header = PROTOCOL_HEADER in request.headers
         if hdrs.ORIGIN in request.headers:
             why = "this server refuses requests of web pages. Nothing was done. Use a client that is no browser"
-        elif self._token is not None or same_host(request):
+        elif self._secrets is not None or same_host(request):
             return
         elif not is_loopback(urlsplit(f"//{request.headers.get(hdrs.HOST, '')}").hostname or ""):
             why = (
@@ -375,12 +424,18 @@ class Service:
         body = await asyncio.to_thread(exposition, self.server)
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
-    async def _status(self, _request: web.Request) -> web.Response:
-        return web.json_response({"protocol": PROTOCOL_VERSION, **await asyncio.to_thread(self.server.status)})
+    async def _status(self, request: web.Request) -> web.Response:
+        covers = request[SCOPE].covers if SCOPE in request else None
+        shown = await asyncio.to_thread(self.server.status, covers)
+        return web.json_response({"protocol": PROTOCOL_VERSION, **shown})
 
     async def _flush(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         run = text(body, "run") if body.get("run") is not None else None
+        if (scope := request.get(SCOPE)) is not None:
+            if run is None:
+                raise ServerRefusedError("this token is for some runs only: name the one to flush", status=403)
+            self._check_covers(scope, run)
         wait_s = seconds(body, "wait_s", 60.0, LONGEST_WAIT_S)
         with self._flushing.holding(client_of(request)) as may:
             if not may:
@@ -394,6 +449,11 @@ class Service:
                 left = await loop.run_in_executor(self._flush_threads, self.server.flush, run, for_s)
                 if not left or gone.done() or loop.time() >= deadline_s:
                     return web.json_response({"unreached": left})
+
+
+def _check_name(scope: Scope, name: str) -> None:
+    if not scope.covers(name):
+        raise ServerRefusedError(f"this token is for runs {scope.prefix}… only: it does not cover {name}", status=403)
 
 
 def _is_of_a_person(request: web.Request) -> bool:
@@ -453,9 +513,10 @@ class RunRequests:
             web.get("/v1/runs/{run}/snapshots", self.snapshots),
         ]
 
-    async def listing(self, _request: web.Request) -> web.Response:
+    async def listing(self, request: web.Request) -> web.Response:
         """The runs this server knows."""
-        return web.json_response({"runs": await asyncio.to_thread(self._server.listed)})
+        listed, scope = await asyncio.to_thread(self._server.listed), request.get(SCOPE)
+        return web.json_response({"runs": [run for run in listed if scope is None or scope.covers(run["name"])]})
 
     async def open(self, request: web.Request) -> web.Response:
         """Let an attempt write."""
@@ -596,7 +657,9 @@ class Files:
             start = end
 
     async def _send_file(self, transport: asyncio.Transport | None, slot: Slot, start: int, stop: int) -> int:
-        """Send bytes of a slot by ``sendfile``, if they are many; how many were sent."""
+        """Send bytes of a slot by ``sendfile``, if they are many and go in clear; how many were sent."""
+        if transport is not None and transport.get_extra_info("sslcontext") is not None:
+            return 0
         fd = self._server.ring.descriptor(slot) if stop - start > SEND_BYTES and transport is not None else None
         if transport is None or fd is None:
             return 0

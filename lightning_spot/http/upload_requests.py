@@ -11,9 +11,9 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -44,7 +44,7 @@ from lightning_spot.http.fields import (
     same_host,
     seconds,
 )
-from lightning_spot.http.limits import Quota, client_at, client_of
+from lightning_spot.http.limits import ACCEPTED, Quota, client_of
 from lightning_spot.protocol.wire import (
     NO_DIGEST,
     PROTOCOL_HEADER,
@@ -187,11 +187,14 @@ _DECODING_BYTES = 8 * 1024 * 1024  # its ranges, as Python holds them
 _MOST_PARTS = 2**20
 
 
-def receive_parts(connection: socket.socket, server: SnapshotServer, upload: Upload, scratch: Quota) -> None:
+def receive_parts(
+    connection: socket.socket, client: str, server: SnapshotServer, upload: Upload, scratch: Quota
+) -> None:
     """Take frames until the client closes. Blocks; runs on a thread of its own.
 
     Args:
         connection: to the client.
+        client: who that is.
         server: whose upload it is.
         upload: that is filled.
         scratch: bytes that all streams may take beside the slots.
@@ -208,12 +211,14 @@ def receive_parts(connection: socket.socket, server: SnapshotServer, upload: Upl
     while fill(connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
         frame = Frame.unpack(header)
         _check_frame(frame, upload)
-        digest = _take(connection, server, upload, frame, scratch)
+        digest = _take(connection, client, server, upload, frame, scratch)
         connection.settimeout(FRAME_WAIT_S)
         connection.sendall(bytes.fromhex(digest))
 
 
-def _take(connection: socket.socket, server: SnapshotServer, upload: Upload, frame: Frame, scratch: Quota) -> str:
+def _take(
+    connection: socket.socket, client: str, server: SnapshotServer, upload: Upload, frame: Frame, scratch: Quota
+) -> str:
     """Put a part into the slot; its checksum, or ``NO_DIGEST`` for one that overlaps another: of that, nothing is."""
     digest = NO_DIGEST
     try:
@@ -227,7 +232,7 @@ def _take(connection: socket.socket, server: SnapshotServer, upload: Upload, fra
         if frame.kind is PartKind.WHOLE:
             digest = _receive(connection, server, upload, frame)
         else:
-            with scratch.holding(client_at(connection), _scratch_bytes(frame, upload)) as has_room:
+            with scratch.holding(client, _scratch_bytes(frame, upload)) as has_room:
                 digest = _make(connection, server, upload, frame, has_room=has_room)
     finally:
         upload.received.end(frame.start, digest if digest == frame.digest != NO_DIGEST else None)
@@ -321,6 +326,50 @@ def _check_frame(frame: Frame, upload: Upload) -> None:
         raise CorruptSnapshotError(f"an upload has more than {_MOST_PARTS} parts")
 
 
+@asynccontextmanager
+async def _blocking(request: web.Request, transport: asyncio.Transport) -> AsyncIterator[socket.socket]:
+    """A connection as a socket for a thread that blocks.
+
+    One by TLS goes on being decrypted on the event loop: a pair of sockets parts the two, and no buffer grows.
+    """
+    if transport.get_extra_info("sslcontext") is None:
+        transport.pause_reading()
+        with transport.get_extra_info("socket").dup() as connection:
+            yield connection
+        return
+    ours, connection = socket.socketpair()
+    with connection:
+        inside, _ = await asyncio.get_running_loop().create_connection(lambda: _Relay(transport), sock=ours)
+        try:
+            request[ACCEPTED].divert(_Relay(inside))
+            yield connection
+        finally:
+            inside.close()
+
+
+class _Relay(asyncio.Protocol):
+    """Passes what comes by its own transport on to another one, no faster than that takes it."""
+
+    def __init__(self, other: asyncio.Transport) -> None:
+        self._other = other
+
+    def data_received(self, data: bytes) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._other.write(data)
+
+    def pause_writing(self) -> None:
+        """Its own transport takes no more: the other one reads no more."""
+        self._other.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The reverse."""
+        self._other.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever is at the other end reads to the end of what came."""
+        self._other.close()
+
+
 MOST_STREAMS = 256
 """Streams of parts at once, shared by uploads: each has one, as long as there are threads."""
 
@@ -401,8 +450,7 @@ class UploadRequests:
         """Hand the connection over to a thread that receives straight into the slot."""
         upload = self._server.find_upload(request.match_info["upload"])
         transport = request.transport
-        sock = transport.get_extra_info("socket") if transport is not None else None
-        if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None or sock is None:
+        if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None:
             raise ServerRefusedError(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
         self._check_streams(upload.id)
         client = client_of(request)
@@ -412,14 +460,14 @@ class UploadRequests:
                 reason=TierReason.TOO_MANY_STREAMS,
             )
         assert isinstance(transport, asyncio.Transport)
-        transport.pause_reading()
         loop = asyncio.get_running_loop()
         self._streams[upload.id] += 1
         try:
-            with sock.dup() as connection, self._server.streaming(upload, connection):
-                await loop.run_in_executor(
-                    self._stream_threads, receive_parts, connection, self._server, upload, self._scratch
-                )
+            async with _blocking(request, transport) as connection:
+                with self._server.streaming(upload, connection):
+                    await loop.run_in_executor(
+                        self._stream_threads, receive_parts, connection, client, self._server, upload, self._scratch
+                    )
         except (OSError, SpotError) as error:
             logger.debug("a stream of parts ended: %s", error)
         finally:

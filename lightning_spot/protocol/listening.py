@@ -321,7 +321,7 @@ class Listening:
 
 _EVERY_S = 60.0
 _MOST_KINDS = 16
-_LONGEST_KIND = 160
+_LONGEST_KIND = 240
 
 
 class CountedLog:
@@ -334,19 +334,20 @@ class CountedLog:
 
     def __init__(self, logger: logging.Logger, every_s: float = _EVERY_S) -> None:
         self._logger, self._every_s = logger, every_s
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, kind: str, whose: str = "") -> None:
+    def add(self, kind: str, whose: str = "", *, key: str = "") -> None:
         """Count one.
 
         Args:
             kind: what has happened, in the plural.
             whose: address of the client, if that is known; a few addresses are remembered until they are written.
+            key: of the line, as :mod:`lightning_spot.say` has them.
         """
-        line = (f"{kind} from {whose}" if whose else kind)[:_LONGEST_KIND]
+        line = (f"{kind} from {whose}" if whose else kind)[:_LONGEST_KIND], key
         if line not in self._counts and len(self._counts) >= _MOST_KINDS:
-            line = "further events"
+            line = "further events", ""
         self._counts[line] += 1
         if self._timer is None:
             try:
@@ -373,6 +374,7 @@ class CountedLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for line, count in self._counts.items():
-            self._logger.warning("%d %s in the last minute", count, line)
+        for (line, key), count in self._counts.items():
+            extra = {"spot_key": key, "spot_facts": {"count": count, "about": line}}
+            self._logger.warning("%d %s in the last minute", count, line, extra=extra)
         self._counts.clear()

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from lightning_spot import errors, untrusted
-from lightning_spot.config import without_password
+from lightning_spot.config import SERVER_SCHEMES, without_password
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -182,18 +182,22 @@ class Address:
         host: host name or IP address, ``""`` for a Unix socket.
         port: TCP port.
         socket_path: path of the Unix socket, ``""`` for TCP.
+        tls: whether it is spoken to by TLS.
     """
 
     host: str = ""
     port: int = 0
     socket_path: str = ""
+    tls: bool = False
 
     def __str__(self) -> str:
-        return f"spot://{self.host}:{self.port}" if self.host else f"unix:{self.socket_path}"
+        return (
+            f"{'spots' if self.tls else 'spot'}://{self.host}:{self.port}" if self.host else f"unix:{self.socket_path}"
+        )
 
 
 def parse_spot_url(url: str) -> tuple[Address, str]:
-    """Split ``spot://host:port/run/path`` into an address and the path without its leading slash.
+    """Split ``spot://host:port/run/path``, or ``spots://…``, into an address and the path without its leading slash.
 
     Raises:
         SettingsError: if it is malformed.
@@ -204,12 +208,12 @@ def parse_spot_url(url: str) -> tuple[Address, str]:
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
         raise SettingsError(f"{help_text} ({error})") from error
-    if parts.scheme != "spot" or not parts.hostname or not port or parts.query or parts.fragment:
+    if parts.scheme not in SERVER_SCHEMES or not parts.hostname or not port or parts.query or parts.fragment:
         raise SettingsError(help_text)
     if parts.username or parts.password:
         raise SettingsError(f"{parts.hostname}: secrets do not belong into URLs; set LIGHTNING_SPOT_TOKEN instead")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return Address(host=host, port=port), parts.path.strip("/")
+    return Address(host=host, port=port, tls=parts.scheme == "spots"), parts.path.strip("/")
 
 
 def error_status(error: SpotError) -> int:

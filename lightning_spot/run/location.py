@@ -13,8 +13,10 @@ from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
     MOST_SERVERS,
+    SERVER_SCHEMES,
     check_number,
     directory_of,
+    names_server,
     parse_bytes,
     plain_url,
     read_environment,
@@ -71,7 +73,7 @@ class Location:
         if why := why_no_place(url):
             raise SettingsError(f"dirpath={without_password(url)!r}: {why}")
         scheme = scheme_of(url)
-        if scheme == "spot":
+        if scheme in SERVER_SCHEMES:
             server = "/".join(url.split("/")[:3])
             raise SettingsError(
                 f"dirpath={url!r}: it is where snapshots become durable; a server goes into servers={server!r}"
@@ -218,7 +220,7 @@ def _server_urls(servers: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def _server_url(url: object) -> str:
     shown = without_password(url) if isinstance(url, str) else url
-    if not str(url).startswith("spot://"):
+    if not names_server(str(url)):
         raise SettingsError(f"servers={shown!r} is no URL of a snapshot server such as spot://10.0.0.5:7070")
     try:
         address, path = parse_spot_url(str(url))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_spot.config import names_server
 from lightning_spot.retry import pause_after
 from lightning_spot.server.runs import LEFT_S, Opened, RunInfo, key_of
 from lightning_spot.server.slots import Group, Mark, Slot, Tiers, View
@@ -635,7 +636,7 @@ def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: S
     for until storage has what this server has of it: who has the rest commits it.
     """
     info, shard, is_pending = desired.info, slot.shard, state is Status.PENDING
-    if url.startswith("spot://"):
+    if names_server(url):
         return not (info is not None and info.replicas > 1 and slot.seen.get(info.durable_url or "") is Mark.SAFE)
     if slot.manifest is None or shard is None:
         return True
@@ -662,9 +663,8 @@ def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
             yield action
     for slot, each in sealing:
         goes = not each.given_up and (each.manifest.shard is None or desired.must_be_exact(each.manifest))
-        for url in seen.tiers.own if goes else ():
-            if url.startswith("spot://"):
-                yield Action(Kind.SEND, url, seen.run, 0.0, each.manifest, (slot,), each, slot.commit.sequence)
+        for url in filter(names_server, seen.tiers.own if goes else ()):
+            yield Action(Kind.SEND, url, seen.run, 0.0, each.manifest, (slot,), each, slot.commit.sequence)
 
 
 def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
@@ -672,12 +672,12 @@ def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
     files = [slot for slot in seen.view.owed if slot.snapshot is None]
     for slot in files:
         for url in _brings(desired, seen, slot):
-            yield _upload(url, seen.run, [slot], Kind.SEND if url.startswith("spot://") else Kind.PUT)
+            yield _upload(url, seen.run, [slot], Kind.SEND if names_server(url) else Kind.PUT)
     # Of a run of which something whole is to be sent, what is not complete yet waits: it would never be over.
     whole_to = {url for group in seen.view.groups if _is_whole_shards(group) for url in _owed(desired, seen, group)}
     for group in seen.view.groups:
         for url, slots in _owed(desired, seen, group).items():
-            if not url.startswith("spot://"):
+            if not names_server(url):
                 if group.state is Status.ABORTED and desired.info is not None and not desired.is_spread:
                     continue  # why it failed: all of it was to come here, and no other place waits for it at storage
                 action = _upload(url, seen.run, group.slots, Kind.PUT if group.is_here else Kind.PUT_SHARDS)

@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_spot.config import names_server
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -155,7 +156,7 @@ class SlotTable:
     def reach(self, run: str, manifest: Manifest, url: str) -> None:
         """Note that a tier has a snapshot, as :meth:`newest` tells."""
         with self.changed:
-            for state in ("replicated",) if url.startswith("spot:") else ("replicated", "persisted"):
+            for state in ("replicated",) if names_server(url) else ("replicated", "persisted"):
                 known = self.known.reached.get((run, state))
                 if not manifest.is_file and (known is None or known.order < manifest.order):
                     self.known.reached[run, state] = manifest
@@ -757,10 +758,15 @@ class Ring(SlotTable):
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        """The slots, as JSON-ready values."""
+    def status(self, covers: Callable[[str], bool] | None = None) -> dict[str, Any]:
+        """The slots, as JSON-ready values; only those of runs whose names are covered."""
         with self.changed:
-            return {"memory_bytes": self.memory_bytes, "slots": [slot.status(self.owed([slot])) for slot in self.slots]}
+            shown = [
+                slot.status(self.owed([slot]))
+                for slot in self.slots
+                if covers is None or (slot.manifest is not None and covers(slot.manifest.run))
+            ]
+            return {"memory_bytes": self.memory_bytes, "slots": shown}
 
     def close(self, *, keep_unsafe: bool) -> None:
         """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_spot.config import format_bytes
+from lightning_spot.config import format_bytes, names_server
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.snapshot.coming import Coming
@@ -555,7 +555,7 @@ class View:
             (slot.writer, url): slot
             for slot in sorted(self.slots, key=lambda slot: slot.commit.sequence)
             for url in slot.safe
-            if slot.snapshot is not None and url.startswith("spot://")
+            if slot.snapshot is not None and names_server(url)
         }
         return set(newest.values())
 
@@ -604,7 +604,7 @@ class View:
 
 
 def _are_servers(urls: Iterable[str]) -> bool:
-    return all(url.startswith("spot:") for url in urls)
+    return all(names_server(url) for url in urls)
 
 
 def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterator[tuple[Slot, list[str]]]:
@@ -618,7 +618,7 @@ def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterat
     for slot in slots:
         if slot.snapshot is None:
             yield slot, slot.lacks(tiers.all if slot.commit.places is None else slot.commit.places)
-    told = (*tiers.own, *(url for url in tiers.carried if url.startswith("spot:")))
+    told = (*tiers.own, *(url for url in tiers.carried if names_server(url)))
     for group in groups:
         wanted = _wanted(group, groups, tiers)
         for slot in group.slots:
@@ -633,7 +633,7 @@ def _wanted(group: Group, groups: Sequence[Group], tiers: Tiers) -> Sequence[str
         return tiers.all
     if not (group.persist and is_committed):
         return ()
-    storage = [url for url in tiers.all if not url.startswith("spot:")]
+    storage = [url for url in tiers.all if not names_server(url)]
     others = [each for each in groups if each.manifest.lineage == manifest.lineage]
     newer = [each for each in others if each.manifest.order > manifest.order]
     if group.is_here:

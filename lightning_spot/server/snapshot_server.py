@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_spot.config import names_server
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.server.placement import placed_apart
 from lightning_spot.server.reconcile import Server, Servers
@@ -308,12 +309,25 @@ class SnapshotServer:
             return ""
         return health.refused
 
-    def status(self) -> dict[str, Any]:
-        """Everything a person wants to see, as JSON-ready values."""
+    def status(self, covers: Callable[[str], bool] | None = None) -> dict[str, Any]:
+        """Everything a person wants to see, as JSON-ready values.
+
+        Args:
+            covers: tells of a run's name whether that person may see it; ``None`` for all, and their tiers.
+        """
         with self._lock:
-            runs = list(self.registry.runs.values())
+            runs = [run for run in self.registry.runs.values() if covers is None or covers(run.info.name)]
+        tiers = self.tiers()
+        if covers is not None:
+            keys = {run.info.key for run in runs}
+            places = {url for key in keys for url in self.ring.tiers(key).all}
+            tiers = {
+                url: health if health.refused_run in keys else replace(health, refused="", refused_run="")
+                for url, health in tiers.items()
+                if url in places
+            }
         return {
-            **self.ring.status(),
+            **self.ring.status(covers),
             "flush_to": self.routes.flush_to,
             "runs": {
                 run.info.text: {
@@ -337,7 +351,7 @@ class SnapshotServer:
                 }
                 for run in runs
             },
-            "tiers": {url: asdict(health) for url, health in self.tiers().items()},
+            "tiers": {url: asdict(health) for url, health in tiers.items()},
             "pid": os.getpid(),
         }
 
@@ -469,7 +483,7 @@ class Routes:
         host, the server claims for the trainer what that could not.
         """
         info = self._run(key)
-        if url.startswith("spot://") or info is None:
+        if names_server(url) or info is None:
             return Standing()
         is_lent = self._allow is not None and url == info.durable_url
         if info.token and info.is_claimed and (is_lent or self._allow is None or url == f"{self.flush_to}/{info.text}"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from lightning_spot.config import names_server
 from lightning_spot.errors import FencedError
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of
@@ -169,7 +170,7 @@ class TierHealth:
     @classmethod
     def of(cls, url: str) -> TierHealth:
         """Of a tier at which nothing was done yet."""
-        return cls(kind="server" if url.startswith("spot://") else "durable")
+        return cls(kind="server" if names_server(url) else "durable")
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> TierHealth:

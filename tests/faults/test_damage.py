@@ -503,7 +503,7 @@ def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench,
     rnd, folder, died = random.Random(seed), runtime_dir, list[str]()
     before = threading.excepthook
     threading.excepthook = lambda args: died.append(f"{args.exc_type.__name__}: {args.exc_value}")
-    listening = DescriptorChannel(bench.node, folder / "fds", "t" * 16)
+    listening = DescriptorChannel(bench.node, folder / "fds")
     greeting = json.dumps({"token": "t" * 16, "pid": 1}).encode()
     asked = json.dumps({"run": "r", "name": "n", "give": True, "slot": 3}).encode()
     try:
@@ -516,7 +516,7 @@ def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench,
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(4096):
                     pass
-        Session(folder / "fds", "t" * 16, 10.0).close()
+        Session(folder / "fds", 10.0).close()
         until(lambda: not listening._open, "the last session to end")
     finally:
         listening.close()

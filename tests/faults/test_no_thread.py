@@ -69,11 +69,11 @@ def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_a_server_without_a_descriptor_for_one_serves_the_next(tmp_path: Path, no_descriptor: threading.Event) -> None:
     with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
-        channel = DescriptorChannel(node, tmp_path / "fds", None)
+        channel = DescriptorChannel(node, tmp_path / "fds")
         no_descriptor.set()
         with pytest.raises(ServerUnreachableError):
-            Session(tmp_path / "fds", None, 5.0)
-        Session(tmp_path / "fds", None, 5.0).close()
+            Session(tmp_path / "fds", 5.0)
+        Session(tmp_path / "fds", 5.0).close()
         channel.close()
 
 

@@ -550,6 +550,8 @@ COMMANDS = {
     "rewind": "0 2 130",
     "prune": "0 2 130",
     "rm": "0 2 130",
+    "token": "0 2 130",
+    "cert": "0 2 130",
 }
 """Each with its exit codes."""
 

@@ -423,7 +423,7 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
             ended.set()
             return [RunInfo(name="run", id="0123456789ab", location=url, attempt=1, token="t", durable_url=url)]
 
-    channel: Any = DescriptorChannel(Left(), read_environment().runtime_dir / "fds", None)  # type: ignore[arg-type] # all that is asked
+    channel: Any = DescriptorChannel(Left(), read_environment().runtime_dir / "fds")  # type: ignore[arg-type] # all that is asked
     child = subprocess.Popen(
         [sys.executable, "-c", LEAVES, str(read_environment().runtime_dir / "fds")],
         stdin=subprocess.PIPE,

@@ -349,10 +349,11 @@ def test_the_server_of_a_killed_start_gets_the_next_credentials(
 
 def test_a_trainers_environment_omits_the_servers_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", {"AWS_PROFILE": "old", "AWS_SESSION_TOKEN": "old", "LIGHTNING_SPOT_TOKEN": "own"})
-        assert take_environment({"AWS_PROFILE": "new", "PATH": "/elsewhere", "LIGHTNING_SPOT_TOKEN": "other"})
-        assert os.environ == {"AWS_PROFILE": "new", "LIGHTNING_SPOT_TOKEN": "own"}
-        assert not take_environment({"AWS_PROFILE": "new"})
+        patch.setattr(os, "environ", {"AWS_PROFILE": "old", "AWS_SESSION_TOKEN": "old", "LIGHTNING_SPOT_TOKEN": "old"})
+        given = {"AWS_PROFILE": "new", "LIGHTNING_SPOT_TOKEN": "next"}
+        assert take_environment({**given, "PATH": "/elsewhere", "LIGHTNING_SPOT_SHM_DIR": "/elsewhere"})
+        assert os.environ == given
+        assert not take_environment(given)
 
 
 @pytest.mark.parametrize("error", [PermissionError("x"), OSError("ExpiredToken: The provided token has expired.")])

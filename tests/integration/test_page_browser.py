@@ -85,7 +85,7 @@ def test_what_others_say_does_nothing(
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "0123456789abcdef")
     bench = filled(make_bench)
     recent.append(Said(1e9, logging.WARNING, "key", HOSTILE))
-    with served(bench.node, token="0123456789abcdef") as port:
+    with served(bench.node, secrets=("0123456789abcdef",)) as port:
         opened(tab, f"spot://127.0.0.1:{port}")
         assert "<img src=x" in tab.text
         assert tab.value("document.title").startswith("Snapshot server")

@@ -50,7 +50,7 @@ TOKEN = "correct-horse-battery"
         (f" \t{TOKEN}\r\n", TOKEN),
         ("\n", None),
         ("correct horse battery", None),
-        ("correct-horse\nbattery-staple", None),
+        ("correct-horse\nbattery staple", None),
         ("correct-hörse-battery", None),
         ("correct-horse-\x7fbattery", None),
         ("correct-horse-battery" * 40, None),
@@ -105,7 +105,7 @@ def test_no_dataclass_shows_its_secret() -> None:
                 if re.search("token|secret|password", each.name):
                     (shown if each.repr else hidden).add(f"{kind.__name__}.{each.name}")
     assert shown == set()
-    assert {"Environment.token", "RunInfo.token"} <= hidden
+    assert {"Environment.secrets", "RunInfo.token"} <= hidden
 
 
 def test_an_answer_that_is_none_of_a_node_is_not_quoted() -> None:
@@ -147,10 +147,13 @@ HEAD = f"GET /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}"
         (f"{HEAD}\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n".encode(), "bad requests from 127.0.0.1"),
         (f"G%T /{TOKEN} HTTP/1.1\r\n\r\n".encode(), "bad requests from 127.0.0.1"),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", "bad requests from 127.0.0.1"),
-        (HEAD.encode() + b"x\r\n\r\n", "requests without this server's token from 127.0.0.1"),
+        (
+            HEAD.encode() + b"x\r\n\r\n",
+            "denied requests (GET /v1/runs, this server has another token than the one that came) from 127.0.0.1",
+        ),
         (
             b"PUT /v1/files/run/x HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n",
-            "requests without this server's token",
+            "denied requests (PUT ?, this server asks for a token) from 127.0.0.1",
         ),
         (b"", ""),
     ],

@@ -218,11 +218,11 @@ def test_a_node_without_a_thread_for_one_trainer_serves_the_next(
 ) -> None:
     """It accepted nobody any more."""
     with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
-        channel = DescriptorChannel(node, tmp_path / "fds", None)
+        channel = DescriptorChannel(node, tmp_path / "fds")
         lacking("spot-session", 1)
         with pytest.raises(ServerUnreachableError):
-            Session(tmp_path / "fds", None, 5.0)
-        Session(tmp_path / "fds", None, 5.0).close()
+            Session(tmp_path / "fds", 5.0)
+        Session(tmp_path / "fds", 5.0).close()
         channel.close()
 
 

@@ -430,6 +430,34 @@ fence in memory | server.uploads | ring::earlier_attempts_are_refused
 fence of shards | store.commit | commit::a_later_attempt_fences[directory]
 -        check_fence(first.run_id, attempt, found.claimed)
 +        pass
+# whoever can write a token has all rights to all runs
+signature of a token | protocol.credentials | scoped_tokens::a_token_is_what_its_secret_has_signed
+-if not (given and is_signed and signed
++if not (given and signed
+# a token that was lost holds for ever
+end of a token | protocol.credentials | scoped_tokens::a_token_holds_until_it_expires
+->= scope.expires_unix_s:
++>= float("inf"):
+# a token for reading deletes snapshots
+rights of a token | http.routes | scoped_tokens::each_request_is_denied_to_whom_it_should
+-scope.rights is not Rights.WRITE:
++scope.rights is None:
+# a token for one run reads and replaces all others
+runs of a token | http.routes | scoped_tokens::a_run_is_not_reached_by_its_identity
+-        self._check_key(scope, self.server.registry.key(run))
++        self.server.registry.key(run)
+# whoever is on the way reads snapshots and the token
+certificate of a server | protocol.credentials | tls::an_untrusted_server_gets_nothing
+-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
++        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT); context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+# another host of the same CA reads snapshots and the token
+name of a server | protocol.credentials | tls::the_name_of_a_host_is_verified
+-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
++        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT); context.check_hostname = False
+# whoever has the token needs no certificate
+certificate of a client | http.limits | tls::clients_show_a_certificate
+-        elif context.verify_mode is not ssl.CERT_NONE and
++        elif context.verify_mode is None and
 # damaged weights are taken for good ones
 checksum on arrival | http.upload_requests | node::a_part_that_came_damaged_is_never_committed
 -digest if digest == frame.digest != NO_DIGEST else None

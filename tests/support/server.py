@@ -7,8 +7,9 @@ import contextlib
 import os
 import random
 import signal
+import ssl
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,14 @@ def snapshot_server(root: Path, **settings: Any) -> Iterator[tuple[SnapshotServe
 
 
 @contextlib.contextmanager
-def served(node: SnapshotServer, port: int = 0, token: str | None = None, **service_fields: Any) -> Iterator[int]:
+def served(
+    node: SnapshotServer,
+    port: int = 0,
+    *,
+    secrets: tuple[str, ...] = (),
+    tls: Callable[[], ssl.SSLContext] | None = None,
+    **service_fields: Any,
+) -> Iterator[int]:
     """Serve ``node`` as long as the context lasts; its port, which is any that is free by default."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -222,12 +230,12 @@ def served(node: SnapshotServer, port: int = 0, token: str | None = None, **serv
     ends = contextlib.AsyncExitStack()
 
     async def begin() -> int:
-        service = Service(node, token, **service_fields)
+        service = Service(node, (lambda: secrets) if secrets else None, **service_fields)
         runner = service.runner(shutdown_timeout_s=0.0)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)
         assert runner.server is not None
-        server = await loop.create_server(service.connections(runner.server), "127.0.0.1", port)
+        server = await loop.create_server(service.connections(runner.server, tls), "127.0.0.1", port)
         ends.callback(server.close)
         return int(server.sockets[0].getsockname()[1])
 

@@ -122,6 +122,7 @@ class Fork:
         stdout: IO[bytes],
         environment: Mapping[str, str],
         directory: str = "/",
+        stdin: IO[bytes] | None = None,
     ) -> None:
         self.returncode: int | None = None
         request = {"arguments": list(arguments), "environment": dict(environment), "directory": directory}
@@ -129,7 +130,7 @@ class Fork:
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(str(Path(python).with_name(NODES)))
         with open(os.devnull, "rb") as nothing:
-            files = [nothing.fileno(), stdout.fileno(), stdout.fileno()]
+            files = [(stdin or nothing).fileno(), stdout.fileno(), stdout.fileno()]
             socket.send_fds(self._server, [len(text).to_bytes(4, "big")], files)
         self._server.sendall(text)
         self._said = self._server.makefile("rb")

@@ -267,7 +267,7 @@ def commit_whole(client: ServerClient, run: str, step: int, data: bytes) -> Mani
 
 
 def commit_in_place(client: ServerClient, channel: Path, run: str, step: int, data: bytes) -> Manifest:
-    manifest, session = manifest_of(run, step, data), Session(channel, TOKEN, 10.0)
+    manifest, session = manifest_of(run, step, data), Session(channel, 10.0)
     lease = {"attempt": 1, "nbytes": len(data), "name": manifest.name, "session": session.id}
     leased = client.call("POST", f"/v1/runs/{run}/uploads", lease)
     with session.map_slot(leased["slot"], leased["generation"]) as memory:

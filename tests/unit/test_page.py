@@ -97,7 +97,7 @@ def bench(make_bench: Callable[..., Bench]) -> Bench:
 
 @pytest.fixture
 def browser(bench: Bench, clock: SimpleNamespace) -> Iterator[Browser]:
-    with served(bench.node, token=TOKEN, clock=lambda: clock.now_s) as port:
+    with served(bench.node, secrets=(TOKEN,), clock=lambda: clock.now_s) as port:
         yield Browser(port)
 
 
@@ -352,7 +352,7 @@ def test_only_the_latest_messages_are_kept() -> None:
 
 def test_a_server_gives_a_link_to_itself_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
-    with served(bench.node, token=TOKEN) as port:
+    with served(bench.node, secrets=(TOKEN,)) as port:
         made = link(f"spot://127.0.0.1:{port}")
         assert re.fullmatch(rf"http://127\.0\.0\.1:{port}/open/[\w-]{{43}}", made)
         assert Browser(port).open(made.removeprefix(f"http://127.0.0.1:{port}")).status == 200

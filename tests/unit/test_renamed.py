@@ -59,7 +59,6 @@ OLD_LINES = [
     (["ls", RUN, "--memory=spot://10.0.0.5:7070"], "--server spot://"),
     (["serve", "--memory", "8GiB"], "--memory-limit SIZE"),
     (["cp", RUN, "--to", "model.ckpt"], "DEST"),
-    (["verify", RUN, "--run", "name"], "--run-name NAME"),
     (["serve", "--flush-to", RUN], "--storage URL"),
     (["serve", "--allow", RUN], "--allow-storage PREFIX"),
     (["serve", "--run-memory", "1GiB"], "--run-memory-limit SIZE"),

@@ -50,10 +50,10 @@ def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
     def attach(bench: Bench) -> None:
         path = runtime_dir / "channel"
-        channels.append(program.DescriptorChannel(bench.node, path, None))
+        channels.append(program.DescriptorChannel(bench.node, path))
 
         def host(_url: str, run: str) -> SimpleNamespace:
-            session = Session(path, None, 10.0)
+            session = Session(path, 10.0)
 
             def open_snapshot(manifest: Manifest) -> int:
                 return session.open_snapshot(run, manifest.name)
@@ -85,9 +85,9 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
         send(connection, told, fd)
 
     monkeypatch.setattr(program, "_send", replaced_first)
-    listening = program.DescriptorChannel(make().node, tmp_path / "channel", None)
+    listening = program.DescriptorChannel(make().node, tmp_path / "channel")
     listening._server = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
-    session = Session(tmp_path / "channel", None, 10.0)
+    session = Session(tmp_path / "channel", 10.0)
     mapped = session.map_slot(slot.index, slot.buffer.generation)
     assert mapped[:4] == b"mine"
     with pytest.raises(ServerUnreachableError, match="no longer has slot"):
@@ -100,8 +100,8 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
 def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: Callable[..., Bench], tmp_path: Path) -> None:
     bench = make(slots=1)
     slot = bench.node.ring.try_lease(RUN, 1000)
-    listening = program.DescriptorChannel(bench.node, tmp_path / "channel", None)
-    session = Session(tmp_path / "channel", None, 10.0)
+    listening = program.DescriptorChannel(bench.node, tmp_path / "channel")
+    session = Session(tmp_path / "channel", 10.0)
     session.map_slot(slot.index, slot.buffer.generation).close()
     with pytest.raises(ServerUnreachableError, match="as it was leased"):
         session.map_slot(slot.index, slot.buffer.generation - 1)

@@ -1,0 +1,49 @@
+"""``lightning-spot token``: makes a token that holds for some runs, for some time."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from lightning_spot.config import check_number, read_environment
+from lightning_spot.errors import SettingsError
+from lightning_spot.http.flags import seconds
+from lightning_spot.protocol.credentials import Rights, Scope
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``token``."""
+    parser.add_argument(
+        "--run",
+        required=True,
+        metavar="PREFIX",
+        help="runs that it holds for: PREFIX, and names that go on after it with one of . _ = + -",
+    )
+    parser.add_argument(
+        "--rights",
+        required=True,
+        choices=[each.value for each in Rights],
+        help="read: list runs and read snapshots; write: also open runs and upload",
+    )
+    parser.add_argument(
+        "--expires", type=seconds, default=7 * 86400.0, metavar="TIME", help="how long it holds (default: 7d)"
+    )
+
+
+def token(arguments: argparse.Namespace) -> int:
+    """Print a token, signed by the secret of the environment.
+
+    Raises:
+        SettingsError: if there is no secret, or a value cannot be used.
+    """
+    check_number("--expires", arguments.expires, 1)
+    secret = read_environment().token
+    if secret is None:
+        raise SettingsError(
+            "there is no secret to sign with: set LIGHTNING_SPOT_TOKEN_FILE (or LIGHTNING_SPOT_TOKEN) to that of the"
+            " server"
+        )
+    expires_unix_s = int(time.time() + arguments.expires)
+    scope = Scope(prefix=arguments.run, rights=Rights(arguments.rights), expires_unix_s=expires_unix_s)
+    print(scope.token(secret))
+    return 0

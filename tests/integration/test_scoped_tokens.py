@@ -1,0 +1,382 @@
+"""Tokens for some runs: who may do what, what of a server they show, how they end, and that no secret is to be seen."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import read_environment
+from lightning_spot.errors import ServerRefusedError, SettingsError
+from lightning_spot.http.routes import Service
+from lightning_spot.protocol.credentials import Rights, Scope, Secrets, scope_of
+from lightning_spot.protocol.wire import Address, parse_spot_url
+from lightning_spot.server.snapshot_server import SnapshotServer
+from lightning_spot.snapshot.parts import checksum
+from tests.integration.test_fit import stopped
+from tests.support import folders
+from tests.support.said import said_about
+from tests.support.server import RunningNode, image_of, manifest_of, served
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.guarantee("G30")
+
+StartNode = Callable[..., RunningNode]
+SECRET, OTHER_SECRET = "a-secret-of-a-server", "another-one-of-a-server"
+MINE, FOREIGN = "0123456789ab", "ba9876543210"
+WRITE = Scope(prefix="team-a", rights=Rights.WRITE, expires_unix_s=int(time.time()) + 3600)
+SCOPES = {
+    "write": WRITE,
+    "read": replace(WRITE, rights=Rights.READ),
+    "other": replace(WRITE, prefix="team-b"),
+    "expired": replace(WRITE, expires_unix_s=int(time.time()) - 1),
+}
+TOKENS = {
+    "secret": SECRET,
+    "none": "",
+    "forged": WRITE.token("no-secret-of-the-server"),
+    **{name: scope.token(SECRET) for name, scope in SCOPES.items()},
+}
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prefix", "covered", "others"),
+    [
+        (
+            "run-1",
+            ["run-1", "run-1-fit-2", "run-1.x", "run-1_x", "run-1=x", "run-1+x"],
+            ["run-10", "run", "run-2", "x-run-1"],
+        ),
+        ("team-", ["team-", "team-a", "team-1"], ["team", "tea", "teams"]),
+        ("0", ["0", "0-x"], ["00", "1"]),
+    ],
+)
+def test_a_prefix_covers_whole_parts_of_names(prefix: str, covered: list[str], others: list[str]) -> None:
+    scope = replace(WRITE, prefix=prefix)
+    assert [name for name in covered + others if scope.covers(name)] == covered
+
+
+def test_a_token_is_what_its_secret_has_signed() -> None:
+    token = WRITE.token(SECRET)
+    assert re.fullmatch(r"spot1\.[\w-]+\.[\w-]{43}", token)
+    assert scope_of(token, [OTHER_SECRET, SECRET]) == WRITE
+    assert scope_of(SECRET, [OTHER_SECRET, SECRET]) is None
+    for place in range(len(token)):
+        forged = token[:place] + ("A" if token[place] != "A" else "B") + token[place + 1 :]
+        with pytest.raises(ServerRefusedError) as caught:
+            scope_of(forged, [SECRET])
+        assert caught.value.is_for_the_token
+        assert forged not in str(caught.value)
+    for given in (
+        "",
+        ".",
+        "..",
+        "spot1..",
+        "spot1.e30.",
+        token[:-1],
+        token + "=",
+        token.replace("spot1", "spot2"),
+        "é",
+    ):
+        with pytest.raises(ServerRefusedError):
+            scope_of(given, [SECRET])
+
+
+def test_a_token_holds_until_it_expires() -> None:
+    token = WRITE.token(SECRET)
+    assert scope_of(token, [SECRET], WRITE.expires_unix_s - 0.001) == WRITE
+    with pytest.raises(ServerRefusedError, match="expired"):
+        scope_of(token, [SECRET], WRITE.expires_unix_s)
+
+
+def test_claims_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for claims in (
+        {},
+        {"prefix": "x", "rights": "all", "expires": 9**9},
+        {"prefix": "../x", "rights": "read", "expires": 1},
+    ):
+        monkeypatch.setattr(json, "dumps", lambda *_, claims=claims, **__: repr(claims).replace("'", '"'))
+        token = WRITE.token(SECRET)
+        monkeypatch.undo()
+        with pytest.raises(ServerRefusedError, match="claims"):
+            scope_of(token, [SECRET])
+
+
+def test_a_secret_that_could_be_found_out_signs_nothing() -> None:
+    with pytest.raises(SettingsError, match="16 characters") as caught:
+        WRITE.token("only-15-letters")
+    assert "letters" not in str(caught.value)
+
+
+def test_the_command_prints_a_token(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("token", "--run", "team-a", "--rights", "read", "--expires", "2h")
+    assert "LIGHTNING_SPOT_TOKEN_FILE" in cli(*given, code=2)
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", SECRET)
+    scope = scope_of(cli(*given).strip(), [SECRET])
+    assert scope is not None
+    assert (scope.prefix, scope.rights) == ("team-a", Rights.READ)
+    assert abs(scope.expires_unix_s - time.time() - 7200) < 60
+    assert "'../x'" in cli("token", "--run", "../x", "--rights", "read", code=2)
+    assert "--expires" in cli(*given[:-1], "0", code=2)
+
+
+# -- who may do what ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SnapshotServer, int]]:
+    """A server with a run of each team, which have a snapshot each."""
+    below = str(tmp_path_factory.mktemp("below"))
+    node = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=open_store, flush_to=below)
+    with served(node, secrets=(OTHER_SECRET, SECRET)) as port:
+        client = ServerClient(Address("127.0.0.1", port), SECRET)
+        for name, identity in (("team-a-1", MINE), ("team-b-1", FOREIGN)):
+            run = f"{name}@{identity}"
+            client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": ""})
+            image = image_of(1, 1000)
+            upload = node.lease(run, 1, len(image))
+            with upload.slot.view(len(image)) as view:
+                view[:] = image
+            node.seal(upload.id, manifest_of(1, nbytes=len(image), run_id=identity, run=name))
+            assert client.call("POST", "/v1/flush", {"run": run, "wait_s": 30.0})["unreached"] == []
+        yield node, port
+
+
+def routes() -> list[tuple[str, str]]:
+    """Every request that a server knows: one that is added is asked, too."""
+    node = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    found = Service(node, None).application().router.routes()
+    return sorted({(each.method, each.resource.canonical) for each in found if each.resource is not None})
+
+
+OPEN_TO_ALL = {"/healthz", "/readyz"}
+OF_SOME_RUNS = {"/v1/runs", "/v1/status"}
+"""What every valid token may ask: it shows what that covers."""
+
+
+def asked(port: int, token: str, method: str, path: str, body: object = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    data = json.dumps(body or {}).encode()
+    headers = {"Authorization": f"Bearer {token}", "Spot-Digest": checksum(data)} if token else {}
+    try:
+        connection.request(method, path, data, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(100_000).decode(errors="replace")
+    finally:
+        connection.close()
+
+
+def wanted(kind: str, method: str, path: str) -> int:
+    """The status with which a request is denied; 0 if it is not."""
+    if path in OPEN_TO_ALL or kind == "secret":
+        return 0
+    if kind in ("none", "forged", "expired"):
+        return 401
+    if kind == "read" and method not in ("GET", "HEAD"):
+        return 403
+    return 403 if kind == "other" and path not in OF_SOME_RUNS else 0
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+@pytest.mark.parametrize(("method", "route"), routes(), ids="{0[0]} {0[1]}".format)
+def test_each_request_is_denied_to_whom_it_should(
+    shared: tuple[SnapshotServer, int], method: str, route: str, kind: str
+) -> None:
+    node, port = shared
+    run = f"team-a-1@{MINE}"
+    upload = node.lease(run, 1, 1000) if "{upload}" in route else None
+    path = (
+        route.replace("{run}", run).replace("{path}", "no-such-file").replace("{upload}", upload.id if upload else "")
+    )
+    body = {"attempt": 1, "token": "", "run": run, "wait_s": 0.0}
+    status, text = asked(port, TOKENS[kind], method, path, body)
+    if upload is not None and upload.id in node.uploads:
+        node.abort(upload.id)
+    denied = status if status in (401, 403) and ("token" in text or method == "HEAD") else 0
+    assert denied == wanted(kind, method, route), text
+    if denied:
+        assert not any(token in text for token in TOKENS.values() if token)
+    if kind in ("none", "forged", "expired") and route not in OPEN_TO_ALL:
+        assert "team" not in text
+
+
+def test_the_table_knows_a_request_without_a_run() -> None:
+    """Those that name none are denied unless they show what a token covers, whatever is added."""
+    without = {path for _, path in routes() if "{" not in path} - OPEN_TO_ALL
+    assert without == OF_SOME_RUNS | {"/v1/flush"}
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_run_is_not_reached_by_its_identity(shared: tuple[SnapshotServer, int], kind: str) -> None:
+    """Whatever name stands before it, a run is found by that."""
+    node, port = shared
+    for run in (f"team-a-1@{FOREIGN}", f"team-a-new@{FOREIGN}", FOREIGN, f"team-b-1@{FOREIGN}", "team-b-1"):
+        for method, path in (
+            ("GET", f"/v1/runs/{run}/snapshots"),
+            ("GET", f"/v1/files/{run}/last.ckpt"),
+            ("POST", f"/v1/runs/{run}/open"),
+            ("POST", f"/v1/runs/{run}/uploads"),
+            ("DELETE", f"/v1/files/{run}/x"),
+        ):
+            body = {"attempt": 2, "token": "", "nbytes": 10}
+            status, text = asked(port, TOKENS[kind], method, path, body)
+            assert status == 403, (run, method, text)
+    assert node.claimed(f"team-b-1@{FOREIGN}") == 1
+    upload = node.lease(f"team-b-1@{FOREIGN}", 1, 1000)
+    assert asked(port, TOKENS[kind], "DELETE", f"/v1/uploads/{upload.id}")[0] == 403
+    assert upload.id in node.uploads
+    node.abort(upload.id)
+    for body in ({"run": f"team-b-1@{FOREIGN}"}, {}):
+        assert asked(port, TOKENS[kind], "POST", "/v1/flush", {**body, "wait_s": 0.0})[0] == 403
+
+
+@pytest.mark.parametrize(("kind", "name"), [("read", "team-a-1"), ("write", "team-a-1"), ("other", "team-b-1")])
+def test_listings_show_what_a_token_covers(shared: tuple[SnapshotServer, int], kind: str, name: str) -> None:
+    _, port = shared
+    everything = [asked(port, SECRET, "GET", path)[1] for path in sorted(OF_SOME_RUNS)]
+    assert all("team-a-1" in text and "team-b-1" in text for text in everything)
+    runs, status = (asked(port, TOKENS[kind], "GET", path)[1] for path in sorted(OF_SOME_RUNS))
+    assert [run["name"] for run in json.loads(runs)["runs"]] == [name]
+    shown = json.loads(status)
+    assert [run.partition("@")[0] for run in shown["runs"]] == [name]
+    assert {slot["run"] for slot in shown["slots"]} == {name}
+    assert len(shown["tiers"]) == 1
+    assert ({"team-a-1": "team-b-1", "team-b-1": "team-a-1"}[name]) not in runs + status
+
+
+def test_each_denied_request_is_in_the_log(start_node: StartNode) -> None:
+    node = start_node("--drain-timeout", "0", environment={"LIGHTNING_SPOT_TOKEN": SECRET})
+    port = parse_spot_url(node.url)[0].port
+    for kind in ("forged", "expired", "other", "read", "none"):
+        for _ in range(2):
+            asked(port, TOKENS[kind], "POST", f"/v1/runs/team-a-1@{MINE}/open", {"attempt": 1, "token": ""})
+    node.stop()
+    log = node.log.read_text()
+    for what, why in (
+        ("POST /v1/runs/{run}/open", "another token"),
+        ("POST /v1/runs/{run}/open", "expired"),
+        (f"POST /v1/runs/team-a-1@{MINE}/open", "runs team-b… only"),
+        (f"POST /v1/runs/team-a-1@{MINE}/open", "reading only"),
+        ("POST /v1/runs/{run}/open", "asks for a token"),
+    ):
+        assert re.search(rf"2 denied requests \({re.escape(what)}, .*{why}.* from 127\.0\.0\.1", log), (what, why, log)
+    assert not any(token in log for token in TOKENS.values() if token)
+
+
+# -- changing the secret -----------------------------------------------------------------------------------------------
+
+
+def test_a_secret_is_changed_without_a_gap(
+    start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's file has both, then each client's the new one, then the server's the new one only."""
+    at_server, at_client = tmp_path / "server", tmp_path / "client"
+    for path in (at_server, at_client):
+        path.write_text(f"{SECRET}\n")
+    node = start_node(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(at_server)})
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN_FILE", str(at_client))
+    client, signed = (
+        ServerClient(parse_spot_url(node.url)[0]),
+        ServerClient(parse_spot_url(node.url)[0], TOKENS["read"]),
+    )
+    for at_server_now, at_client_now in (
+        (f"{OTHER_SECRET}\n{SECRET}\n", f"{SECRET}\n"),
+        (f"{OTHER_SECRET}\n{SECRET}\n", f"{OTHER_SECRET}\n"),
+        (f"{OTHER_SECRET}\n", f"{OTHER_SECRET}\n"),
+        ("", f"{OTHER_SECRET}\n"),  # a file that holds none leaves what was, and opens nothing
+    ):
+        at_server.write_text(at_server_now)
+        at_client.write_text(at_client_now)
+        client.call("GET", "/v1/runs")
+        assert scope_of(TOKENS["read"], Secrets()()) if SECRET in at_client_now else True
+        if SECRET in at_server_now:
+            signed.call("GET", "/v1/runs")
+        else:
+            with pytest.raises(ServerRefusedError, match="another token"):
+                signed.call("GET", "/v1/runs")
+    with pytest.raises(ServerRefusedError):
+        ServerClient(parse_spot_url(node.url)[0], SECRET).call("GET", "/v1/runs")
+    log = node.log.read_text()
+    assert "stays in use" in log
+    assert SECRET not in log
+    assert OTHER_SECRET not in log
+
+
+def test_a_file_that_cannot_be_read_any_more_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "token"
+    path.write_text(SECRET)
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN_FILE", str(path))
+    current = Secrets()
+    for text in ("\n", f"{SECRET}\n{OTHER_SECRET}\nthird-secret-of-one"):
+        path.write_text(text)
+        assert current() == (SECRET,)
+    path.unlink()
+    assert current() == (SECRET,)
+    assert said_about(caplog, "credentials-not-read") == [str(path)]
+    path.write_text(OTHER_SECRET)
+    assert current() == (OTHER_SECRET,) == read_environment().secrets
+    path.write_text("a\nb\nc")
+    with pytest.raises(SettingsError, match="3 lines"):
+        read_environment()
+
+
+# -- where secrets are not ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_training_with_a_scoped_token_shows_it_nowhere(
+    start_node: StartNode,
+    tmp_path: Path,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither in command lines, the environment of the server that it starts, logs, nor files."""
+    secret_file = tmp_path / "secret"
+    secret_file.write_text(SECRET)
+    node = start_node("--allow-storage", str(tmp_path), environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret_file)})
+    token = replace(WRITE, prefix="run-1").token(SECRET)
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", token)
+    stopped(tmp_path, servers=node.url)
+    runs = ServerClient(parse_spot_url(node.url)[0]).call("GET", "/v1/runs")["runs"]
+    assert [run["name"] for run in runs] == ["run-1"]
+    store = ServerStore(f"{node.url}/run-1")
+    until(lambda: 15 in {manifest.step for manifest in store.survey().manifests}, "the newest snapshot at the server")
+    shown = [node.log.read_bytes(), caplog.text.encode()]
+    servers = [
+        pid for pid in map(str, _descendants()) if b"--embedded" in _of(pid, "cmdline") or str(node.process.pid) == pid
+    ]
+    assert len(servers) >= 1
+    shown += [_of(pid, name) for pid in servers for name in ("cmdline", "environ")]
+    shown += [
+        path.read_bytes()
+        for path in [*folders.files_below(runtime_dir), *folders.files_below(tmp_path / "run-1")]
+        if path.is_file()
+    ]
+    assert not any(given.encode() in text for text in shown for given in (token, SECRET))
+
+
+def _descendants() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _of(pid: str, name: str) -> bytes:
+    try:
+        return Path("/proc", pid, name).read_bytes()
+    except OSError:  # it has ended
+        return b""

@@ -1,0 +1,395 @@
+"""TLS: a snapshot goes and comes over it as without, who is not trusted gets nothing, and all bounds hold."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from lightning_spot.cli.cert import CA, CLIENT, SERVER, SERVER_KEY, make
+from lightning_spot.client.filesystem import SpotFileSystem
+from lightning_spot.client.part_streams import PartStream
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
+from lightning_spot.client.stores import open_store
+from lightning_spot.config import why_no_place, without_password
+from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError, TierReason
+from lightning_spot.http import upload_requests
+from lightning_spot.http.limits import Connections
+from lightning_spot.protocol.credentials import client_context, server_context
+from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
+from lightning_spot.retry import RetryPolicy
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from lightning_spot.server.snapshot_server import SnapshotServer
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from tests.integration.test_fit import stopped
+from tests.integration.test_service_limits import Silent, _hung_up, _serving
+from tests.support import folders
+from tests.support.said import said_about
+from tests.support.server import RunningNode, served
+from tests.support.snapshots import spot
+from tests.support.trainer import Net, Probe, data, trainer
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.guarantee("G30")
+
+StartNode = Callable[..., RunningNode]
+PARTS = 5 * 2**20
+TOKEN = "correct-horse-battery"
+
+
+@pytest.fixture
+def start_tls(start_node: StartNode, certs: Path, monkeypatch: pytest.MonkeyPatch) -> StartNode:
+    """Starts servers that speak TLS; this process trusts their CA."""
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
+    return lambda *flags, **more: start_node(*pair(certs), *flags, **more)
+
+
+def pair(folder: Path) -> list[str]:
+    return ["--tls-cert", str(folder / SERVER), "--tls-key", str(folder / SERVER_KEY)]
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch, certs: Path) -> Iterator[tuple[SnapshotServer, ServerClient]]:
+    """A server in this process that gives no stream more than two seconds."""
+    monkeypatch.setattr(upload_requests, "FRAME_WAIT_S", 2.0)
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
+    node = SnapshotServer(slots=2, memory_bytes=2**28, open_store=open_store)
+    with served(node, tls=context_of(certs)) as port, closing(ServerClient(Address("127.0.0.1", port, tls=True))) as at:
+        at.call("POST", "/v1/runs/run/open", {"attempt": 1, "token": ""})
+        yield node, at
+
+
+def context_of(folder: Path, client_ca: Path | None = None) -> Callable[[], ssl.SSLContext]:
+    return server_context(str(folder / SERVER), str(folder / SERVER_KEY), str(client_ca) if client_ca else None)
+
+
+def snapshot(step: int, image: bytes) -> Manifest:
+    name = snapshot_name(step, 1)
+    plain = Manifest(run="run", name=name, step=step, attempt=1, nbytes=len(image), part_bytes=PARTS)
+    return plain.sealed(memoryview(image))
+
+
+# -- the whole way -----------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_goes_and_comes_by_tls(start_tls: StartNode, cli: Callable[..., str]) -> None:
+    url = start_tls(environment={"LIGHTNING_SPOT_TOKEN": TOKEN}).url
+    assert url.startswith("spots://")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
+        store = ServerStore(f"{url}/run")
+        first = random.Random(1).randbytes(4 * PARTS + 12345)
+        second = first[: 2 * PARTS] + random.Random(2).randbytes(len(first) - 2 * PARTS)
+        manifests = [snapshot(step, image) for step, image in enumerate((first, second), 1)]
+        for manifest, image in zip(manifests, (first, second), strict=True):
+            store.put(manifest, memoryview(image), attempt=1)
+        assert store.sent.same_bytes == 2 * PARTS  # as without TLS, what the server has is not sent
+        for manifest, image in zip(manifests, (first, second), strict=True):
+            into = bytearray(len(image))
+            store.fetch(manifest, memoryview(into))
+            assert into == image
+        fsspec.register_implementation("spots", SpotFileSystem, clobber=True)
+        assert fsspec.open(f"{url}/run/{manifests[1].name}/model.ckpt").open().read() == second
+        files, path = fsspec.url_to_fs(f"{url}/run/last.ckpt")
+        assert files.unstrip_protocol(path) == f"{url}/run/last.ckpt"
+        assert manifests[1].name in cli("ls", f"{url}/run")
+        cli("verify", f"{url}/run@2")
+
+
+@pytest.mark.slow
+def test_a_training_resumes_from_servers_by_tls(
+    start_tls: StartNode, tmp_path: Path, runtime_dir: Path, certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host and storage are lost; two servers that ask for a token and a certificate have the newest snapshot."""
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
+    monkeypatch.chdir(certs)  # the local server runs elsewhere
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", CA)
+    monkeypatch.setenv("LIGHTNING_SPOT_CLIENT_CERT", CLIENT)
+    nodes = [start_tls("--client-ca", str(certs / CA)) for _ in range(2)]
+    servers = [node.url for node in nodes]
+    stopped(tmp_path, servers=servers, replicas=2, run_name="run")
+    for server in servers:
+        store = ServerStore(f"{server}/run")
+        until(lambda: 15 in {each.step for each in store.survey().manifests}, f"step 15 at {server}")  # noqa: B023
+    folders.end_nodes(runtime_dir)
+    shutil.rmtree(tmp_path / "run-1")
+    nodes[0].stop(9)
+    probe, callback = Probe(), spot(tmp_path, servers=servers, replicas=2, run_name="run")
+    trainer(callback, probe).fit(Net(), data())
+    assert min(probe.states) == 15
+
+
+# -- who is trusted ----------------------------------------------------------------------------------------------------
+
+
+def test_an_untrusted_server_gets_nothing(
+    start_tls: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither another CA's nor that of another host; and nobody falls back to sending in clear."""
+    url = start_tls().url
+    client = ServerClient(parse_spot_url(url)[0])
+    client.ping()
+    (tmp_path / "other").mkdir()
+    make(tmp_path / "other", ["127.0.0.1"])
+    for ca in (tmp_path / "other" / CA, None):
+        monkeypatch.setenv("LIGHTNING_SPOT_CA", str(ca or ""))
+        with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_CA", check=TierReason.TLS.caused):
+            ServerClient(client.address).ping()
+    assert client.call("GET", "/healthz")  # the connection that there is stays
+
+
+def test_the_name_of_a_host_is_verified(start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, ["snapshots.example"])
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(tmp_path / CA))
+    url = start_node(*pair(tmp_path)).url
+    with pytest.raises(ServerRefusedError, match=r"127\.0\.0\.1", check=TierReason.TLS.caused):
+        ServerClient(parse_spot_url(url)[0]).ping()
+
+
+def test_an_untrusted_server_is_not_asked_again(
+    start_node: StartNode, certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = start_node(*pair(certs)).url
+    place = Location.of(tmp_path / "run-1", servers=url)
+    (why,) = survey(place, RetryPolicy(tries=3, first_pause_s=0.05)).problems.values()
+    assert "LIGHTNING_SPOT_CA" in why
+    assert not said_about(caplog, "read-retried")
+
+
+def test_each_side_is_told_which_scheme_to_use(start_tls: StartNode, start_node: StartNode) -> None:
+    for url, other, advice in (
+        (start_tls().url, "spot", "write spots://"),
+        (start_node().url, "spots", "write spot://"),
+    ):
+        address = parse_spot_url(url.replace(url.split(":")[0], other, 1))[0]
+        with pytest.raises(ServerRefusedError, match=advice, check=TierReason.TLS.caused):
+            ServerClient(address, TOKEN).call("GET", "/v1/runs")
+        ServerClient(parse_spot_url(url)[0]).ping()
+
+
+def test_clients_show_a_certificate(
+    start_tls: StartNode, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start_tls("--client-ca", str(certs / CA), "--drain-timeout", "0")
+    address = parse_spot_url(node.url)[0]
+    with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_CLIENT_CERT") as caught:
+        ServerClient(address).ping()
+    assert caught.value.status == 403
+    monkeypatch.setenv("LIGHTNING_SPOT_CLIENT_CERT", str(certs / CLIENT))
+    ServerClient(address).ping()
+    make(tmp_path, ["127.0.0.1"])
+    monkeypatch.setenv("LIGHTNING_SPOT_CLIENT_CERT", str(tmp_path / CLIENT))
+    with pytest.raises(ServerUnreachableError, match="LIGHTNING_SPOT_CLIENT_CERT"):
+        ServerClient(address).ping()
+    node.stop()
+    log = node.log.read_text()
+    assert "denied requests (no client certificate) from 127.0.0.1" in log
+    assert "TLS handshakes that failed from 127.0.0.1" in log
+    assert "Traceback" not in log
+
+
+def test_new_certificates_are_used_without_a_restart(
+    start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, used = (tmp_path / name for name in ("old", "new", "used"))
+    for folder in (old, new):
+        folder.mkdir()
+        make(folder, ["127.0.0.1"])
+    shutil.copytree(old, used)
+    node = start_node(*pair(used))
+    address = parse_spot_url(node.url)[0]
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(old / CA))
+    kept = ServerClient(address)
+    kept.ping()
+    shutil.copy(new / SERVER, used / SERVER)  # its key is still the old one's
+    ServerClient(address).ping()
+    until(lambda: "stays in use" in node.log.read_text(), "the warning")
+    shutil.copy(new / SERVER_KEY, used / SERVER_KEY)
+    with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_CA"):
+        ServerClient(address).ping()
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(new / CA))
+    ServerClient(address).ping()
+    kept.ping()
+
+
+def test_a_clients_files_are_read_again(
+    start_tls: StartNode, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = parse_spot_url(start_tls().url)[0]
+    make(tmp_path, ["127.0.0.1"])
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(tmp_path / CA))
+    with pytest.raises(ServerRefusedError):
+        ServerClient(address).ping()
+    shutil.copy(certs / CA, tmp_path / CA)
+    ServerClient(address).ping()
+
+
+@pytest.mark.parametrize("variable", ["LIGHTNING_SPOT_CA", "LIGHTNING_SPOT_CLIENT_CERT"])
+def test_a_file_without_certificates_is_an_error(
+    variable: str, start_tls: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = parse_spot_url(start_tls().url)[0]
+    (tmp_path / "file").write_text("none")
+    for path in (tmp_path / "file", tmp_path / "nothing"):
+        monkeypatch.setenv(variable, str(path))
+        with pytest.raises(SettingsError, match=variable):
+            ServerClient(address).ping()
+
+
+def test_old_versions_of_tls_are_refused(certs: Path) -> None:
+    for context in (context_of(certs)(), client_context()):
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert client_context().verify_mode == ssl.CERT_REQUIRED
+    assert client_context().check_hostname
+
+
+def test_secrets_have_no_place_in_a_url() -> None:
+    with pytest.raises(SettingsError, match="LIGHTNING_SPOT_TOKEN") as caught:
+        parse_spot_url("spots://user:hush@10.0.0.5:7070/run")
+    assert "hush" not in str(caught.value)
+    assert without_password("spots://10.0.0.5:7070/run@0123456789ab") == "spots://10.0.0.5:7070/run@0123456789ab"
+    assert "hush" not in without_password("spots://user:hush@10.0.0.5:7070/run")
+    assert not why_no_place("spots://10.0.0.5:7070/run")
+    assert str(parse_spot_url("spots://h")[0]) == "spots://h:7070"
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--tls-cert", "a"], "--tls-key"),
+        (["--tls-key", "a"], "--tls-cert"),
+        (["--client-ca", "a"], "--tls-cert"),
+        (["--tls-cert", "a", "--tls-key", "b"], "--tls-cert a"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(flags: list[str], complaint: str, cli: Callable[..., str]) -> None:
+    assert complaint in cli("serve", "--listen", "127.0.0.1:0", "--memory-limit", "64MiB", *flags, code=2)
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_handshake_that_never_ends_is_hung_up_on(certs: Path) -> None:
+    async def run() -> None:
+        connections = Connections(Silent, tls=context_of(certs), head_timeout_s=0.5)
+        server, port = await _serving(connections)
+        silent, _ = await asyncio.open_connection("127.0.0.1", port)
+        slow, slowly = await asyncio.open_connection("127.0.0.1", port)
+
+        async def drip() -> None:
+            for byte in b"\x16\x03\x01\x02\x00\x01" + bytes(1000):
+                slowly.write(bytes([byte]))
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        await _hung_up(silent)
+        await _hung_up(slow)
+        dripping.cancel()
+        until_empty = asyncio.create_task(_emptied(connections))
+        await asyncio.wait_for(until_empty, 30)
+        server.close()
+
+    asyncio.run(run())
+
+
+async def _emptied(connections: Connections) -> None:
+    while connections._open:
+        await asyncio.sleep(0.01)
+
+
+def test_a_head_after_the_handshake_has_what_is_left(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a connection counts from its first moment: those in their handshake give way to others, too."""
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
+
+    async def run() -> None:
+        connections = Connections(Silent, tls=context_of(certs), head_timeout_s=1.0, most=3)
+        server, port = await _serving(connections)
+        reader, _ = await asyncio.open_connection("127.0.0.1", port, ssl=client_context())
+        await _hung_up(reader)
+        connections.head_timeout_s = 60.0
+        ends = []
+        for _ in range(4):
+            ends.append(await asyncio.open_connection("127.0.0.1", port))
+            await asyncio.sleep(0.05)
+        await _hung_up(ends[0][0])
+        assert not any(reader.at_eof() for reader, _ in ends[1:])
+        assert len(connections._open) == 3
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_by_tls_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, ServerClient]) -> None:
+    node, client = hasty
+    stream = stream_of(client)
+    stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
+    stream._socket.deadline_s = time.monotonic() + 30
+    with suppress(ConnectionError):
+        assert stream._socket.recv(1) == b""
+    until(lambda: not any(upload.streams for upload in map(node.find_upload, node.uploads)), "the stream to end")
+
+
+def test_who_reads_no_answers_makes_no_buffer_grow(hasty: tuple[SnapshotServer, ServerClient]) -> None:
+    """Each part is answered: of who only sends, the server reads no more."""
+    _, client = hasty
+    stream = stream_of(client)
+    frames = Frame(PartKind.SAME, 0, 1000, 0, NO_DIGEST).pack() * 10_000
+    sent = 0
+    with suppress(OSError):
+        while sent < 2**28:
+            stream._socket.deadline_s = time.monotonic() + 20
+            stream._socket.sendall(frames)
+            sent += len(frames)
+    assert sent < 2**28
+
+
+def test_a_stream_by_tls_ends_with_its_upload(hasty: tuple[SnapshotServer, ServerClient]) -> None:
+    node, client = hasty
+    stream = stream_of(client)
+    (upload,) = node.uploads
+    node.abort(upload)
+    stream._socket.deadline_s = time.monotonic() + 30
+    with suppress(ConnectionError):
+        assert stream._socket.recv(1) == b""
+
+
+def stream_of(client: ServerClient) -> PartStream:
+    return PartStream(client, client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"])
+
+
+def test_a_client_whose_server_stalls_is_not_kept() -> None:
+    """In the handshake, too."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client, began_s = ServerClient(Address("127.0.0.1", silent.getsockname()[1], tls=True)), time.monotonic()
+        with pytest.raises(ServerUnreachableError):
+            client.call("GET", "/v1/runs", timeout_s=0.5)
+        assert time.monotonic() - began_s < 20
+
+
+def test_closing_a_client_ends_its_calls_by_tls(hasty: tuple[SnapshotServer, ServerClient]) -> None:
+    _, client = hasty
+    client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})
+    failed = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(ServerUnreachableError):
+            client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 2**28, "wait_s": 60}, timeout_s=90)
+        failed.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    until(lambda: client._pool._taken, "the call to begin")
+    until(lambda: (client.close(), failed.wait(0.2))[1], "the call to end")
+    waiting.join()
