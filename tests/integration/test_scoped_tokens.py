@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
@@ -217,6 +218,27 @@ def test_the_table_knows_a_request_without_a_run() -> None:
     """Those that name none are denied unless they show what a token covers, whatever is added."""
     without = {path for _, path in routes() if "{" not in path} - OPEN_TO_ALL
     assert without == OF_SOME_RUNS | {"/v1/flush"}
+
+
+@pytest.mark.parametrize("kind", ["read", "write", "secret"])
+def test_a_request_that_is_added_is_denied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever adds one has to think of whom it may be for."""
+
+    async def new(_request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    real = Service.application
+
+    def application(self: Service) -> web.Application:
+        app = real(self)
+        app.router.add_get("/v1/new", new)
+        return app
+
+    monkeypatch.setattr(Service, "application", application)
+    node = SnapshotServer(slots=2, memory_bytes=2**20, open_store=open_store)
+    with served(node, secrets=(SECRET,)) as port:
+        assert asked(port, TOKENS[kind], "GET", "/v1/new")[0] == (200 if kind == "secret" else 403)
+        assert asked(port, TOKENS[kind], "GET", "/v1/nothing")[0] == (404 if kind == "secret" else 403)
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
