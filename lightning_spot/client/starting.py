@@ -135,31 +135,33 @@ def end_other_version(dirpath: str) -> bool:
         return False
 
 
-def end_server(record: ServerRecord) -> bool:
-    """Have a local server upload what it holds, and end; whether it has ended. Slots that are stored nowhere stay."""
-    with record.opened() as opened, opened.starting(_DRAIN_S):
-        return _end(opened)
+def end_server(record: ServerRecord, *, discard: bool = False) -> bool:
+    """Have a local server upload what it holds, and end; whether it has ended. Nothing that is stored is left of it.
 
-
-def discard_server(record: ServerRecord) -> bool:
-    """End a local server at once, and remove its slots and all else that it left; whether it has ended."""
+    Args:
+        record: of the server; it may have ended already.
+        discard: whether it ends at once instead, and its slots are removed as well.
+    """
     shm_dir = read_environment().shm_dir
-    with record.opened() as opened, opened.starting(START_TIMEOUT_S):
-        if record.running() and (process := record.process()) is not None:
+    with record.opened() as opened, opened.starting(_DRAIN_S):  # no other server begins meanwhile
+        if discard and record.running() and (process := record.process()) is not None:
             process.kill(_KILL_TIMEOUT_S)
-        alive = hold(opened.alive, _KILL_TIMEOUT_S)
-        if alive is None:
+        elif not discard and not _end(opened):
             return False
-        for area in own_directories(record.area(shm_dir)) if shm_dir is not None else ():
-            with area:
-                remove_abandoned(area)
-        opened.remove()
+        if (alive := hold(opened.alive, _KILL_TIMEOUT_S)) is None:
+            return False
+        if discard or not record.left_slots():
+            for area in own_directories(record.area(shm_dir)) if shm_dir is not None else ():
+                with area:
+                    remove_abandoned(area)
+            opened.remove()
+        opened.alive.unlink(missing_ok=True)
         os.close(alive)
     return True
 
 
 def _end_other_version(record: ServerRecord) -> bool:
-    """The same of a server of another version. The caller has the record's lock."""
+    """Have a server of another version end. The caller has the record's lock."""
     if (process := record.process()) is not None and process.alive:
         say(
             logging.INFO,
