@@ -470,6 +470,17 @@ def test_completion(shell: str, words: list[str], offered: set[str], tmp_path: P
     assert set(done.stdout.split()) == offered
 
 
+@pytest.mark.parametrize("arguments", [["completion", "bash"], ["simulate", "--work", "1h", "--runs", "20"]])
+def test_an_answer_that_is_read_no_further_is_no_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "lightning_spot", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stderr is not None
+        writer.stdout.close()
+        assert writer.stderr.read() == b""
+    assert writer.returncode == 128 + signal.SIGPIPE
+
+
 def test_completion_registers_itself(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "script").write_text(cli("completion", "bash"))
     code = f"source {tmp_path / 'script'}; complete -p lightning-spot"
