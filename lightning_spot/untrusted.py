@@ -54,7 +54,7 @@ _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})  # control, bidi
 def plain(said: object, most: int = _SHOWN) -> str:
     """Foreign text as one printable line of ``most`` characters at most: nothing in it moves a cursor or ends a line.
 
-    What is not shown as it is, is escaped as Python does. Rich still reads markup in it: see ``cli.output.shown``.
+    What is not shown as it is, is escaped as Python does. Rich still reads markup in it: see ``cli.output``.
     """
     text = said if isinstance(said, str) else str(said)
     shortened = text[:most]

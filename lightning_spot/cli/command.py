@@ -10,6 +10,8 @@ import argparse
 import importlib
 import io
 import logging
+import os
+import signal
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -42,7 +44,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         refuse_old_words(words)
         arguments = command_parser(words[:1]).parse_args(words)
-        return int(COMMANDS[arguments.command].load("call")(arguments))
+        code = int(COMMANDS[arguments.command].load("call")(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads the answer has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except CorruptSnapshotError as error:
         _say(str(error))
         return 1

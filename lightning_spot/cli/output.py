@@ -33,6 +33,10 @@ class PlainConsole(Console):  # type: ignore[misc]  # rich is not followed
         shown = (plain(item, LONGEST_TEXT) if isinstance(item, str) else item for item in objects)
         super().print(*shown, **{"markup": False, "highlight": False, **how})
 
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command's end, which rich would make an error of the command."""
+        raise BrokenPipeError
+
 
 class _PlainTable(Table):  # type: ignore[misc]  # likewise
     def add_row(self, *cells: Any, **how: Any) -> None:

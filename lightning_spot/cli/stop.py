@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_spot.cli.arguments import add_servers, ask_status, check_servers, location_of
 from lightning_spot.cli.output import add_output, error_console, plain_table, print_answer
-from lightning_spot.client.starting import discard_server, end_server, revived
+from lightning_spot.client.starting import end_server, revived
 from lightning_spot.config import UPLOAD_TIMEOUT_S, format_bytes, is_loopback, read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.ownership import own_directories
@@ -104,7 +104,7 @@ def _stop_local(record: ServerRecord, discard: bool) -> Stopped:
         if record.running() and _is_in_use(found, Address(socket_path=str(record.http))):
             return found
         _wait_for(found, discard)
-        has_ended = discard_server(record) if discard else end_server(record)
+        has_ended = end_server(record, discard=discard)
     except SpotError as error:
         found.result, found.reason = "running", str(error)
         return found
@@ -118,20 +118,21 @@ def _stop_local(record: ServerRecord, discard: bool) -> Stopped:
         found.keeps(_left(record.area(shm_dir)))
         found.runs = found.runs or sorted({name.rpartition("@")[0] for name in found.kept})
         found.reason = f"stored nowhere else; its log, {record.log}, says why. The next start of the run has them"
-    else:
-        discard_server(record)  # its log, say
     return found
 
 
 def _is_in_use(found: Stopped, address: Address) -> bool:
-    """Whether a trainer is connected to a server; its runs are noted. One that does not answer is not in use."""
+    """Whether a trainer is connected to a server, or may be; its runs are noted. Another version cannot be asked."""
     try:
         answer = ask_status(address)
         with answered(str(address)):
             runs = {name: as_object(run) for name, run in as_object(answer["runs"]).items()}
             trainers = [integer(run, "pid", 0, 0, 2**31) for run in runs.values() if flag(run, "live")]
-    except SpotError:
+    except ServerRefusedError:
         return False
+    except SpotError as error:
+        found.result, found.reason = "running", str(error)
+        return True
     found.runs = sorted(runs)
     if trainers:
         pids = ", ".join(map(str, trainers))
@@ -158,10 +159,11 @@ def _stop_at(address: Address, discard: bool) -> Stopped:
     if process is None and not discard:
         raise SnapshotNotFoundError(f"no snapshot server of this user answers at {address}")
     if process is not None:
-        _is_in_use(found, address)
+        _is_in_use(found, address)  # trainers on other hosts turn to other servers meanwhile
         _wait_for(found, discard)
-        if not _ended(process, discard):
-            found.result, found.reason = "running", f"pid {process.pid} did not end"
+        has_ended = _ended(process, discard)
+        found.result, found.reason = ("stopped", "") if has_ended else ("running", f"pid {process.pid} did not end")
+        if not has_ended:
             return found
     left = _left(port_area(shm_dir, address.port), discard) if shm_dir is not None else []
     if discard:

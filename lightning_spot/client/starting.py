@@ -118,34 +118,41 @@ def start(
     return host
 
 
-def end_server(record: ServerRecord) -> bool:
-    """Have a local server upload what it holds, and end; whether it has ended. Slots that are stored nowhere stay."""
-    with record.opened() as opened, opened.starting(_DRAIN_S):
-        process = opened.process()
-        if process is None or not process.alive:
-            return not opened.running()
-        process.send(signal.SIGTERM)
-        deadline_s = time.monotonic() + _DRAIN_S
-        while (lives := opened.running() or process.alive) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        return not lives
+def end_server(record: ServerRecord, *, discard: bool = False) -> bool:
+    """Have a local server upload what it holds, and end; whether it has ended. Nothing that is stored is left of it.
 
-
-def discard_server(record: ServerRecord) -> bool:
-    """End a local server at once, and remove its slots and all else that it left; whether it has ended."""
+    Args:
+        record: of the server; it may have ended already.
+        discard: whether it ends at once instead, and its slots are removed as well.
+    """
     shm_dir = read_environment().shm_dir
-    with record.opened() as opened, opened.starting(START_TIMEOUT_S):
-        if record.running() and (process := record.process()) is not None:
+    with record.opened() as opened, opened.starting(_DRAIN_S):  # no other server begins meanwhile
+        if discard and record.running() and (process := record.process()) is not None:
             process.kill(_KILL_TIMEOUT_S)
-        alive = hold(opened.alive, _KILL_TIMEOUT_S)
-        if alive is None:
+        elif not discard and not _end(opened):
             return False
-        for area in own_directories(record.area(shm_dir)) if shm_dir is not None else ():
-            with area:
-                remove_abandoned(area)
-        opened.remove()
+        if (alive := hold(opened.alive, _KILL_TIMEOUT_S)) is None:
+            return False
+        if discard or not record.left_slots():
+            for area in own_directories(record.area(shm_dir)) if shm_dir is not None else ():
+                with area:
+                    remove_abandoned(area)
+            opened.remove()
+        opened.alive.unlink(missing_ok=True)
         os.close(alive)
     return True
+
+
+def _end(record: ServerRecord) -> bool:
+    """Send a server SIGTERM and wait for its end; whether it has ended. The caller has the record's lock."""
+    process = record.process()
+    if process is None or not process.alive:
+        return not record.running()
+    process.send(signal.SIGTERM)
+    deadline_s = time.monotonic() + _DRAIN_S
+    while (lives := record.running() or process.alive) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return not lives
 
 
 def _connect(

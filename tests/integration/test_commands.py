@@ -259,6 +259,20 @@ def test_stop_spares_a_server_with_a_trainer(
     assert LocalStore(run).survey().manifests[0].complete
 
 
+def test_stop_drops_nothing_of_a_server_that_does_not_answer(tmp_path: Path, cli: Cli) -> None:
+    """A trainer may be connected to it."""
+    train(run := tmp_path / "run-1")
+    process = find_record(str(run)).process()
+    assert process is not None
+    process.send(signal.SIGSTOP)
+    try:
+        (found,) = stopped(cli("stop", run, "--discard", "-o", "json", code=1))
+        assert found["result"] == "running"
+        assert process.alive
+    finally:
+        process.send(signal.SIGCONT)
+
+
 def left_by_a_killed_server(run: Path, durable: str) -> ServerRecord:
     """Commit a snapshot at a local server that has no time to store it, and kill that."""
     host = start(str(run), "run", slots=2, memory_bytes=64 * MIB, server_idle_timeout_s=60.0)
@@ -454,6 +468,17 @@ def test_completion(shell: str, words: list[str], offered: set[str], tmp_path: P
     )
     assert done.stderr == ""
     assert set(done.stdout.split()) == offered
+
+
+@pytest.mark.parametrize("arguments", [["completion", "bash"], ["simulate", "--work", "1h", "--runs", "20"]])
+def test_an_answer_that_is_read_no_further_is_no_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "lightning_spot", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stderr is not None
+        writer.stdout.close()
+        assert writer.stderr.read() == b""
+    assert writer.returncode == 128 + signal.SIGPIPE
 
 
 def test_completion_registers_itself(cli: Cli, tmp_path: Path) -> None:
