@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_spot.cli.arguments import LATEST, add_run, location_of, split_run
 from lightning_spot.cli.output import add_output, plain_table, print_answer, print_line
@@ -70,23 +70,23 @@ def _add_deletion(parser: argparse.ArgumentParser) -> None:
     add_output(parser, names=True)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
     """A run, all of whose tiers have answered.
 
     Attributes:
         location: of it.
         seen: what they hold.
+        held: what storage holds of that.
         store: storage.
         selected: step or name of the snapshot that was asked for, if one was.
-        held: what storage holds.
     """
 
     location: Location
     seen: Survey
+    held: Holdings
     store: Store
-    selected: str | None = None
-    held: Holdings = field(default_factory=Holdings)
+    selected: str | None
 
     @classmethod
     def ask(cls, arguments: argparse.Namespace) -> _Run:
@@ -104,7 +104,7 @@ class _Run:
             raise TierError(f"nothing was changed, since not all could be asked: {silent}", tier=location.url)
         if seen.claim is None and not seen.runs and not seen.durable.manifests:
             raise SnapshotNotFoundError(f"no run is, or ever was, at {url!r}: give the directory or URL of one")
-        return cls(location, seen, open_store(location.url), selected, seen.durable)
+        return cls(location, seen, seen.durable, open_store(location.url), selected)
 
     @property
     def attempt(self) -> int:

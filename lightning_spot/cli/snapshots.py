@@ -1,4 +1,4 @@
-"""``lightning-spot ls``, ``show``, ``verify`` and ``cp``: what there is at which tier, how safe, and copies of it."""
+"""``lightning-spot ls``, ``show``, ``verify``, ``cp``, ``export``: what there is where, how safe, and copies of it."""
 
 from __future__ import annotations
 

@@ -51,15 +51,15 @@ class Keep:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        numbers = {"newest": (self.newest, 1), "every_n_steps": (self.every_n_steps, 1), "best": (self.best, 0)}
-        for name, (value, least) in numbers.items():
-            if value is not None:
+        for name, least in (("newest", 1), ("every_n_steps", 1), ("best", 0)):
+            if (value := getattr(self, name)) is not None or name != "every_n_steps":
                 check_number(name, value, least, whole=True)
                 object.__setattr__(self, name, int(value))
         if isinstance(self.newer_than, str):
             object.__setattr__(self, "newer_than", parse_seconds(self.newer_than, "newer_than="))
         if self.newer_than is not None:
             check_number("newer_than", self.newer_than, 0)
+            object.__setattr__(self, "newer_than", float(self.newer_than))
         if self.mode not in ("min", "max"):
             raise SettingsError(f"mode={self.mode!r}: it is 'min' or 'max'")
         if (self.best > 0) is not bool(self.monitor):
@@ -79,8 +79,8 @@ class Keep:
         if not isinstance(given, Mapping):
             check_number("keep", given, 1, whole=True)
             return cls(newest=given)  # type: ignore[arg-type] # a whole number
-        if unknown := [name for name in given if name not in {each.name for each in fields(cls)}]:
-            raise SettingsError(f"keep={given!r}: Keep has no {unknown[0]!r}")
+        if not given or given.keys() - {each.name for each in fields(cls)}:
+            raise SettingsError(f"keep={given!r}: it has some of {', '.join(each.name for each in fields(cls))}")
         return cls(**given)
 
 

@@ -52,7 +52,7 @@ class Hosts:
             self.open(number)
 
     def info(self, host: int, attempt: int = 1) -> RunInfo:
-        plain: dict[str, Any] = {"hosts": HOSTS, "nodes": self.servers, "host": f"host-{host}", "pid": 1, "keep": 2}
+        plain: dict[str, Any] = {"hosts": HOSTS, "servers": self.servers, "host": f"host-{host}", "pid": 1}
         info = RunInfo(name="run", id=RUN_ID, location=f"file://{self.tier}", attempt=attempt, token=f"token-{attempt}")
         return replace(info, durable_url=self.tier, session=f"trainer-{host}", **{**plain, **self.more})
 

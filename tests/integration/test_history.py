@@ -318,6 +318,15 @@ def test_a_training_goes_back_and_on(tmp_path: Path, cli: Cli, local_server: boo
     assert equal(state_of(first), state_of(second))
 
 
+def test_starts_before_a_rewind_do_not_count_against_it(tmp_path: Path, cli: Cli) -> None:
+    """With ``on_resume_failure="older"`` they would have the snapshot before it taken."""
+    run, how = tmp_path / "run", {"local_server": False, "on_resume_failure": "older"}
+    train(run, EachDurable(run, 3), StopAt(10), **how)
+    assert [begins_at(run, **how) for _ in range(2)] == [9, 9]
+    cli("rewind", f"{run}@6")
+    assert [begins_at(run, **how) for _ in range(3)] == [6, 6, 3]
+
+
 def test_snapshot_servers_hold_what_is_set_aside(
     tmp_path: Path, cli: Cli, start_node: Callable[..., RunningNode]
 ) -> None:

@@ -351,7 +351,7 @@ def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNo
         ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": float("nan")}),
         ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": -1}),
         ("POST", UPLOADS, {"attempt": 1, "nbytes": 1, "wait_s": "60"}),
-        ("POST", OPEN, {"attempt": 1, "keep": 10**30}),
+        ("POST", OPEN, {"attempt": 1, "keep": {"newest": 10**30}}),
         ("POST", OPEN, {"attempt": 1, "min_upload_interval_s": float("nan")}),
         ("POST", OPEN, {"attempt": 1, "token": "x" * 10**5}),
         ("POST", OPEN, {"attempt": 1, "location": ["a"]}),

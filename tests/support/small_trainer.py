@@ -20,6 +20,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.server.host import Lease
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.retention import Keep
 
 RUN_ID = "0123456789ab"
 PHASES = ("leasing", "filling", "sealing", "committed", "flushing", "leaving")
@@ -32,7 +33,7 @@ def info_of(dirpath: str, attempt: int) -> RunInfo:
         location=f"file://{dirpath}",
         attempt=attempt,
         token=f"token-{attempt}",
-        keep=1000,
+        keep=Keep(newest=1000),
         durable_url=dirpath,
         pid=os.getpid(),
     )

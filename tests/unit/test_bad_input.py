@@ -22,6 +22,7 @@ from lightning_spot import (
     EverySeconds,
     EverySteps,
     GoodputMonitor,
+    Keep,
     OverheadBudget,
     PreemptionGuard,
     RemoteSnapshot,
@@ -44,6 +45,8 @@ KINDS: dict[str, list[Any]] = {
     "above 0": [*NO_NUMBER, -1, 0],
     "negative": [*NO_NUMBER, 0, 0.5],
     "number": NO_NUMBER,
+    "count from 0": [*NO_NUMBER, None, 1.5, -1],
+    "age": [*OF_NO_USE, True, "3", "soon", [3], float("nan"), float("inf"), 10**12, -1],
     "share": [*NO_NUMBER, 0, 1, -0.5, 3],
     "size": [*OF_NO_USE, True, 0, -1, 1.5, "1.5", "much", "", "8 apples", float("nan"), float("inf"), "1e9", 10**30],
     "choice": [*OF_NO_USE, True, 3, "other", "", []],
@@ -106,6 +109,14 @@ SETTINGS: dict[type, dict[str, str]] = {
         "upload_timeout_s": "from 0",
         "server_idle_timeout_s": "from 0",
     },
+    Keep: {
+        "newest": "count",
+        "every_n_steps": "count",
+        "newer_than": "age",
+        "best": "count from 0",
+        "monitor": "metric",
+        "mode": "choice",
+    },
     EverySteps: {"n": "count", "max_overhead": "share"},
     EverySeconds: {"s": "above 0"},
     OverheadBudget: {"max_overhead": "share"},
@@ -162,8 +173,9 @@ NUMPYS: dict[str, Any] = {
 def test_numpys_numbers_are_numbers(kind: type, name: str, of_what: str) -> None:
     needed = {key: value for key, value in NEEDED.items() if key in inspect.signature(kind).parameters}
     made = kind(**{**needed, name: NUMPYS[of_what]})
-    kept = [value for value in vars(made).values() if not isinstance(value, np.generic)]
-    assert len(kept) == len(vars(made)), "a snapshot, or a node, would be told a number that is no plain one"
+    held = asdict(made) if isinstance(made, Keep) else vars(made)
+    kept = [value for value in held.values() if not isinstance(value, np.generic)]
+    assert len(kept) == len(held), "a snapshot, or a node, would be told a number that is no plain one"
     if isinstance(made, SpotCheckpoint | RemoteSnapshot):
         snapshots = made.snapshots if isinstance(made, SpotCheckpoint) else made
         json.dumps(asdict(snapshots._settings.ring))

@@ -144,7 +144,11 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("GET", "/readyz", {}),
         ("GET", "/v1/status", {}),
         ("GET", "/v1/runs", {}),
-        ("POST", f"{run}/open", {"attempt": 1, "token": "t", "keep": 2, "host": "h", "pid": 1, "committed": name}),
+        (
+            "POST",
+            f"{run}/open",
+            {"attempt": 1, "token": "t", "keep": {"newest": 2}, "host": "h", "pid": 1, "committed": name},
+        ),
         ("POST", f"{run}/close", {"session": "", "complete": False}),
         ("POST", f"{run}/settle", {"attempt": 1, "name": name, "lineage": ""}),
         ("GET", f"{run}/snapshots", {}),

@@ -174,7 +174,20 @@ def test_a_rewind_is_the_name_of_its_file() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        *(0, -1, 1.5, True, "2", None, [], {"newest": 0}, {"newest": 2, "oldest": 1}, {"every_n_steps": 0}),
+        *(
+            0,
+            -1,
+            1.5,
+            True,
+            "2",
+            None,
+            [],
+            {},
+            {"newest": None},
+            {"newest": 0},
+            {"newest": 2, "oldest": 1},
+            {"every_n_steps": 0},
+        ),
         *({"newer_than": "2"}, {"newer_than": "soon"}, {"newer_than": -1}, {"newer_than": math.nan}, {"mode": "best"}),
         *({"best": 2}, {"monitor": "val_loss"}, {"best": 1, "monitor": "a\nb"}, {"best": 1, "monitor": 3}),
         *({"newest": 10**12}, {"best": -1}),
