@@ -79,10 +79,9 @@ def bare_trainer(steps: int, callbacks: Sequence[pl.Callback], **settings: Any) 
         max_steps=steps,
         callbacks=list(callbacks),
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"accelerator": "cpu", **settings},
+        **{"accelerator": "cpu", "enable_checkpointing": False, **settings},
     )
 
 

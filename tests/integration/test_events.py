@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -275,6 +277,12 @@ def test_nothing_listens_after_the_end(tmp_path: Path, chat: Chat) -> None:
     recovered("upload-failing", "{about} works", about="of another")
     assert chat.kinds == ["finished"]
     assert not [each for each in threading.enumerate() if each.name == "spot-webhook"]
+    events = Events([print])
+    left = weakref.ref(events)
+    events.close(1.0)
+    del events
+    gc.collect()
+    assert left() is None
 
 
 # -- the webhook ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import ettr
 from lightning_spot import YoungDaly
 from lightning_spot.cli import main
 from lightning_spot.cli.simulate import seconds
@@ -212,3 +213,29 @@ def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_refuses(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_ratio_of_a_training_that_was_killed() -> None:
+    """Ten steps are done twice, a tenth of the time is waited, and a restart is not scaled."""
+    times = {"trained_s": 10.0, "blocked_s": 1.0, "restart_s": 6.0, "snapshots": 5}
+    killed = ettr.Attempt(first=0, last=100, is_killed=True, **times)
+    found = ettr.Figures.of([killed, ettr.Attempt(first=90, last=190, is_killed=False, **times)])
+    assert found.step_s == pytest.approx(60 * 18 / 200)
+    assert found.ettr == pytest.approx(190 * found.step_s / (60 * 20 + 6))
+    assert (found.blocked_s, found.restart_s, found.kills) == (pytest.approx(12.0), 6.0, 1)
+
+
+@pytest.mark.parametrize("kind", ["steps", "ModelCheckpoint"])
+def test_the_simulated_ratio_is_that_of_the_closed_form(kind: str) -> None:
+    fixed = [way for way in ettr.ways_of(ettr.GPT2) if way.kind == kind]
+    for way in fixed:
+        found = ettr.ratios_of(way, ettr.GPT2[kind])
+        assert found["simulated"] == pytest.approx(found["closed form"], abs=0.003)
+    best = max(fixed, key=lambda way: ettr.exact(way, ettr.GPT2[kind]))
+    assert best.every == ettr.best_every(ettr.GPT2[kind])
+
+
+def test_kills_come_as_often_as_they_should() -> None:
+    drawn = [next(times) for times in [ettr.uptimes()] for _ in range(800)]
+    assert np.mean(drawn) == pytest.approx(ettr.MTBF_S / ettr.SCALE, rel=0.03)
+    assert np.mean(drawn[:8]) == pytest.approx(ettr.MTBF_S / ettr.SCALE, rel=0.25)
