@@ -54,7 +54,7 @@ LONGEST_FIELD_BYTES = 1024
 """One header of a request, or its line, has no more bytes than this; a token has 512 at most."""
 
 MOST_HEADERS = 32
-"""Headers of one request; our clients send about ten, proxies add theirs."""
+"""Headers of one request: its head is within 32 KiB. Our clients send about ten, proxies add theirs."""
 
 SERVER_IDLE_TIMEOUT_S = 60.0
 """A kept-alive connection without a request is closed after this time."""
