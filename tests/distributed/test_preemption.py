@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.ending import Ending
-from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.errors import TierError
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.preemption.clouds import AwsSource
 from lightning_spot.preemption.key_value import KeyValueServer
@@ -488,15 +488,6 @@ def test_a_local_dirpath_on_a_vm_of_a_cloud_is_warned_of_once(
         monkeypatch.setattr("lightning_spot.session.session.local_file_system", lambda _: None)
         trainer(stopping(tmp_path / "shared", notices=AwsSource(server.url))).fit(Net(), data())
     assert not said(caplog, "dirpath-local")
-
-
-def test_bad_settings(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="mean 'aws'"):
-        SpotCheckpoint(str(tmp_path / "run"), notices="awss")
-    with pytest.raises(SettingsError, match="grace_period_s=-1"):
-        PreemptionGuard(grace_period_s=-1)
-    with pytest.raises(SettingsError, match="data_resume='back'"):
-        SpotCheckpoint(str(tmp_path / "run"), data_resume="back")  # type: ignore[arg-type]
 
 
 def test_planning_against_a_deadline() -> None:

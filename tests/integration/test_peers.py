@@ -18,7 +18,6 @@ from benchmarks.blocking import Idle
 from benchmarks.peers import command, turns
 from benchmarks.peers import compare as comparing
 from benchmarks.peers.cell import Cell
-from benchmarks.peers.command import main
 from benchmarks.peers.plan import Found
 from benchmarks.peers.turns import Training
 
@@ -53,21 +52,6 @@ def test_of_an_optimizer_that_does_nothing_all_counts_as_written() -> None:
     before = [tensor._version for tensor in owned]
     optimizer.step()
     assert all(tensor._version > version for tensor, version in zip(owned, before, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--models", "gpt3"], "unknown: gpt3; there are gpt2, bert"),
-        (["--ways", "none,theirs"], "unknown: theirs"),
-        (["--intervals", "1,0"], "at least 1"),
-        (["--budget", "soon"], "15m"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert said in capsys.readouterr().err
 
 
 @pytest.fixture

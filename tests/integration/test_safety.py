@@ -38,8 +38,6 @@ from tests.support.trainer import Net, Stop, data, trainer
 
 pytestmark = pytest.mark.guarantee("G13")
 
-URL = "spot://127.0.0.1:9/run"
-
 
 def at_notice(url: str) -> str:
     """What is said at a notice, of a training whose newest snapshot, of step 5, went past the ring to a server."""
@@ -54,10 +52,11 @@ def at_notice(url: str) -> str:
     return safety.bring(Deadline.of(None, 600.0), DeadlinePlan(take=True, url=None, expected_s=None), lambda: False)
 
 
-def test_what_only_a_lost_memory_node_had_is_not_called_safe() -> None:
-    """It was, for ever: the node was gone, and with it all but what the host had from before."""
-    said = at_notice(URL)
-    assert f"step 5 (5.00 kB) is not known to be safe: {URL}, which had it, cannot be asked" in said
+def test_what_only_a_lost_server_had_is_not_called_safe() -> None:
+    """It was, for ever: the server was gone, and with it all but what the host had from before."""
+    url = "spot://127.0.0.1:9/run"
+    said = at_notice(url)
+    assert f"step 5 (5.00 kB) is not known to be safe: {url}, which had it, cannot be asked" in said
     assert said.endswith("; step 4 is safe")
 
 
@@ -191,7 +190,7 @@ def test_state_a_validation_adds_is_not_in_the_snapshot_before(tmp_path: Path) -
 
 
 def test_an_urgent_slot_has_its_full_time_right_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In front of a validation there was no step yet. A large slot took longer than a call may: its node was lost."""
+    """In front of a validation there was no step yet. A large slot took longer than a call may: its server was lost."""
     resumes = AutoResume(str(tmp_path / "run"), local_server=False)
     noticed_in_validation(tmp_path / "run", InValidation, 1000, resumes)
     create, made_by = SlotMemory.create, []
@@ -215,7 +214,7 @@ def test_an_urgent_slot_has_its_full_time_right_after_a_resume(tmp_path: Path, m
         (4, SnapshotFailedError("all slots are on their way", reason=FailureReason.RING_FULL)),
         (1000, ServerUnreachableError("gone")),
     ],
-    ids=["skipped before", "node lost now"],
+    ids=["skipped before", "server lost now"],
 )
 def test_a_snapshot_that_could_not_be_begun_is_taken_at_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, error: SpotError

@@ -14,7 +14,7 @@ from lightning_spot.http.upload_requests import MOST_STREAMS
 @pytest.mark.timeout(600)
 def test_64_clients_are_served_alike_and_within_bounds(tmp_path: Path) -> None:
     memory_bytes = scale.CLIENTS * scale.SLOTS * scale.NBYTES * 2
-    with scale.node(tmp_path, memory_bytes) as (url, process):
+    with scale.server(tmp_path, memory_bytes) as (url, process):
         load = scale.measure(url, process, clients=scale.CLIENTS, seconds=20.0)
         assert load.errors == []
         assert load.fairness >= 0.9
@@ -27,10 +27,10 @@ def test_64_clients_are_served_alike_and_within_bounds(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_clients_of_a_node_without_room_for_all_take_turns(tmp_path: Path) -> None:
+def test_clients_of_a_server_without_room_for_all_take_turns(tmp_path: Path) -> None:
     """The newest of each has room, and half as many more: senders wait for slots, and all get some."""
     slot_bytes = scale.NBYTES * 5 // 4
-    with scale.node(tmp_path, 24 * slot_bytes) as (url, process):
+    with scale.server(tmp_path, 24 * slot_bytes) as (url, process):
         load = scale.measure(url, process, clients=16, seconds=20.0)
         assert min(load.commits) >= 1
         assert load.fairness >= 0.5

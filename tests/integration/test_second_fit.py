@@ -24,7 +24,7 @@ from lightning_spot.protocol.record import find_record
 from lightning_spot.session import run_lookup
 from lightning_spot.session.resume import other_hyperparameters
 from lightning_spot.store.local import LocalStore
-from tests.support.said import keys, said, said_about
+from tests.support.said import informed, keys, said, said_about
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Stop, data, trainer
 from tests.support.waiting import new_process, until
@@ -63,7 +63,7 @@ def test_folds_have_runs_of_their_own_and_each_is_resumed(tmp_path: Path, caplog
     _, first = fold(tmp_path, start=0.0)
     with pytest.raises(Stop):
         fold(tmp_path, EndAt(5), start=1.0)
-    assert "this fit is a run of its own" in caplog.text
+    assert informed(caplog)["run-of-its-own"]["url"] == str(tmp_path / "run" / "fit-2")
     new_process()  # the script is killed, and started again
     again, model = fold(tmp_path, start=0.0)
     assert again.resumed_from.complete
@@ -150,14 +150,6 @@ def test_a_program_that_skips_a_training_gets_no_others_weights(tmp_path: Path, 
     assert {each.name: (store.root / each.data_path).read_bytes() for each in store.survey().manifests} == before
 
 
-def test_hyperparameters_changed_since_a_snapshot_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(0.1), data(6))
-    new_process()
-    trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
-    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == ["rate 0.1→0.01"]
-
-
 class Fold(pl.LightningDataModule):
     def __init__(self, fold: int) -> None:
         super().__init__()
@@ -167,14 +159,22 @@ class Fold(pl.LightningDataModule):
         return data(6)
 
 
-def test_changed_hyperparameters_of_the_data_module_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("trained", "changed"),
+    [
+        (lambda rate: (Tried(rate), data(6)), "rate 1→2"),
+        (lambda fold: (Net(), None, None, Fold(fold)), "fold 1→2"),
+    ],
+    ids=["of the model", "of the data module"],
+)
+def test_hyperparameters_changed_since_a_snapshot_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: Any, changed: str
 ) -> None:
     with pytest.raises(Stop):
-        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Net(), datamodule=Fold(1))
+        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(*trained(1))
     new_process()
-    trainer(spot(tmp_path), max_epochs=1).fit(Net(), datamodule=Fold(2))
-    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == ["fold 1→2"]
+    trainer(spot(tmp_path), max_epochs=1).fit(*trained(2))
+    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == [changed]
 
 
 def test_hyperparameters_that_are_new_or_gone_are_said() -> None:
@@ -212,13 +212,13 @@ def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path, ca
     assert callback.location.name == "run-fit-2"
 
 
-def test_a_node_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None:
+def test_a_server_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None:
     with pytest.raises(TrialPruned):
         trainer(spot(tmp_path / "one", local_server=True), EndAt(5, TrialPruned)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "one" / "run"))
     assert record.running()
     fold(tmp_path / "two", start=0.0)
-    until(lambda: not record.running(), "the node of the first trial to end")
+    until(lambda: not record.running(), "the server of the first trial to end")
     assert LocalStore(tmp_path / "one" / "run").survey().manifests[0].step == 4
 
 
@@ -230,10 +230,10 @@ def test_servers_end_with_a_program_unless_an_exception_ends_it(
     record = find_record(str(tmp_path / "run"))
     monkeypatch.setattr("sys.last_value", Stop(), raising=False)
     run_lookup._at_exit(os.getpid())
-    assert run_lookup._nodes
+    assert run_lookup._servers
     monkeypatch.delattr("sys.last_value")
     run_lookup._at_exit(os.getpid())
-    until(lambda: not record.running(), "the node to end")
+    until(lambda: not record.running(), "the server to end")
 
 
 class Tuned(Net):

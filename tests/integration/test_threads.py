@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import pytest
 
 from lightning_spot import threads
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.writer import Background
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.http.program import DescriptorChannel
@@ -153,19 +151,19 @@ def test_a_slot_not_made_during_training_is_made_when_needed(only_one: None, tmp
 
 def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
     """It never got one, and nothing of the run was durable in the end."""
-    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
-        node.open_run(run_info(tmp_path))
+    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
+        server.open_run(run_info(tmp_path))
         lacking("spot-uploader", 3)
-        upload = node.lease("run", 1, len(image_of(1)), wait_s=20.0)
+        upload = server.lease("run", 1, len(image_of(1)), wait_s=20.0)
         with upload.slot.view(len(image_of(1))) as view:
             view[:] = image_of(1)
-        node.seal(upload.id, sealed_as(1))
-        assert node.flush("run", 20.0) == []
+        server.seal(upload.id, sealed_as(1))
+        assert server.flush("run", 20.0) == []
     assert LocalStore(tmp_path / "durable").survey().manifests[0].step == 1
 
 
 def test_a_lost_server_no_thread_replaces_is_found_lost_again(lacking: Callable[[str, int], None]) -> None:
-    """It ended training, or nobody looked for a new node any more."""
+    """It ended training, or nobody looked for a new server any more."""
     lost, new = SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None), SimpleNamespace()
     link = HostLink(cast(Host, lost), lambda: cast(Host, new))
     lacking("spot-reconnect", 1)
@@ -176,27 +174,12 @@ def test_a_lost_server_no_thread_replaces_is_found_lost_again(lacking: Callable[
     assert link.wait(20.0) is new
 
 
-def test_a_node_without_a_thread_for_one_trainer_serves_the_next(
-    tmp_path: Path, lacking: Callable[[str, int], None]
-) -> None:
+def test_a_server_without_a_thread_for_one_serves_the_next(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
     """It accepted nobody any more."""
-    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
-        channel = DescriptorChannel(node, tmp_path / "fds", None)
+    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
+        channel = DescriptorChannel(server, tmp_path / "fds", None)
         lacking("spot-session", 1)
         with pytest.raises(ServerUnreachableError):
             Session(tmp_path / "fds", None, 5.0)
         Session(tmp_path / "fds", None, 5.0).close()
         channel.close()
-
-
-def test_a_pause_that_fails_ends_no_thread_beside_training() -> None:
-    done = threading.Event()
-
-    def fail() -> None:
-        raise MemoryError
-
-    background = Background("spot-test", fail, lambda: 0.01)
-    time.sleep(0.1)
-    background.put(done.set)
-    assert done.wait(20.0)
-    assert background.close(20.0)

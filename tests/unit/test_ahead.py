@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,9 @@ from lightning_spot.server import ring
 from lightning_spot.server.ring import Ring, SlotsAhead
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
-from tests.support.server import MIB, RUN_ID, Bench, image_of, manifest_of
+from tests.support.server import MIB, RUN, RUN_ID, Bench, MakeBench, image_of, manifest_of
 from tests.support.waiting import until
 
-RUN = f"run@{RUN_ID}"
 AHEAD = "spot-slot-ahead"
 
 
@@ -40,16 +38,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def receive(bench: Bench, step: int, nbytes: int = 1000) -> Manifest:
     """What a snapshot server does with a snapshot that comes over the network."""
     manifest, image = manifest_of(step, 1, nbytes), image_of(step, nbytes)
-    upload = bench.node.lease(RUN, 1, nbytes, manifest=manifest)
-    until(lambda: not bench.node.uploads._ahead._making, "what is made ahead")
+    upload = bench.server.lease(RUN, 1, nbytes, manifest=manifest)
+    until(lambda: not bench.server.uploads._ahead._making, "what is made ahead")
     with upload.slot.view(nbytes) as view:
         view[:] = image
-    bench.node.uploads.arriving(upload, 0, nbytes)
-    bench.node.uploads.arrived(upload, 0, checksum(image))
-    return bench.node.commit(upload.id, manifest)
+    bench.server.uploads.arriving(upload, 0, nbytes)
+    bench.server.uploads.arrived(upload, 0, checksum(image))
+    return bench.server.commit(upload.id, manifest)
 
 
-def test_only_the_first_sender_waits_for_memory(make_bench: Callable[..., Bench], made: list[bool]) -> None:
+def test_only_the_first_sender_waits_for_memory(make_bench: MakeBench, made: list[bool]) -> None:
     bench = make_bench(slots=None, memory_bytes=64 * MIB)
     bench.open(keep=2)
     for step in range(6):
@@ -59,7 +57,7 @@ def test_only_the_first_sender_waits_for_memory(make_bench: Callable[..., Bench]
 
 
 def test_a_sender_waits_for_the_slot_that_is_being_made(
-    make_bench: Callable[..., Bench], made: list[bool], monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench(slots=None, memory_bytes=64 * MIB)
     bench.open(keep=1)
@@ -70,37 +68,37 @@ def test_a_sender_waits_for_the_slot_that_is_being_made(
         return leased(self, run, nbytes, only_new=only_new, **how)
 
     monkeypatch.setattr(Ring, "try_lease", held_up)
-    first = bench.node.lease(RUN, 1, 1000, manifest=manifest_of(1))
+    first = bench.server.lease(RUN, 1, 1000, manifest=manifest_of(1))
     second: list[object] = []
-    asking = threading.Thread(target=lambda: second.append(bench.node.lease(RUN, 1, 1000, manifest=manifest_of(2))))
+    asking = threading.Thread(target=lambda: second.append(bench.server.lease(RUN, 1, 1000, manifest=manifest_of(2))))
     asking.start()
     assert made == [False]
     go_on.set()
     asking.join(30)
     assert len(second) == 1
     assert made == [False, True]
-    bench.node.abort(first.id)
+    bench.server.abort(first.id)
 
 
-def test_nothing_makes_room_for_what_nobody_has_asked_for(make_bench: Callable[..., Bench], made: list[bool]) -> None:
+def test_nothing_makes_room_for_what_nobody_has_asked_for(make_bench: MakeBench, made: list[bool]) -> None:
     bench = make_bench(slots=None, memory_bytes=4 * MIB)
     bench.open(keep=5)
     first = receive(bench, 1)
     assert bench.flush() == []
     receive(bench, 2)
     assert made == [False, True]
-    assert bench.node.ring.find(RUN_ID, first.name) is not None
+    assert bench.server.ring.find(RUN_ID, first.name) is not None
 
 
 def test_a_host_without_memory_says_so_to_who_asks(
-    make_bench: Callable[..., Bench], made: list[bool], monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make_bench(slots=None, memory_bytes=64 * MIB)
     bench.open()
     create = SlotMemory.create
 
     def none_left(capacity: int, path: Path | None) -> SlotMemory:
-        if bench.node.ring.slots[1:]:
+        if bench.server.ring.slots[1:]:
             raise TierError("no memory")
         return create(capacity, path)
 
@@ -114,7 +112,7 @@ def test_a_slot_is_waited_for_only_once_it_is_being_made(
     bench: Bench, made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sender that came between the two could not wait for a thread that had not been started."""
-    ahead, start, failed = SlotsAhead(bench.node.ring), threading.Thread.start, list[BaseException]()
+    ahead, start, failed = SlotsAhead(bench.server.ring), threading.Thread.start, list[BaseException]()
 
     def wait() -> None:
         try:

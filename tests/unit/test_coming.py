@@ -22,12 +22,10 @@ from lightning_spot.snapshot.parts import checksum, part_ranges
 from lightning_spot.store.fences import ATTEMPTS_DIR
 from lightning_spot.store.local import LocalStore
 from tests.support.folders import files_below, size_of
-from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
+from tests.support.server import MIB, RUN, RUN_ID, Bench, StartServer, image_of, manifest_of
 from tests.support.store import GatedStore
 from tests.support.waiting import until
 
-RUN = f"run@{RUN_ID}"
-BEHIND = "spot://behind:7070"
 PART = 1000
 NBYTES = 3 * PART + 10
 
@@ -62,19 +60,19 @@ class Receiving(Bench):
     def begin(self, step: int = 1) -> Upload:
         self.manifest = replace(manifest_of(step, 1, NBYTES), part_bytes=PART)
         self.image = image_of(step, NBYTES)
-        return self.node.lease(RUN, 1, NBYTES, manifest=self.manifest)
+        return self.server.lease(RUN, 1, NBYTES, manifest=self.manifest)
 
     def receive(self, upload: Upload, *numbers: int, image: bytes | None = None) -> None:
         ranges = list(part_ranges(NBYTES, PART))
         for start, stop in [ranges[number] for number in numbers]:
-            self.node.uploads.arriving(upload, start, stop)
+            self.server.uploads.arriving(upload, start, stop)
             data = (image or self.image)[start:stop]
             with upload.slot.view(NBYTES) as view:
                 view[start:stop] = data
-            self.node.uploads.arrived(upload, start, checksum(data))
+            self.server.uploads.arrived(upload, start, checksum(data))
 
     def commit(self, upload: Upload) -> Manifest:
-        return self.node.commit(upload.id, self.manifest.sealed(memoryview(self.image)))
+        return self.server.commit(upload.id, self.manifest.sealed(memoryview(self.image)))
 
     def durable(self) -> list[int]:
         found = LocalStore(self.tier().url).survey().manifests
@@ -114,10 +112,10 @@ def test_what_is_given_up_is_given_up_below_too(bench: Receiving) -> None:
     upload = bench.begin()
     bench.receive(upload, 0, 1)
     until(lambda: bench.watched().taken == 2, "two parts to be taken")
-    bench.node.abort(upload.id)
+    bench.server.abort(upload.id)
     until(lambda: not bench.files(), "nothing to be left")
     assert bench.flush() == []
-    assert not bench.node.reconciler.health[bench.tier().url].failures_total
+    assert not bench.server.reconciler.health[bench.tier().url].failures_total
     upload = bench.begin(2)  # the slot is good for the next one
     bench.receive(upload, 0, 1, 2, 3)
     bench.commit(upload)
@@ -163,7 +161,7 @@ def test_a_sender_that_falls_silent_holds_nothing_up(bench: Receiving, monkeypat
     assert bench.committed() == [1, 2]
 
 
-def test_what_a_killed_node_was_sending_holds_nothing_up(bench: Receiving) -> None:
+def test_what_a_killed_server_was_sending_holds_nothing_up(bench: Receiving) -> None:
     """Its successor is of the same attempt. The durable tier waited two minutes for the rest of what was under way."""
     upload = bench.begin(1)
     bench.receive(upload, 0)
@@ -175,7 +173,7 @@ def test_what_a_killed_node_was_sending_holds_nothing_up(bench: Receiving) -> No
     assert bench.flush() == []
     assert bench.durable() == [2]
     with pytest.raises(SnapshotNotFoundError):
-        bench.node.uploads.find(upload.id)
+        bench.server.uploads.find(upload.id)
 
 
 @pytest.mark.parametrize("why", ["it is connected", "it has just hung up", "it is of another run"])
@@ -185,7 +183,7 @@ def test_a_sender_that_may_continue_does_not_count_as_killed(bench: Receiving, w
     manifest, image = bench.manifest, bench.image
     upload.touched_s -= 1.0
     with contextlib.ExitStack() as connected, socket.socket() as connection:
-        connected.enter_context(bench.node.uploads.streaming(upload, connection))
+        connected.enter_context(bench.server.uploads.streaming(upload, connection))
         upload.touched_s -= 1.0
         if why == "it has just hung up":
             connected.close()
@@ -195,7 +193,7 @@ def test_a_sender_that_may_continue_does_not_count_as_killed(bench: Receiving, w
             upload.run = f"other@{RUN_ID}"
         newer = bench.begin(2)
         upload.run = newer.run
-        assert bench.node.uploads.find(upload.id) is upload
+        assert bench.server.uploads.find(upload.id) is upload
         bench.manifest, bench.image = manifest, image
         bench.receive(upload, 0, 1, 2, 3)
     bench.commit(upload)
@@ -222,7 +220,7 @@ def test_an_upload_commits_only_what_it_said_it_would(bench: Receiving) -> None:
     with pytest.raises(SettingsError, match="is not what this upload was opened for"):
         bench.commit(upload)
     with pytest.raises(SettingsError, match="not what is asked"):
-        bench.node.lease(RUN, 1, NBYTES - 1, manifest=bench.manifest)
+        bench.server.lease(RUN, 1, NBYTES - 1, manifest=bench.manifest)
     assert bench.flush() == []
     assert bench.durable() == []
 
@@ -238,11 +236,11 @@ def test_a_frame_that_is_no_part_is_not_sent_on() -> None:
         next(found.parts_in_order())
 
 
-def test_over_the_network(start_node: Callable[..., RunningNode], tmp_path: Path) -> None:
+def test_over_the_network(start_server: StartServer, tmp_path: Path) -> None:
     """A sender that waits, in the middle of a snapshot, for its beginning to be at the durable tier."""
     durable = tmp_path / "durable"
-    node = start_node("--allow-storage", str(tmp_path))
-    store = ServerStore(f"{node.url}/{RUN}")
+    server = start_server("--allow-storage", str(tmp_path))
+    store = ServerStore(f"{server.url}/{RUN}")
     info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable))
     assert store.open_run(info).carries
     LocalStore(durable).claim(info.claim())

@@ -14,10 +14,10 @@ from benchmarks.regressions import as_json, matched, rows, worse
 
 def test_reworded_figures_match_by_unit_direction_and_order() -> None:
     old = [
-        Result("node over TCP", [1.0], 2),
+        Result("server over TCP", [1.0], 2),
         Result("same", [2.0], 2),
-        Result("node's rate", [3.0], 2, at_most=False),
-        Result("node, seconds", [4.0], None, unit="s"),
+        Result("server's rate", [3.0], 2, at_most=False),
+        Result("server, seconds", [4.0], None, unit="s"),
         Result("gone", [5.0], None, unit="MiB"),
     ]
     new = [
@@ -28,10 +28,10 @@ def test_reworded_figures_match_by_unit_direction_and_order() -> None:
         Result("server, seconds", [4.0], None, unit="s"),
     ]
     assert [(before.name, now.name) for before, now in matched(old, new)] == [
-        ("node over TCP", "server over TCP"),
+        ("server over TCP", "server over TCP"),
         ("same", "same"),
-        ("node's rate", "server's rate"),
-        ("node, seconds", "server, seconds"),
+        ("server's rate", "server's rate"),
+        ("server, seconds", "server, seconds"),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A snapshot is read from a node while it arrives: every byte is checked, once, and little is in memory."""
+"""A snapshot is read from a server while it arrives: every byte is checked, once, and little is in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Far:
             self.most_under_way = max(self.most_under_way, self.under_way)
         try:
             if self.gone:
-                raise ServerUnreachableError("the node has gone", tier=self.url)
+                raise ServerUnreachableError("the server has gone", tier=self.url)
             into[:] = self.content[start : start + len(into)]
             manifest.verify_range(start, into, self.url)
         finally:
@@ -74,7 +74,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranges of one small part each; and no thread is left."""
     monkeypatch.setattr(sources, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(Manifest.ranges, "__defaults__", (PART_BYTES,))
-    before = set(threading.enumerate())  # a node that another test served in this process has threads of that name
+    before = set(threading.enumerate())  # a server that another test served in this process has threads of that name
     yield
     assert not [item for item in set(threading.enumerate()) - before if item.name.startswith("spot-stream")]
 
