@@ -22,7 +22,7 @@ from lightning_spot.store.store import retain
 from tests.integration.test_identity import train
 from tests.support.said import said
 from tests.support.snapshots import serverless
-from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.trainer import At, Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
 
@@ -125,15 +125,12 @@ def test_a_run_without_its_last_snapshot_in_storage_is_an_error(
 ) -> None:
     run = tmp_path / "run-1"
 
-    class Breaks(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 3:
-                shutil.rmtree(run)
-                run.write_text("no directory")
+    def breaks() -> None:
+        shutil.rmtree(run)
+        run.write_text("no directory")
 
-    fit = trainer(
-        serverless(run, upload_timeout_s=1.0, on_error="raise" if strict else "warn"), Breaks(), max_epochs=1
-    ).fit
+    spot = serverless(run, upload_timeout_s=1.0, on_error="raise" if strict else "warn")
+    fit = trainer(spot, At(3, breaks, "on_train_batch_end"), max_epochs=1).fit
     if strict:
         with pytest.raises(TierError, match="does not have its last snapshot"):
             fit(Net(), data())

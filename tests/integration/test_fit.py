@@ -43,7 +43,7 @@ from tests.support.oracle import claim_of
 from tests.support.said import informed, said, said_about
 from tests.support.server import StartServer
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
-from tests.support.trainer import Net, Probe, Stop, StopAt, Unsteady, trainer
+from tests.support.trainer import At, Net, Probe, Stop, StopAt, Unsteady, trainer
 from tests.support.trainer import data as trained_data
 from tests.support.waiting import new_process, until
 
@@ -256,13 +256,8 @@ def test_what_is_safe_is_said_after_an_error(
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    class Interrupt(pl.Callback):
-        def on_train_batch_start(self, run: pl.Trainer, *_: Any) -> None:
-            if run.global_step == 7:
-                raise error
-
     with pytest.raises((error, SystemExit)):
-        trainer(spot(tmp_path, local_server=False), Interrupt()).fit(Net(), data())
+        trainer(spot(tmp_path, local_server=False), StopAt(7, error)).fit(Net(), data())
     facts = informed(caplog)["run-interrupted"]
     assert (facts["error"], facts["step"]) == (error.__name__, 7)
     assert "step 6 is durable" in facts["safe"]
@@ -493,13 +488,11 @@ def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
 
 
 def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Successor(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 10:
-                until(lambda: manifests(tmp_path), "a first one to be durable")
-                LocalStore(tmp_path / "run-1").claim(claim_of(2))
+    def overtaken() -> None:
+        until(lambda: manifests(tmp_path), "a first one to be durable")
+        LocalStore(tmp_path / "run-1").claim(claim_of(2))
 
-    run = trainer(spot(tmp_path, upload_timeout_s=5.0), Successor())
+    run = trainer(spot(tmp_path, upload_timeout_s=5.0), At(10, overtaken))
     with caplog.at_level("WARNING"):
         run.fit(Net(), data())
     assert run.global_step == 20

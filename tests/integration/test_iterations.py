@@ -27,7 +27,7 @@ from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.session import coordinator
 from lightning_spot.snapshot.manifest import Manifest
 from tests.support.said import said
-from tests.support.trainer import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
+from tests.support.trainer import At, Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
 MODES = ("eager", "asymmetric", "backward", "blocking", "auto")
 
@@ -186,15 +186,11 @@ def test_an_unresponsive_ring_blocks_training_within_its_limit(
         assert go_on.wait(60)
         return real(self, *arguments, **named)
 
-    class LetsGo(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 5:  # training went on after the first
-                go_on.set()
-
     monkeypatch.setattr(InProcessHost, "seal", seal)
     monkeypatch.setattr(InProcessHost, "server_call_timeout_s", 0.05, raising=False)
     callback = spot(tmp_path, "blocking", every=3)
-    trainer(callback, LetsGo()).fit(Net(), data())
+    # Training went on after the first.
+    trainer(callback, At(5, go_on.set, "on_train_batch_start")).fit(Net(), data())
     assert go_on.is_set()
     assert 3 in seen.images
 

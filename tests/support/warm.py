@@ -107,7 +107,7 @@ def hold(python: str) -> socket.socket | None:
 
 
 class Fork:
-    """A process forked from the server of servers: of :class:`subprocess.Popen` what tests need.
+    """A process forked for a snapshot server: of :class:`subprocess.Popen` what tests need.
 
     It is killed when the process that asked for it ends.
     """
