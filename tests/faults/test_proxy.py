@@ -10,9 +10,7 @@ import pytest
 
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SpotError
-from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.support.proxy import KINDS, Proxy
 from tests.support.server import RunningServer, StartServer
@@ -31,7 +29,7 @@ class Case:
 
     def __init__(self, server: RunningServer, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.client = ServerClient(parse_spot_url(server.url)[0])
+        self.client = server.client()
         self.store = ServerStore(f"{server.url}/run")
         self.client.call("POST", "/v1/runs/run/open", {"attempt": 1})
         self.client.call("POST", "/v1/runs/safe/open", {"attempt": 1})

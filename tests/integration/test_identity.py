@@ -131,10 +131,8 @@ def test_two_runs_whose_paths_end_alike_live_side_by_side(tmp_path: Path, start_
 
 
 def server_runs(server: RunningServer) -> list[dict[str, Any]]:
-    from lightning_spot.client.server_client import ServerClient
-    from lightning_spot.protocol.wire import parse_spot_url
 
-    with contextlib.closing(ServerClient(parse_spot_url(server.url)[0])) as client:
+    with contextlib.closing(server.client()) as client:
         return list(client.call("GET", "/v1/runs")["runs"])
 
 

@@ -44,7 +44,7 @@ from lightning_spot.server.runs import RunInfo, parse_run
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.fsspec_client import open_filesystem
-from tests.support.server import RunningServer, StartServer, manifest_of, named_run
+from tests.support.server import RunningServer, StartServer, manifest_of, named_run, server_pid
 from tests.support.waiting import until
 
 OURS = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
@@ -82,10 +82,6 @@ def put_file(server: RunningServer, run: str, name: str, data: bytes, info: RunI
     if info is not None:
         store.know(info)
     store.put(manifest.sealed(memoryview(data)), memoryview(data), attempt=1)
-
-
-def client_of(server: RunningServer, token: str | None = None) -> ServerClient:
-    return ServerClient(parse_spot_url(server.url)[0], token)
 
 
 # -- flags ------------------------------------------------------------------------------------------------------------
@@ -150,11 +146,11 @@ def test_a_request_that_came_damaged_is_refused(start_server: StartServer) -> No
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(urllib.request.Request(url, data=said, headers=headers, method="POST"))
     assert caught.value.code == 400
-    assert client_of(server).call("GET", "/v1/runs")["runs"] == []
+    assert server.client().call("GET", "/v1/runs")["runs"] == []
 
 
 def test_from_another_host_nobody_seals_or_awaits_a_snapshot(start_server: StartServer) -> None:
-    server = client_of(start_server())
+    server = start_server().client()
     server.call("POST", "/v1/runs/run/open", {"attempt": 1})
     with pytest.raises(ServerRefusedError, match="own host") as caught:
         server.call("POST", "/v1/runs/run/awaited", {})
@@ -174,7 +170,7 @@ def test_every_request_needs_the_token(
     for path in ("/v1/status", "/v1/runs/run/snapshots", "/v1/files/run/last.ckpt"):
         for token in (None, "wrong"):
             with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_TOKEN") as caught:
-                client_of(server, token).call("GET", path)
+                server.client(token).call("GET", path)
             assert caught.value.status == 401
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct-horse-battery")
     put(server, 1)
@@ -185,7 +181,7 @@ def test_another_protocol_is_named(start_server: StartServer, monkeypatch: pytes
     server = start_server()
     monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 1)
     with pytest.raises(ServerRefusedError, match=f"{PROTOCOL_VERSION}.*1", check=TierReason.PROTOCOL.caused):
-        client_of(server).call("GET", "/v1/status")
+        server.client().call("GET", "/v1/status")
 
 
 def test_something_else_at_the_port() -> None:
@@ -217,7 +213,7 @@ def test_malformed_urls(url: str) -> None:
 
 def test_a_given_up_stream_cannot_reach_the_next_snapshot(start_server: StartServer) -> None:
     server = start_server("--slots", "1")
-    client = client_of(server)
+    client = server.client()
     body = {"attempt": 1, "nbytes": 2**20}
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
@@ -229,7 +225,7 @@ def test_a_given_up_stream_cannot_reach_the_next_snapshot(start_server: StartSer
 
 
 def test_a_part_that_came_damaged_is_never_committed(start_server: StartServer) -> None:
-    client, data = client_of(start_server()), random.Random(1).randbytes(2**16)
+    client, data = start_server().client(), random.Random(1).randbytes(2**16)
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": len(data)})["upload"]
     stream = PartStream(client, upload)
@@ -338,7 +334,7 @@ def test_places_that_trainers_may_name_are_tried_at_the_start(
 def test_a_server_flushes_to_s3(start_server: StartServer, s3: str) -> None:
     server = start_server("--storage", s3)
     manifest = put(server, 4)
-    assert client_of(server).call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
+    assert server.client().call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
     from lightning_spot.client.stores import open_store
 
     assert open_store(f"{s3}/run").survey().manifests == [manifest]
@@ -347,10 +343,6 @@ def test_a_server_flushes_to_s3(start_server: StartServer, s3: str) -> None:
 # -- the local server ------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, Any] = {"slots": 2, "memory_bytes": 2**26, "server_idle_timeout_s": 60.0}
-
-
-def server_pid(host: EmbeddedHost) -> int:
-    return int(host.client.call("GET", "/v1/status")["pid"])
 
 
 def test_two_trainers_at_once_get_one_server(tmp_path: Path) -> None:

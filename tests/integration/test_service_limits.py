@@ -43,7 +43,7 @@ from lightning_spot.server.upload import Received
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_quotas import commit, open_run
-from tests.integration.test_server import client_of, put_file
+from tests.integration.test_server import put_file
 from tests.support.server import RunningServer, StartServer, image_of, manifest_of, served
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
@@ -99,7 +99,7 @@ def descriptors() -> None:
 
 def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_server: StartServer, descriptors: None) -> None:
     server = start_server("--slots", "1")
-    client = client_of(server)
+    client = server.client()
     open_run(client)
     client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 100})  # the only slot
     lease = json.dumps({"attempt": 1, "nbytes": 100, "wait_s": 60}).encode()
@@ -111,7 +111,7 @@ def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_server: StartServ
     ):
         for _ in range(3):
             assert client.call("GET", "/v1/status", timeout_s=10)["protocol"] == PROTOCOL_VERSION
-            assert client_of(server).call("GET", "/healthz", timeout_s=10) == {"status": "ok"}
+            assert server.client().call("GET", "/healthz", timeout_s=10) == {"status": "ok"}
             time.sleep(0.3)
 
 
@@ -144,7 +144,7 @@ def test_a_server_that_makes_memory_for_many_answers_others(monkeypatch: pytest.
 
 def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_server: StartServer) -> None:
     server = start_server("--slots", "1")
-    client = client_of(server)
+    client = server.client()
     open_run(client)
     body = {"attempt": 1, "nbytes": 100}
     upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
@@ -334,7 +334,7 @@ def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
     flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB"]
     environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
     server = RunningServer(flags, folder / "server.log", environment).wait_listening()
-    open_run(client_of(server))
+    open_run(server.client())
     yield server
     server.stop(9)
 
@@ -361,7 +361,7 @@ def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
 )
 def test_a_number_out_of_bounds_is_refused(lasting_server: RunningServer, method: str, path: str, body: Any) -> None:
     with pytest.raises(SpotError) as caught:
-        client_of(lasting_server).call(method, path, body, timeout_s=30)
+        lasting_server.client().call(method, path, body, timeout_s=30)
     assert isinstance(caught.value, SettingsError | ServerRefusedError), caught.value
 
 
@@ -413,7 +413,7 @@ def test_a_browser_shows_what_this_is_and_nothing_else(
     start_server: StartServer, tmp_path: Path, token: str | None
 ) -> None:
     server = start_server("--storage", str(tmp_path), environment={"LIGHTNING_SPOT_TOKEN": token} if token else {})
-    open_run(client_of(server, token) if token else client_of(server), "hush")
+    open_run(server.client(token) if token else server.client(), "hush")
     pages = {
         answer(server, f"GET {path} HTTP/1.1\r\n{_BROWSER}\r\n".encode())
         for path in ("/", "/v1/runs", "/v1/runs/hush/snapshots", "/v1/nothing", "/favicon.ico", "/%3Cb%3Ex")
@@ -455,7 +455,7 @@ def test_a_page_cannot_open_a_run(lasting_server: RunningServer) -> None:
     asking = "Origin: http://evil.example\r\nAccess-Control-Request-Method: POST\r\n"
     status, _ = answer(lasting_server, f"OPTIONS {OPEN} HTTP/1.1\r\nHost: 127.0.0.1\r\n{asking}\r\n".encode())
     assert status == 403
-    assert "of-a-page" not in str(client_of(lasting_server).call("GET", "/v1/runs"))
+    assert "of-a-page" not in str(lasting_server.client().call("GET", "/v1/runs"))
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_a_request_that_is_wrong_or_too_much_is_refused(
     lasting_server: RunningServer, sent: bytes, status: int
 ) -> None:
     assert answer(lasting_server, sent)[0] == status
-    assert client_of(lasting_server).call("GET", "/healthz") == {"status": "ok"}
+    assert lasting_server.client().call("GET", "/healthz") == {"status": "ok"}
 
 
 @pytest.mark.parametrize("header", ["bytes=10-5", "bytes=100-", "bytes=99999999999999999999-", "bytes=x"])
@@ -495,7 +495,7 @@ def test_a_range_outside_a_file_is_refused(lasting_server: RunningServer, header
 
 
 def test_a_manifest_that_promises_a_petabyte_costs_nothing(lasting_server: RunningServer) -> None:
-    client, process = client_of(lasting_server), psutil.Process(lasting_server.process.pid)
+    client, process = lasting_server.client(), psutil.Process(lasting_server.process.pid)
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
     before = process.memory_info().rss
     for text in (json.dumps({"manifest": BOMB}), json.dumps({"manifest": {**BOMB, "part_bytes": 0}})):
@@ -521,7 +521,7 @@ LYING_FRAMES = [
 def test_a_frame_that_lies_ends_its_stream_only(
     lasting_server: RunningServer, frame: tuple[PartKind, int, int, int]
 ) -> None:
-    client = client_of(lasting_server)
+    client = lasting_server.client()
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
     stream = PartStream(client, upload)
     stream._socket.sendall(Frame(*frame, NO_DIGEST).pack())
@@ -540,7 +540,7 @@ def test_a_frame_that_lies_ends_its_stream_only(
     ids=lambda change: next(iter(change)),
 )
 def test_an_upload_commits_only_what_it_was_opened_for(lasting_server: RunningServer, change: dict[str, Any]) -> None:
-    client, data = client_of(lasting_server), bytes(100)
+    client, data = lasting_server.client(), bytes(100)
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100, "name": snapshot_name(1, 1)})["upload"]
     stream = PartStream(client, upload)
     halves = [OutgoingPart.whole(start, memoryview(data)[start : start + 50], checksum(data[:50])) for start in (0, 50)]
@@ -555,7 +555,7 @@ def test_an_upload_commits_only_what_it_was_opened_for(lasting_server: RunningSe
 
 
 def test_nothing_is_removed_by_another_name(lasting_server: RunningServer) -> None:
-    client = client_of(lasting_server)
+    client = lasting_server.client()
     open_run(client, "alias")
     manifest = commit(client, 5, b"alias", "alias")
 
@@ -578,7 +578,7 @@ def test_health_and_readiness_tell_strangers_no_secret(start_server: StartServer
     server = start_server(
         "--memory-limit", "4MiB", "--storage", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open-sesame-to-me"}
     )
-    trainer = client_of(server, "open-sesame-to-me")
+    trainer = server.client("open-sesame-to-me")
 
     def ready() -> tuple[int, list[str]]:
         status, body = answer(server, request("GET", "/readyz"))
@@ -660,7 +660,7 @@ OTHER = b"\xee" * 50
 def test_what_was_checked_and_written_again_is_unchecked_again(
     lasting_server: RunningServer, start: int, sent: bytes, announced: bytes
 ) -> None:
-    client, data = client_of(lasting_server), bytes(1000)
+    client, data = lasting_server.client(), bytes(1000)
     manifest = Manifest(run="run", name=snapshot_name(90, 1), step=90, attempt=1, nbytes=1000).sealed(memoryview(data))
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
     for place, what, digest in ((0, data, checksum(data)), (start, sent, checksum(announced))):
@@ -696,7 +696,7 @@ def test_a_range_that_is_being_written_is_not_checked() -> None:
 
 
 def test_a_part_that_could_not_be_made_is_not_there(lasting_server: RunningServer) -> None:
-    client = client_of(lasting_server)
+    client = lasting_server.client()
     manifest = Manifest(run="run", name=snapshot_name(91, 1), step=91, attempt=1, nbytes=10, checksums=(NO_DIGEST,))
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 10})["upload"]
     stream = PartStream(client, upload)

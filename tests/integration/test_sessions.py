@@ -34,13 +34,12 @@ from lightning_spot.http import program
 from lightning_spot.http.program import main
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
-from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.local import LocalStore
 from tests.support.said import said_about
-from tests.support.server import RunningServer, StartServer, named_run
+from tests.support.server import RunningServer, StartServer, named_run, server_pid
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 from tests.support.waiting import lives, until
 
@@ -62,10 +61,6 @@ def start(dirpath: Path, slots: int = 3, **more: Any) -> EmbeddedHost:
         **more,
     }
     return starting.start(str(dirpath), "run", **settings)
-
-
-def server_pid(host: EmbeddedHost) -> int:
-    return int(host.client.call("GET", "/v1/status")["pid"])
 
 
 def filling(host: EmbeddedHost) -> int:
@@ -440,7 +435,7 @@ def busy_server(start_server: StartServer, tmp_path: Path) -> tuple[RunningServe
     """A snapshot server with an open run, an upload under way, and a tier below that fails."""
     durable = tmp_path / "durable"
     server = start_server("--storage", str(durable), "--drain-timeout", "60s")
-    client = ServerClient(parse_spot_url(server.url)[0])
+    client = server.client()
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     return server, client
 
@@ -509,7 +504,7 @@ def test_a_second_server_on_a_taken_port_touches_nothing(
     start_server: StartServer, capsys: pytest.CaptureFixture[str], port: int
 ) -> None:
     server = start_server(listen=f"127.0.0.1:{port}")
-    client = ServerClient(parse_spot_url(server.url)[0])
+    client = server.client()
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     _send(client, 1)
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]

@@ -14,9 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_spot.checkpoint_io import SpotCheckpointIO
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError
-from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.store.local import LocalStore
 from tests.integration.test_server import put_file
 from tests.integration.test_stores import sharded
@@ -32,7 +30,7 @@ def file_system(server: RunningServer) -> SpotFileSystem:
 
 def settle(server: RunningServer) -> None:
     """Return when everything is at the tier below."""
-    client = ServerClient(parse_spot_url(server.url)[0])
+    client = server.client()
     assert client.call("POST", "/v1/flush", {"wait_s": 30})["unreached"] == []
 
 
@@ -206,7 +204,7 @@ def test_names_may_be_odd(shared: RunningServer, run: str) -> None:
 
 
 def test_runs_of_one_name_are_told_apart_by_their_identity(shared: RunningServer, run: str) -> None:
-    fs, client = file_system(shared), ServerClient(parse_spot_url(shared.url)[0])
+    fs, client = file_system(shared), shared.client()
     name = run[-40:]
     one, two = f"{name}@0123456789ab", f"{name}@ba9876543210"
     for text in (one, two):
@@ -249,7 +247,7 @@ def test_an_evicted_snapshot_is_hidden_and_its_storage_is_named(start_server: St
     for ask in (fs.info, fs.cat_file, fs.ls):
         with pytest.raises(SnapshotNotFoundError, match=str(durable)):
             ask(f"run/{gone.name}")
-    ServerClient(parse_spot_url(server.url)[0]).call("DELETE", f"/v1/files/run/{held.name}")
+    server.client().call("DELETE", f"/v1/files/run/{held.name}")
     until(lambda: not (durable / held.name).exists(), "what is removed from memory to be removed there, too")
     assert fs.ls("run", detail=False) == []
     into = bytearray(gone.nbytes)

@@ -13,10 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SnapshotNotFoundError
 from lightning_spot.http.routes import Service
+from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -338,10 +341,18 @@ class RunningServer:
         self.url = until(announced, "the server to listen")
         return self
 
+    def client(self, token: str | None = None) -> ServerClient:
+        return ServerClient(parse_spot_url(self.url)[0], token)
+
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
         return self.process.wait(timeout=DEADLINE_S)
+
+
+def server_pid(host: EmbeddedHost) -> int:
+    """Of the local server of a host."""
+    return int(host.client.call("GET", "/v1/status")["pid"])
 
 
 StartServer = Callable[..., RunningServer]

@@ -168,7 +168,7 @@ def test_nothing_leaks(start_server: StartServer) -> None:
 
 
 def test_a_fork_shares_no_connection(start_server: StartServer) -> None:
-    client = ServerClient(parse_spot_url(start_server().url)[0])
+    client = start_server().client()
     client.call("GET", "/v1/status")
     pid = os.fork()
     try:
@@ -277,7 +277,7 @@ def _upgraded_and_left(listener: socket.socket) -> list[socket.socket]:
 
 def test_a_client_that_is_gone_leaves_no_connection_open(start_server: StartServer) -> None:
     """Each resume over a snapshot server left one, until it was collected with a ResourceWarning."""
-    client = ServerClient(parse_spot_url(start_server().url)[0])
+    client = start_server().client()
     client.call("GET", "/v1/runs")
     (connection,) = client._pool._idle
     connected = connection.sock
