@@ -1,4 +1,4 @@
-"""What all tests share: a runtime directory of their own, nodes that end with the test, an S3 server, a tiny model."""
+"""What all tests share: a runtime directory of their own, servers that end with the test, an S3 server, a model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from lightning_spot.cli.cert import make
 from lightning_spot.client import starting
 from lightning_spot.config import BUCKET_SCHEMES
 from lightning_spot.goodput.records import begin_unix_s
+from lightning_spot.server import reconcile
 from tests.support import folders, warm
-from tests.support.server import Bench, RunningNode
+from tests.support.server import Bench, RunningServer, WithServers
 from tests.support.waiting import kept_port, new_process, until
 
 Cli = Callable[..., str]
@@ -183,7 +184,7 @@ def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.delenv("LIGHTNING_SPOT_CA", raising=False)
     monkeypatch.delenv("LIGHTNING_SPOT_CLIENT_CERT", raising=False)
     yield folder
-    folders.end_nodes(folder)
+    folders.end_servers(folder)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(shm, ignore_errors=True)
 
@@ -205,18 +206,18 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
 
 
 @pytest.fixture
-def start_node(tmp_path: Path) -> Iterator[Callable[..., RunningNode]]:
+def start_server(tmp_path: Path) -> Iterator[Callable[..., RunningServer]]:
     """Start snapshot servers on free loopback ports."""
-    nodes: list[RunningNode] = []
+    servers: list[RunningServer] = []
 
-    def start(*arguments: str, environment: dict[str, str] | None = None, listen: str = "127.0.0.1:0") -> RunningNode:
+    def start(*arguments: str, environment: dict[str, str] | None = None, listen: str = "127.0.0.1:0") -> RunningServer:
         flags = ["--listen", listen, "--memory-limit", "256MiB", *arguments]
-        nodes.append(RunningNode(flags, tmp_path / f"node-{len(nodes)}.log", environment))
-        return nodes[-1].wait_listening()
+        servers.append(RunningServer(flags, tmp_path / f"server-{len(servers)}.log", environment))
+        return servers[-1].wait_listening()
 
     yield start
-    for node in nodes:
-        node.stop(signal.SIGKILL)
+    for server in servers:
+        server.stop(signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")
@@ -242,6 +243,20 @@ def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 def bench(make_bench: Callable[..., Bench]) -> Bench:
     """A snapshot server of this process."""
     return make_bench()
+
+
+@pytest.fixture
+def with_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WithServers]]:
+    """Makes hosts whose runs have snapshot servers, which are asked again soon."""
+    monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(reconcile, "FIRST_AWAY_S", 0.1)
+    with contextlib.ExitStack() as made:
+
+        def make(allow: list[str] | None = None) -> WithServers:
+            kept = WithServers(tmp_path, [str(tmp_path)] if allow is None else allow)
+            return made.enter_context(contextlib.closing(kept))
+
+        yield make
 
 
 @pytest.fixture
@@ -300,8 +315,8 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_nodes(warm_python: str) -> Iterator[None]:
-    """Nodes are forked, also the embedded ones of trainers in this process: each is there in a tenth of the time."""
+def warm_servers(warm_python: str) -> Iterator[None]:
+    """Servers are forked, also the embedded ones of trainers in this process: each is there in a tenth of the time."""
 
     def fork(
         command: list[str], *, stdin: IO[bytes], stdout: IO[bytes], env: dict[str, str], cwd: str, **_: object
@@ -309,8 +324,8 @@ def warm_nodes(warm_python: str) -> Iterator[None]:
         return warm.Fork(warm_python, command[1:], stdin=stdin, stdout=stdout, environment=env, directory=cwd)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunningNode, "python", warm_python)
-        patch.setattr(starting, "subprocess", SimpleNamespace(Popen=fork))
+        patch.setattr(RunningServer, "python", warm_python)
+        patch.setattr(starting, "subprocess", SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL))
         yield
 
 

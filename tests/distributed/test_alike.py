@@ -119,8 +119,8 @@ def test_ranks_with_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_settings_of_one_rank_or_of_one_host_may_differ() -> None:
     learned = EverySteps(3)
     learned.taken(6, 0.0)
-    nodes = ["spot://a:1", "spot://b:1"]
-    assert checked(spot(servers=nodes), spot(servers=nodes[::-1])) == [None, None]  # all use them in one order
+    servers = ["spot://a:1", "spot://b:1"]
+    assert checked(spot(servers=servers), spot(servers=servers[::-1])) == [None, None]  # all use them in one order
     one = spot(interval=EverySteps(3), memory_limit="1GiB", run_name="at-12-00-00")
     other = spot(interval=learned, memory_limit="2GiB", run_name="at-12-00-01", log_goodput=True)
     assert checked(one, other) == [None, None]
@@ -223,8 +223,8 @@ def test_learned_policy_values_of_a_former_fit_are_no_setting() -> None:
 # -- what another host has ---------------------------------------------------------------------------------------------
 
 
-class NodeOf:
-    """The node of a host, which has a newer snapshot than the durable tier."""
+class ServerOf:
+    """The server of a host, which has a newer snapshot than the durable tier."""
 
     def __init__(self, store: LocalStore, *, fails: bool) -> None:
         self.store, self.fails, self.disconnected = store, fails, False
@@ -257,7 +257,7 @@ def test_the_former_rank_0_host_uploads_before_the_survey(
     store, location = LocalStore(str(tmp_path / "run")), Location.of(tmp_path / "run", local_server=False)
     store.claim(claim_of(1))
     put(store, 3)
-    node, asked = NodeOf(store, fails=fails), list[int]()
+    server, asked = ServerOf(store, fails=fails), list[int]()
 
     def attach(url: str, _run: str) -> Any:
         assert url == location.url
@@ -266,7 +266,7 @@ def test_the_former_rank_0_host_uploads_before_the_survey(
             raise TierError("there is none", tier="here")
         if rank == 6:
             raise ServerUnreachableError("it stands still", tier="there")
-        return node if rank == 2 else None
+        return server if rank == 2 else None
 
     monkeypatch.setattr(resume, "attach", attach)
     monkeypatch.setattr(resume, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
@@ -274,7 +274,7 @@ def test_the_former_rank_0_host_uploads_before_the_survey(
     assert sorted(asked) == [0, 2, 4, 6]  # the first rank of each host
     late = {facts["rank"]: facts["about"] for facts in said(caplog, "not-uploaded")}
     assert late[6] == "it stands still"
-    assert node.disconnected
+    assert server.disconnected
     newest, _ = survey(location).candidates[0]
     assert newest.step == (3 if fails else 9)
     assert late.keys() == ({2, 6} if fails else {6})
@@ -282,7 +282,7 @@ def test_the_former_rank_0_host_uploads_before_the_survey(
 
 
 def test_upload_works_if_the_server_has_two_runs_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that was emptied, and begun anew, has another run at the same node."""
+    """A directory that was emptied, and begun anew, has another run at the same server."""
     location = Location.of(tmp_path / "run")
     host = starting.start(location.url, location.name, slots=4, memory_bytes=2**26, server_idle_timeout_s=60.0)
     try:

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture.ending import Ending
-from lightning_spot.errors import SettingsError, TierError
+from lightning_spot.errors import TierError
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.preemption.clouds import AwsSource
 from lightning_spot.preemption.key_value import KeyValueServer
@@ -36,7 +36,7 @@ from tests.support.exact_cases import CASES, KillAt, Model, loader, train, train
 from tests.support.metadata_server import MetadataServer
 from tests.support.program import Outcome, run, start
 from tests.support.said import said
-from tests.support.trainer import Net, data, trainer
+from tests.support.trainer import At, Net, data, trainer
 from tests.support.waiting import lives, until
 
 pytestmark = pytest.mark.guarantee("G26")
@@ -193,17 +193,6 @@ def _kill_somewhere(process: subprocess.Popen[bytes], notice: Path, chance: rand
 # -- in this process --------------------------------------------------------------------------------------------------
 
 
-class NoticeAt(pl.Callback):
-    """Makes the notice come in the middle of a step."""
-
-    def __init__(self, step: int, act: Callable[[], Any]) -> None:
-        self.step, self.act = step, act
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.act()
-
-
 def term() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -221,7 +210,7 @@ def test_an_urgent_snapshot_and_the_exit_code(tmp_path: Path, caplog: pytest.Log
     spot = stopping(tmp_path, grace_period_s=60.0)
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
-        trainer(NoticeAt(7, term), spot, logger=CSVLogger(str(tmp_path))).fit(Net(), data())
+        trainer(At(7, term), spot, logger=CSVLogger(str(tmp_path))).fit(Net(), data())
     assert isinstance(stopped.value, PreemptedError)
     assert stopped.value.code == 143
     assert snapshots(tmp_path)[0].step == 8
@@ -241,7 +230,7 @@ def test_ranks_wait_as_long_as_the_first_one_may_need(
     monkeypatch.setattr(Ranks, "part", lambda _, wait_s: waits.append(wait_s))
     spot = stopping(tmp_path, local_server=False, upload_timeout_s=1000.0, **more)
     with pytest.raises(PreemptedError):
-        trainer(NoticeAt(1, term), spot).fit(Net(), data())
+        trainer(At(1, term), spot).fit(Net(), data())
     assert least_s < waits[0] <= most_s
 
 
@@ -274,7 +263,7 @@ def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch:
     spot = stopping(tmp_path, local_server=False, on_error="raise")
     try:
         with pytest.raises(TierError, match="the disk is gone") as raised:
-            trainer(NoticeAt(1, stop), spot).fit(Net(), data())
+            trainer(At(1, stop), spot).fit(Net(), data())
         left = signal.getsignal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, handler)  # Lightning's own stays where a callback raises
@@ -345,7 +334,7 @@ def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:
 
     started = time.monotonic()
     with pytest.raises(SystemExit):
-        trainer(NoticeAt(7, twice), stopping(tmp_path)).fit(Net(), data())
+        trainer(At(7, twice), stopping(tmp_path)).fit(Net(), data())
     assert time.monotonic() - started < LATEST_S
     manifest = snapshots(tmp_path)[0]
     manifest.verify((tmp_path / "run" / manifest.data_path).read_bytes(), "here")
@@ -426,14 +415,14 @@ def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path / "best").iterdir():
         path.unlink()
     with pytest.raises(SystemExit):
-        fit(NoticeAt(11, term), path=None)
+        fit(At(11, term), path=None)
     assert (tmp_path / "best" / "last-preempted.ckpt").exists()
     assert list(differences(expected, fit(seed=9))) == []
 
 
 def test_a_folder_that_a_restart_cannot_find_is_named_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        guarded(NoticeAt(11, term), ModelCheckpoint(), logger=CSVLogger(str(tmp_path)))
+        guarded(At(11, term), ModelCheckpoint(), logger=CSVLogger(str(tmp_path)))
     assert said(caplog, "folder-changes")
     (saved,) = tmp_path.rglob("last-preempted.ckpt")
     assert saved.is_relative_to(tmp_path / "lightning_logs" / "version_0")
@@ -444,7 +433,7 @@ def test_a_bucket_lightning_cannot_search_is_named_with_a_fix(s3: str, caplog: p
     """``fit(ckpt_path="last")`` began at step 0, though the file was there."""
     saved = f"{s3}/best/last-preempted.ckpt"
     with pytest.raises(SystemExit):
-        guarded(NoticeAt(11, term), ModelCheckpoint(f"{s3}/best"))
+        guarded(At(11, term), ModelCheckpoint(f"{s3}/best"))
     assert [facts["path"] for facts in said(caplog, "last-not-found")] == [saved]
     assert guarded(ModelCheckpoint(f"{s3}/best")).ckpt_path is None  # if it finds it one day, the warning goes
     assert guarded(ModelCheckpoint(f"{s3}/best"), path=saved).ckpt_path == saved
@@ -488,15 +477,6 @@ def test_a_local_dirpath_on_a_vm_of_a_cloud_is_warned_of_once(
         monkeypatch.setattr("lightning_spot.session.session.local_file_system", lambda _: None)
         trainer(stopping(tmp_path / "shared", notices=AwsSource(server.url))).fit(Net(), data())
     assert not said(caplog, "dirpath-local")
-
-
-def test_bad_settings(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="mean 'aws'"):
-        SpotCheckpoint(str(tmp_path / "run"), notices="awss")
-    with pytest.raises(SettingsError, match="grace_period_s=-1"):
-        PreemptionGuard(grace_period_s=-1)
-    with pytest.raises(SettingsError, match="data_resume='back'"):
-        SpotCheckpoint(str(tmp_path / "run"), data_resume="back")  # type: ignore[arg-type]
 
 
 def test_planning_against_a_deadline() -> None:

@@ -30,13 +30,12 @@ from lightning_spot.server.slots import Held, Mark
 from lightning_spot.snapshot.files import MODEL_FILE, FileSpan
 from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import Status
-from tests.support.server import RUN_ID, Bench, named_run
+from tests.support.server import RUN, RUN_ID, Bench, named_run
 from tests.support.shards import PART, checkpoint_of, failed_shard, sealed_shard, shard_image, shard_manifest, whole_of
 from tests.support.small_trainer import info_of
 
 pytestmark = pytest.mark.guarantee("G10")
 
-RUN = f"run@{RUN_ID}"
 LAST_S = 600.0  # of what never takes so long
 MOST_MIB = 64
 
@@ -46,9 +45,9 @@ class Ranks:
 
     def __init__(self, root: Path, writers: int = 3) -> None:
         self.bench, self.writers = Bench(root, slots=2), writers
-        self.node = self.bench.node
+        self.server = self.bench.server
         for rank in range(writers):
-            self.node.begin_session(f"rank-{rank}")
+            self.server.begin_session(f"rank-{rank}")
         self.bench.open(session="rank-0", durable=False)
 
     def write(self, step: int, rank: int, **fields: object) -> Manifest:
@@ -56,16 +55,16 @@ class Ranks:
         if fields.get("complete"):
             fields["name"] = shard_name(snapshot_name(step, 1, complete=True), rank)
         manifest = shard_manifest(step, rank, self.writers, **fields)
-        upload = self.node.lease(RUN, 1, manifest.nbytes, session=f"rank-{rank}", writer=rank)
+        upload = self.server.lease(RUN, 1, manifest.nbytes, session=f"rank-{rank}", writer=rank)
         with upload.slot.view(manifest.nbytes) as view:
             view[:] = shard_image(manifest)
-        return self.node.seal(upload.id, manifest)
+        return self.server.seal(upload.id, manifest)
 
     def status(self, step: int) -> tuple[Status, str]:
-        return self.node.status_of(RUN, snapshot_name(step, 1))
+        return self.server.status_of(RUN, snapshot_name(step, 1))
 
     def names(self) -> list[str]:
-        return [manifest.name for _, manifest in self.node.ring.readable(RUN_ID)]
+        return [manifest.name for _, manifest in self.server.ring.readable(RUN_ID)]
 
 
 @pytest.fixture
@@ -82,17 +81,17 @@ def test_a_snapshot_counts_once_every_shard_is_there(ranks: Ranks) -> None:
     assert snapshot_name(1, 1) not in ranks.names()
     ranks.write(1, 1)
     assert ranks.status(1) == (Status.COMMITTED, "")
-    ((held, manifest),) = ranks.node.ring.readable(RUN_ID)
+    ((held, manifest),) = ranks.server.ring.readable(RUN_ID)
     assert manifest == whole_of(1, 3)
-    with ranks.node.ring.reading(held) as image:
+    with ranks.server.ring.reading(held) as image:
         span = manifest.span_of(MODEL_FILE)
         assert bytes(image[span.offset : span.stop]) == checkpoint_of(1, 3)
 
 
 def test_each_rank_has_as_many_slots_as_the_ring(ranks: Ranks) -> None:
-    held = [ranks.node.lease(RUN, 1, 10, writer=rank, session=f"rank-{rank}") for rank in range(3) for _ in range(2)]
+    held = [ranks.server.lease(RUN, 1, 10, writer=rank, session=f"rank-{rank}") for rank in range(3) for _ in range(2)]
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-        ranks.node.lease(RUN, 1, 10, writer=1, session="rank-1")
+        ranks.server.lease(RUN, 1, 10, writer=1, session="rank-1")
     assert len({upload.slot.index for upload in held}) == 6
 
 
@@ -101,7 +100,7 @@ def test_a_rank_that_failed_aborts_the_snapshot(ranks: Ranks) -> None:
         ranks.write(1, rank)
     ranks.write(2, 0)
     for why in ("a tensor changed", "another reason"):  # the first one stands
-        ranks.node.fail(RUN, 1, failed_shard(2, 1, 3, why))
+        ranks.server.fail(RUN, 1, failed_shard(2, 1, 3, why))
     status, why = ranks.status(2)
     assert status is Status.ABORTED
     assert "a tensor changed" in why
@@ -119,12 +118,12 @@ def test_a_register_is_written_once(ranks: Ranks) -> None:
     assert ranks.write(1, 1) == first  # the answer may have been lost
     with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
         ranks.write(1, 1, epoch=7)
-    ranks.node.fail(RUN, 1, failed_shard(1, 1, 3))
-    assert ranks.node.ring.registers(RUN_ID, snapshot_name(1, 1))[1].manifest == first
-    ranks.node.fail(RUN, 1, failed_shard(1, 2, 3))
+    ranks.server.fail(RUN, 1, failed_shard(1, 1, 3))
+    assert ranks.server.ring.registers(RUN_ID, snapshot_name(1, 1))[1].manifest == first
+    ranks.server.fail(RUN, 1, failed_shard(1, 2, 3))
     with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
         ranks.write(1, 2)
-    assert not len(ranks.node.uploads)
+    assert not len(ranks.server.uploads)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_a_shard_that_does_not_fit_is_no_register(ranks: Ranks, forged: dict[str
     with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
         ranks.write(1, 2, **forged)
     assert ranks.status(1)[0] is Status.PENDING
-    assert not len(ranks.node.uploads)
+    assert not len(ranks.server.uploads)
     ranks.write(1, 2)
     assert ranks.status(1)[0] is Status.COMMITTED
     assert ranks.names() == [snapshot_name(1, 1)]
@@ -153,8 +152,8 @@ def test_a_shard_that_does_not_fit_is_no_register(ranks: Ranks, forged: dict[str
 def test_failures_of_many_writers_take_the_room_of_one(ranks: Ranks) -> None:
     for step in range(1, 41):
         for writer in (0, 7, 1999):
-            ranks.node.fail(RUN, 1, failed_shard(step, writer, 2000))
-    assert len(ranks.node.ring.slots) < 20
+            ranks.server.fail(RUN, 1, failed_shard(step, writer, 2000))
+    assert len(ranks.server.ring.slots) < 20
     assert ranks.status(40)[0] is Status.ABORTED
     assert ranks.status(30)[0] is Status.ABORTED
 
@@ -174,12 +173,12 @@ def test_registers_at_servers_that_do_not_fit_do_not_count() -> None:
 def test_a_rank_that_ends_leaves_the_snapshot_to_the_next_one(ranks: Ranks) -> None:
     ranks.write(1, 0)
     ranks.write(1, 1)
-    upload = ranks.node.lease(RUN, 1, 10, session="rank-2", writer=2)
-    ranks.node.end_session("rank-2")
+    upload = ranks.server.lease(RUN, 1, 10, session="rank-2", writer=2)
+    ranks.server.end_session("rank-2")
     with pytest.raises(SnapshotNotFoundError):
-        ranks.node.find_upload(upload.id)
+        ranks.server.find_upload(upload.id)
     assert ranks.status(1)[0] is Status.ABORTED
-    ranks.node.begin_session("rank-2")
+    ranks.server.begin_session("rank-2")
     for rank in range(3):
         ranks.write(2, rank)
     assert ranks.status(2)[0] is Status.COMMITTED
@@ -198,35 +197,35 @@ def test_a_rank_of_an_earlier_attempt_writes_nothing(ranks: Ranks) -> None:
     with pytest.raises(FencedError):
         ranks.write(1, 1)
     with pytest.raises(FencedError):
-        ranks.node.fail(RUN, 1, failed_shard(1, 1, 3))
+        ranks.server.fail(RUN, 1, failed_shard(1, 1, 3))
 
 
 def test_a_failed_shard_is_of_this_run_and_has_a_reason(ranks: Ranks) -> None:
     for wrong in (shard_manifest(1, 1), failed_shard(1, 1, run_id="f" * 12), failed_shard(1, 1, attempt=2)):
         with pytest.raises(SettingsError):
-            ranks.node.fail(RUN, 1, wrong)
+            ranks.server.fail(RUN, 1, wrong)
 
 
 @pytest.mark.parametrize("known_by", ["its register", "other places", "nobody"])
 def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_by: str) -> None:
-    ring, failed = ranks.node.ring, failed_shard(1, 1, 3, complete=True)
+    ring, failed = ranks.server.ring, failed_shard(1, 1, 3, complete=True)
     for rank in (0, 2):
         ranks.write(1, rank, complete=True)
     if known_by == "its register":
-        ranks.node.fail(RUN, 1, failed)
+        ranks.server.fail(RUN, 1, failed)
     elif known_by == "other places" and failed.shard is not None:
         ring.see(RUN_ID, failed.snapshot, {1: failed.shard})
     for slot in ring.committed(RUN_ID):
         assert slot.manifest is not None
         ring.mark(Held.of([slot]), "spot://first/run", Mark.SAFE)
-    assert [run["complete"] for run in ranks.node.listed()] == [False]
+    assert [run["complete"] for run in ranks.server.listed()] == [False]
 
 
 @pytest.mark.parametrize("known_by", ["its registers", "other places", "storage", "its sender"])
 def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -> None:
     manifest = ranks.write(1, 0, complete=True)
-    assert [run["complete"] for run in ranks.node.listed()] == [False]
-    ring, (slot,) = ranks.node.ring, ranks.node.committed(RUN)
+    assert [run["complete"] for run in ranks.server.listed()] == [False]
+    ring, (slot,) = ranks.server.ring, ranks.server.committed(RUN)
     if known_by == "its registers":
         for rank in (1, 2):
             ranks.write(1, rank, complete=True)
@@ -236,7 +235,7 @@ def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -
         ring.mark(Held((slot,), (manifest,)), "/tier", Mark.SAFE)
     else:
         ring.settle(RUN_ID, manifest.lineage, manifest.order)
-    assert [run["complete"] for run in ranks.node.listed()] == [True]
+    assert [run["complete"] for run in ranks.server.listed()] == [True]
 
 
 def test_an_in_process_rank_is_told_if_it_needs_memory() -> None:

@@ -18,14 +18,13 @@ from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status, assemble
 from lightning_spot.store.commit import commit_left, look
 from lightning_spot.store.local import LocalStore
-from tests.support.server import MIB, RUN_ID, NodeBehind
+from tests.support.server import MIB, RUN, RUN_ID, ServerBehind
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, shard_image
 from tests.support.store import GatedStore
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G10")
 
-RUN = f"run@{RUN_ID}"
 SERVERS = ("spot://first:7070", "spot://second:7070", "spot://third:7070")
 HOSTS = 2
 
@@ -41,7 +40,7 @@ class Hosts:
     def __init__(self, root: Path, servers: tuple[str, ...], **more: Any) -> None:
         self.tier, self.servers, self.more = str(root / "tier"), servers, more
         self.gates: dict[int, GatedStore] = {}
-        self.behind = {url: NodeBehind(f"{url}/{RUN}", self._server(root)) for url in servers}
+        self.behind = {url: ServerBehind(f"{url}/{RUN}", self._server(root)) for url in servers}
         self.root = root
         self.hosts = [self._host(number) for number in range(HOSTS)]
         store = LocalStore(self.tier)
@@ -83,15 +82,15 @@ class Hosts:
     def at_servers(self, step: int) -> set[int]:
         """Writers whose shards of a snapshot are at servers."""
         name = snapshot_name(step, 1)
-        nodes = [behind.node for behind in self.behind.values() if behind.node is not None]
-        return {writer for node in nodes for writer in node.ring.registers(RUN_ID, name)}
+        servers = [behind.server for behind in self.behind.values() if behind.server is not None]
+        return {writer for server in servers for writer in server.ring.registers(RUN_ID, name)}
 
     def durable(self) -> list[int]:
         return [manifest.step for manifest in LocalStore(self.tier).survey().manifests]
 
     def close(self) -> None:
-        for node in [*self.hosts, *(behind.node for behind in self.behind.values() if behind.node is not None)]:
-            node.close()
+        for server in [*self.hosts, *(behind.server for behind in self.behind.values() if behind.server is not None)]:
+            server.close()
 
     def _server(self, root: Path) -> SnapshotServer:
         return SnapshotServer(slots=None, memory_bytes=64 * MIB, allow=[str(root)], open_store=LocalStore)
@@ -158,7 +157,7 @@ def test_an_incomplete_snapshot_never_replaces_the_one_before(make: Callable[...
         hosts.write(step, 0, persist=False)
         until(lambda step=step: hosts.at_servers(step) == {0}, "the shard to be at the server")
     assert hosts.at_servers(1) == {0, 1}
-    server = hosts.behind[SERVERS[0]].node
+    server = hosts.behind[SERVERS[0]].server
     server.ring.forget_run(RUN_ID)
     assert hosts.at_servers(1) == {0, 1}
     hosts.write(3, 1, persist=False)
@@ -214,10 +213,10 @@ def test_a_server_that_comes_back_empty_is_sent_what_it_lost(make: Callable[...,
     hosts.write(1, persist=False)
     hosts.wait_committed(1)
     behind = hosts.behind[SERVERS[0]]
-    lost, behind.node = behind.node, None
+    lost, behind.server = behind.server, None
     lost.close()
     until(lambda: all(host.tiers() for host in hosts.hosts), "both hosts to know their tiers")
-    behind.node = hosts._server(hosts.root)
+    behind.server = hosts._server(hosts.root)
     until(lambda: hosts.at_servers(1) == {0, 1}, "all shards to be there again")
     hosts.write(2)
     hosts.wait_committed(2)
@@ -228,7 +227,7 @@ def test_if_a_server_is_lost_another_one_takes_its_place(make: Callable[..., Hos
     hosts.write(1)
     hosts.wait_committed(1)
     url = next(url for url, behind in hosts.behind.items() if behind.arrived)
-    lost, hosts.behind[url].node = hosts.behind[url].node, None
+    lost, hosts.behind[url].server = hosts.behind[url].server, None
     lost.close()
     hosts.write(2)
     hosts.wait_committed(2)

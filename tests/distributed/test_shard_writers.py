@@ -192,15 +192,14 @@ def test_ranks_that_do_not_train_the_same_abort_the_snapshot(desk: Desk, differs
     assert same(desk.saved(3), desk.weights[0])
 
 
-def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk) -> None:
     desk.writers[2].close()
-    with monkeypatch.context() as patch:
-        patch.setattr(Copier, "_work", lambda _self: None)  # nothing is copied in the background
-        desk.writers[2] = SnapshotWriter(desk.rings[2], layouter=CheckpointLayouter("token"), rank=2)
-        dones = [desk.begin(rank, 1) for rank in range(3)]
-        for weight in desk.weights[2]:
-            weight.add_(1)
-        desk.copied()
+    copier = Copier(threads=0)  # nothing is copied in the background
+    desk.writers[2] = SnapshotWriter(desk.rings[2], copier=copier, layouter=CheckpointLayouter("token"), rank=2)
+    dones = [desk.begin(rank, 1) for rank in range(3)]
+    for weight in desk.weights[2]:
+        weight.add_(1)
+    desk.copied()
     with pytest.raises(SnapshotFailedError, match=r"rank 2: .*changed", check=FAILED):
         dones[0].result(LAST_S)
     assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED

@@ -1,4 +1,4 @@
-"""What ranks say to each other, and to the node, for one snapshot: little, and training waits for none of it."""
+"""What ranks say to each other, and to the server, for one snapshot: little, and training waits for none of it."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_training_waits_for_no_collective_of_ours(
 
 
 def _what(path: str) -> str:
-    """What a node is asked for, without names of runs and of uploads."""
+    """What a server is asked for, without names of runs and of uploads."""
     parts = [part for part in path.split("/") if part and not re.fullmatch("[0-9a-f]{32}|run%40.*", part)]
     return parts[-1]
 

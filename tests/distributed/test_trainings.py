@@ -28,7 +28,7 @@ from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest
 from tests.support.program import Outcome, run, start
 from tests.support.ranks import joined
-from tests.support.server import MIB, RunningNode, snapshot_server
+from tests.support.server import MIB, StartServer, snapshot_server
 from tests.support.trainer import digest
 from tests.support.training import train
 from tests.support.waiting import until
@@ -78,18 +78,18 @@ class Training:
     def __init__(self, python: str, root: Path, place: str, twin: Twin, ends: contextlib.ExitStack) -> None:
         self.root, self.place = root, PLACES[place]
         self._python, self._twin, self._ends = python, twin, ends
-        self.nodes: dict[str, SnapshotServer] = {}
+        self.servers: dict[str, SnapshotServer] = {}
         self.add_servers(self.place.servers)
 
     def add_servers(self, count: int) -> list[str]:
         """Start snapshot servers; all that there are now."""
         for _ in range(count):
-            node, url = self._ends.enter_context(snapshot_server(self.root, memory_bytes=self.place.memory_bytes))
-            self.nodes[url] = node
-        return list(self.nodes)
+            server, url = self._ends.enter_context(snapshot_server(self.root, memory_bytes=self.place.memory_bytes))
+            self.servers[url] = server
+        return list(self.servers)
 
     def run(self, name: str = "run", *, code: int | None = 0, **more: Any) -> Outcome:
-        how = {"servers": list(self.nodes), **self.place.how, **more}
+        how = {"servers": list(self.servers), **self.place.how, **more}
         return run(self._python, train, self.root / name, code=code, **how)
 
     def twin(self, **more: Any) -> Outcome:
@@ -100,7 +100,7 @@ class Training:
     def at_servers(self) -> dict[int, dict[str, Any]]:
         """The parameters in each snapshot of which servers have all shards between them, by their steps."""
         shards: dict[str, dict[int, tuple[Manifest, bytearray]]] = {}
-        for slot in [slot for node in self.nodes.values() for slot in node.ring.committed()]:
+        for slot in [slot for server in self.servers.values() for slot in server.ring.committed()]:
             if slot.manifest is not None and slot.shard is not None:
                 shards.setdefault(slot.manifest.snapshot, {})[slot.shard.writer] = slot.manifest, bytearray(slot.view())
         whole = [there for there in shards.values() if len(there) == there[min(there)][0].shard.writers]  # type: ignore[union-attr]
@@ -132,7 +132,7 @@ def test_snapshots_hold_the_parameters_of_their_steps(training: Training, place:
     assert first["aborted"] == 0, done.log
     newest = done.snapshots[0]
     assert (newest.step, newest.complete) == (6, True)
-    if training.nodes:
+    if training.servers:
         there = training.at_servers()
         assert len(there) >= 2 or place == "small servers"
         for step, parameters in there.items():
@@ -162,7 +162,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_exactly(training: Training, place:
     """It is gone in the iteration in which it writes: there is no snapshot of that, or a whole one."""
     killed = training.run(ranks=ranks, kill=[who, 6], code=None)
     before, least = killed.snapshots, 4
-    if training.nodes:
+    if training.servers:
         least = max(training.at_servers())
         assert least >= 4
     elif "hosts" in training.place.how:
@@ -182,7 +182,7 @@ def test_all_ranks_go_back_after_a_rewind(training: Training, place: str, monkey
     killed = training.run(kill=[1, 6], code=None)
     until(lambda: len(killed.snapshots) > 1, "servers to bring what was left")
     to = killed.snapshots[-1]
-    servers = [word for url in training.nodes for word in ("--server", url)]
+    servers = [word for url in training.servers for word in ("--server", url)]
     assert main(["rewind", f"{training.root / 'run' / 'run'}@{to.name}", *servers]) == 0
     done = training.run(seed=99)
     assert done.resumed[-1] == to.step
@@ -222,7 +222,7 @@ def test_a_copy_of_an_earlier_snapshot_is_gone_on_from(training: Training) -> No
     done = training.run(ranks=4)
     step = next(manifest.step for manifest in done.snapshots if manifest.step < 8)
     again = without_what_came_later(done, training.root / "again", step)
-    assert training.run("again", ranks=4, seed=99, servers=list(training.nodes)[:1]).resumed == [step]
+    assert training.run("again", ranks=4, seed=99, servers=list(training.servers)[:1]).resumed == [step]
     again.check_end(training.twin(ranks=4))
 
 
@@ -277,13 +277,13 @@ def test_a_training_is_killed_while_a_server_shuts_down(
     """Each server puts what it has into storage, the one that ends before it does."""
     training.add_servers(2)
     killed = training.run(kill=[who, 6], code=None)
-    newest, leaving = max(training.at_servers()), list(training.nodes.values())[1]
+    newest, leaving = max(training.at_servers()), list(training.servers.values())[1]
     monkeypatch.setattr(reconcile, "LEFT_S", 1.0)
     leaving.drain()
     until(lambda: leaving.settled, "it to owe nothing", 60.0)
     leaving.ring.close(keep_unsafe=False)
     until(lambda: killed.snapshots[0].step == newest, "it in storage", 60.0)
-    training.nodes.clear()
+    training.servers.clear()
     training.add_servers(2)
     done = training.run(seed=99)
     assert done.resumed[-1] == newest
@@ -294,18 +294,18 @@ def test_a_training_is_killed_while_a_server_shuts_down(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("count", "replicas"), [(1, 1), (2, 1), (2, 2)])
 def test_the_snapshot_server_is_lost_and_training_goes_on(
-    warm_python: str, tmp_path: Path, start_node: Callable[..., RunningNode], count: int, replicas: int
+    warm_python: str, tmp_path: Path, start_server: StartServer, count: int, replicas: int
 ) -> None:
     """Where there is another one, hosts go on to bring snapshots there."""
-    nodes = {node.url: node for node in (start_node("--allow-storage", str(tmp_path)) for _ in range(count))}
+    servers = {server.url: server for server in (start_server("--allow-storage", str(tmp_path)) for _ in range(count))}
     done, how = Outcome(tmp_path / "run"), {"hold": 15} if count > 1 else {}
-    how |= {"hosts": 2, "steps": 40, "servers": list(nodes), "replicas": replicas}
+    how |= {"hosts": 2, "steps": 40, "servers": list(servers), "replicas": replicas}
     training = start(warm_python, train, done.root, **how)
     until(lambda: len(done.steps) >= 14, "it to train", 300.0)
     if replicas == 2:
-        assert all(any(slot["snapshot"] for slot in status_of(url)["slots"]) for url in nodes)
-    runs = {url: next(iter(status_of(url)["runs"].values()), {}) for url in nodes}
-    nodes[next(url for url in nodes if runs[url].get("destinations"))].stop(signal.SIGKILL)
+        assert all(any(slot["snapshot"] for slot in status_of(url)["slots"]) for url in servers)
+    runs = {url: next(iter(status_of(url)["runs"].values()), {}) for url in servers}
+    servers[next(url for url in servers if runs[url].get("destinations"))].stop(signal.SIGKILL)
     (done.root / "go").touch()
     assert training.wait(300) == 0, done.log
     done.check_states()
@@ -323,16 +323,21 @@ def status_of(url: str) -> dict[str, Any]:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_draining_server_leaves_a_training_without_loss(
-    warm_python: str, tmp_path: Path, start_node: Callable[..., RunningNode], sharded: bool, replicas: int, leaving: int
+    warm_python: str,
+    tmp_path: Path,
+    start_server: StartServer,
+    sharded: bool,
+    replicas: int,
+    leaving: int,
 ) -> None:
     """It is told to end by SIGTERM while several hosts train with it."""
-    nodes = [start_node("--allow-storage", str(tmp_path), "--drain-timeout", "120s") for _ in range(1 + replicas)]
-    done, how = Outcome(tmp_path / "run"), {"servers": [node.url for node in nodes], "replicas": replicas}
+    servers = [start_server("--allow-storage", str(tmp_path), "--drain-timeout", "120s") for _ in range(1 + replicas)]
+    done, how = Outcome(tmp_path / "run"), {"servers": [server.url for server in servers], "replicas": replicas}
     training = start(warm_python, train, done.root, sharded=sharded, steps=60, hosts=2, **how)
     until(lambda: training.poll() is not None or len(done.steps) >= 8, "it to train", 120.0)
     assert training.poll() is None, done.log
-    nodes[leaving].process.send_signal(signal.SIGTERM)
-    assert nodes[leaving].process.wait(90.0) == 0, nodes[leaving].log.read_text()
+    servers[leaving].process.send_signal(signal.SIGTERM)
+    assert servers[leaving].process.wait(90.0) == 0, servers[leaving].log.read_text()
     assert training.wait(300.0) == 0, done.log
     done.check_states()
     assert (done.snapshots[0].step, done.snapshots[0].complete) == (60, True)

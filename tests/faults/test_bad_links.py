@@ -20,7 +20,7 @@ pytestmark = pytest.mark.guarantee("G20")
 
 
 @pytest.mark.parametrize("cut_s", [0.0, 2.0])
-def test_a_snapshot_gets_to_a_memory_node_by_a_far_link_and_back(
+def test_a_snapshot_gets_to_a_server_by_a_far_link_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_s: float
 ) -> None:
     """Also if the link is cut while it is sent."""
@@ -33,7 +33,7 @@ def test_a_snapshot_gets_to_a_memory_node_by_a_far_link_and_back(
         sender, read = Sender(tmp_path, url), []
         try:
             sender.open(durable=False, servers=(url,))
-            until(lambda: sender.node.routes.status(RUN_ID)["server"], "the chain", 60.0)
+            until(lambda: sender.server.routes.status(RUN_ID)["server"], "the server", 60.0)
             sent.extend(sender.bring(step, image) for step, image in enumerate(images, 1))
             store = ServerStore(f"{url}/{RUN}")
             for manifest in sorted(store.survey().manifests, key=lambda manifest: manifest.step):
@@ -47,7 +47,7 @@ def test_a_snapshot_gets_to_a_memory_node_by_a_far_link_and_back(
     with network_or_skip("far", ("near", "memory")) as network, ThreadPoolExecutor(1) as thread:
         for host in network.address:
             network.shape(host, **asdict(FAR))
-        url = listening(network, "memory", 7070, tmp_path / "node", "--allow-storage", str(tmp_path))
+        url = listening(network, "memory", 7070, tmp_path / "server", "--allow-storage", str(tmp_path))
         brought = thread.submit(network.there, "near", bring)
         if cut_s:
             until(lambda: network.received("memory") > 50_000 or brought.done(), "it to be on its way", 60.0)

@@ -1,9 +1,9 @@
 """Kill -9 and full disks: what recovery returns is a whole committed snapshot, and never older than was promised.
 
-Promised is, for a killed trainer, the last step it was told is committed; once the node was killed too, or the whole
+Promised is, for a killed trainer, the last step it was told is committed; once the server was killed too, or the whole
 machine went with its memory, what the durable tier held before. Both are written down outside the killed processes.
 
-Recovery itself is called too, Adam and BatchNorm are looked at, machines are lost, trainers outlive their node, and
+Recovery itself is called too, Adam and BatchNorm are looked at, machines are lost, trainers outlive their server, and
 writes stop half-way.
 """
 
@@ -47,8 +47,8 @@ from tests.support.waiting import lives, until
 
 pytestmark = pytest.mark.guarantee("G3")
 
-TRAINER, NODE, BOTH, MACHINE = "trainer", "node", "both", "machine"
-KINDS = (TRAINER, NODE, BOTH, MACHINE)
+TRAINER, SERVER, BOTH, MACHINE = "trainer", "server", "both", "machine"
+KINDS = (TRAINER, SERVER, BOTH, MACHINE)
 Order = tuple[int, int]  # attempt, step
 Check = Callable[[Path, dict[str, int]], None]
 _MOST_SHOWN = 12
@@ -94,15 +94,15 @@ class Training:
         resumed = int(lines(oracle, "from")[0][0])
         attempt = int(lines(oracle, "attempt")[0][0])
         durable = newest_durable(self.dirpath)
-        if kind == NODE:
-            self._outlive_the_node(oracle, attempt, chance)
+        if kind == SERVER:
+            self._outlive_the_server(oracle, attempt, chance)
         elif kind != TRAINER and chance.random() < 0.5:
-            kill_node(self.dirpath)
+            kill_server(self.dirpath)
         os.kill(pid, signal.SIGKILL)
         assert self._trainers.read() == "-9"
         self._running = None
         if kind in (BOTH, MACHINE):
-            kill_node(self.dirpath)
+            kill_server(self.dirpath)
         if kind == MACHINE:
             shutil.rmtree(area_of(self.dirpath), ignore_errors=True)
         told = max([int(words[0]) for words in lines(oracle, "told")], default=0)
@@ -113,9 +113,9 @@ class Training:
         begun = max([int(words[0]) for words in lines(oracle, "begun")], default=resumed)
         self._recover(f"after trial {self._trials} ({kind})", begun)
 
-    def _outlive_the_node(self, oracle: Path, attempt: int, chance: random.Random) -> None:
-        """Kill the node alone: training goes on, a new node comes, and steps are committed in it."""
-        old = kill_node(self.dirpath)
+    def _outlive_the_server(self, oracle: Path, attempt: int, chance: random.Random) -> None:
+        """Kill the server alone: training goes on, a new server comes, and steps are committed in it."""
+        old = kill_server(self.dirpath)
         if old is None:
             return
 
@@ -130,7 +130,7 @@ class Training:
             told = max([int(words[0]) for words in lines(oracle, "told")], default=0)
             return pid != old and any(before < step <= told for step in steps)
 
-        until(committed_again, "a new node to commit what an old trainer sends", 60)
+        until(committed_again, "a new server to commit what an old trainer sends", 60)
         time.sleep(chance.random() * 0.2)
 
     def _recover(self, when: str, begun: int) -> None:
@@ -153,7 +153,7 @@ def area_of(dirpath: Path) -> Path:
     return Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / f"lightning-spot-{run_key(str(dirpath))}"
 
 
-def kill_node(dirpath: Path) -> int | None:
+def kill_server(dirpath: Path) -> int | None:
     """Kill the local server if it lives; returns its process id once it is dead."""
     host = starting.attach(str(dirpath), dirpath.name)
     if host is None:
@@ -161,7 +161,7 @@ def kill_node(dirpath: Path) -> int | None:
     with contextlib.closing(host.session):
         pid = int(host.client.call("GET", "/v1/status")["pid"])
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not lives(pid), "a killed node to be gone")
+    until(lambda: not lives(pid), "a killed server to be gone")
     return pid
 
 
@@ -236,7 +236,7 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: 
     assert (newest.step, newest.complete) == (last, True)
     with open(run_dir / newest.data_path, "rb") as file:
         check_checkpoint(file, last)
-    until(lambda: not starting.find_record(str(run_dir)).running(), "the node to end with the run")
+    until(lambda: not starting.find_record(str(run_dir)).running(), "the server to end with the run")
     until(lambda: not area_of(run_dir).exists(), "its memory to be given back")
     assert leftovers(run_dir) == []
 
@@ -351,7 +351,7 @@ def check_file(root: Path, told: dict[str, int]) -> None:
     assert path.read_bytes() == image_of(9)
 
 
-def check_node(root: Path, told: dict[str, int]) -> None:
+def check_server(root: Path, told: dict[str, int]) -> None:
     durable, committed = told.get("durable", 0), told.get("committed", 0)
     there = whole_steps(root)
     assert max(there, default=0) >= durable, "what was durable is lost with the machine"
@@ -363,7 +363,7 @@ def check_node(root: Path, told: dict[str, int]) -> None:
             with contextlib.suppress(SnapshotNotFoundError), heir.ring.reading(each) as view:
                 assert view == image_of(manifest.step), "other bytes"  # unless it is durable by now, and has left
         adopted = [manifest.step for _, manifest in held]
-        assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"
+        assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the server"
         assert heir.flush("run", 20.0) == [], "the heir does not flush"
     assert max(whole_steps(root), default=0) >= committed, "the heir lost what was committed"
     left = [path.name for path in (root / "area").iterdir()] if (root / "area").exists() else None
@@ -388,11 +388,11 @@ def check_ranks(root: Path, told: dict[str, int]) -> None:
     durable, committed = told.get("durable", 0), told.get("committed", 0)
     there = shards_steps(root)
     assert max(there, default=0) >= durable, "what was durable is lost with the machine"
-    with contextlib.closing(shard_scenarios.node_of(root)) as heir:
+    with contextlib.closing(shard_scenarios.server_of(root)) as heir:
         held = [manifest for _, manifest in heir.ring.readable(RUN_ID) if not manifest.shard]
         adopted = [manifest.step for manifest in held]
         assert shard_scenarios.ABORTED not in adopted, "an aborted one counts"
-        assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the node"
+        assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the server"
         assert heir.flush("run", 20.0) == [], "the heir does not flush"
     assert max(shards_steps(root), default=0) >= committed, "the heir lost what was committed"
     left = [path.name for path in (root / "area").iterdir()] if (root / "area").exists() else None
@@ -440,7 +440,7 @@ CHECKS = {
     "history": check_history,
     "store": check_store,
     "file": check_file,
-    "node": check_node,
+    "server": check_server,
     "ranks": check_ranks,
     "places": check_places,
 }
@@ -461,7 +461,7 @@ def test_killed_at_every_call_and_in_every_write(points: Points, scenario: str, 
 @SOME_OR_ALL
 @pytest.mark.parametrize(
     ("scenario", "span"),
-    [("store", 1), ("store", 12), ("file", 1), ("node", 1), ("ranks", 1), ("places", 1), ("places", 12)],
+    [("store", 1), ("store", 12), ("file", 1), ("server", 1), ("ranks", 1), ("places", 1), ("places", 12)],
 )
 def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: str, span: int, every: int) -> None:
     count = points.each(scenario, span, CHECKS[scenario], every)
@@ -475,27 +475,27 @@ def test_a_killed_trainers_unfinished_checksum_harms_no_other(tmp_path: Path) ->
     area = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "lightning-spot-seal"
     with contextlib.closing(
         SnapshotServer(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)
-    ) as node:
+    ) as server:
         outcome: list[Any] = []
-        node.begin_session("killed")
-        attempt = node.open_run(run_info(tmp_path, session="killed")).attempt
-        upload = node.lease("run", attempt, len(image), session="killed")
+        server.begin_session("killed")
+        attempt = server.open_run(run_info(tmp_path, session="killed")).attempt
+        upload = server.lease("run", attempt, len(image), session="killed")
         with upload.slot.view(len(image)) as view:
             view[:] = image
         manifest = Manifest(run="run", name="step-000000001-attempt-0001", step=1, attempt=1, nbytes=len(image))
 
         def seal() -> None:
             try:
-                outcome.append(node.seal(upload.id, manifest))
+                outcome.append(server.seal(upload.id, manifest))
             except SpotError as error:
                 outcome.append(error)
 
         sealing = threading.Thread(target=seal)
         sealing.start()
         time.sleep(0.01)
-        node.end_session("killed")
-        attempt = node.open_run(run_info(tmp_path, attempt=2, session="next")).attempt
-        following = node.lease("run", attempt, len(second), wait_s=20.0)
+        server.end_session("killed")
+        attempt = server.open_run(run_info(tmp_path, attempt=2, session="next")).attempt
+        following = server.lease("run", attempt, len(second), wait_s=20.0)
         with following.slot.view(len(second)) as view:
             view[:] = second
             sealing.join()

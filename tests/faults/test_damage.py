@@ -70,7 +70,7 @@ from lightning_spot.untrusted import (
     whole,
 )
 from tests.conftest import Cli
-from tests.support.server import Bench
+from tests.support.server import Bench, MakeBench
 from tests.support.shards import PART, failed_shard, sealed_apart, shard_image
 from tests.support.trainer import Net, trainer
 from tests.support.trainer import data as examples
@@ -423,7 +423,7 @@ def test_what_a_server_lists_is_right_or_one_error(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "path", ["../../.ssh/authorized_keys", "/etc/passwd", "a//b", "", "a/..", "x\x1b[2J", "a\nb", 5]
 )
-def test_a_node_names_no_path_beside_its_run(path: Any) -> None:
+def test_a_server_names_no_path_beside_its_run(path: Any) -> None:
     with pytest.raises(MalformedError):
         file_path(path)
 
@@ -438,8 +438,8 @@ def test_a_node_names_no_path_beside_its_run(path: Any) -> None:
      json.dumps({"error": "PreemptedError", "message": "x" * 10**5}).encode(),
      b'{"error": "SnapshotFailedError", "message": "x", "facts": [1]}'],
 )  # fmt: skip
-def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
-    error = error_from_body(500, body, "spot://node")
+def test_an_error_from_a_server_is_one_of_ours_and_one_line(body: bytes) -> None:
+    error = error_from_body(500, body, "spot://server")
     assert isinstance(error, SpotError)
     assert str(error).isprintable()
     assert len(str(error)) < 5000
@@ -447,9 +447,9 @@ def test_an_error_from_a_node_is_one_of_ours_and_one_line(body: bytes) -> None:
 
 KNOWN: list[SpotError] = [
     *(SnapshotFailedError("why", reason=reason, nbytes=2, memory_bytes=1) for reason in FailureReason),
-    *(TierError("why", tier="spot://node", reason=reason) for reason in TierReason),
-    *(ServerRefusedError("why", tier="spot://node", status=500, reason=reason) for reason in TierReason),
-    ServerUnreachableError("why", tier="spot://node"),
+    *(TierError("why", tier="spot://server", reason=reason) for reason in TierReason),
+    *(ServerRefusedError("why", tier="spot://server", status=500, reason=reason) for reason in TierReason),
+    ServerUnreachableError("why", tier="spot://server"),
     CorruptSnapshotError("why", where="there", part=3),
     CorruptSnapshotError("why", is_newer_format=True),
     FencedError("why", run="run", attempt=1, current=2),
@@ -460,7 +460,7 @@ KNOWN: list[SpotError] = [
 
 @pytest.mark.parametrize("error", KNOWN, ids=lambda error: f"{type(error).__name__} {getattr(error, 'reason', '')}")
 def test_an_error_comes_over_the_network_with_its_facts(error: SpotError) -> None:
-    came = error_from_body(500, json.dumps(error_body(error)).encode(), "spot://node")
+    came = error_from_body(500, json.dumps(error_body(error)).encode(), "spot://server")
     assert type(came) is type(error)
     assert (str(came), vars(came)) == (str(error), vars(error))
 
@@ -487,13 +487,13 @@ def test_an_error_of_another_version_maps_to_the_nearest_known(
     status: int, error: str, facts: dict[str, Any], kind: type[SpotError], reason: Reason
 ) -> None:
     said = {"error": error, "message": "why", **({"facts": facts} if facts else {})}
-    found = error_from_body(status, json.dumps(said).encode(), "spot://node")
+    found = error_from_body(status, json.dumps(said).encode(), "spot://server")
     assert type(found) is kind
     assert reason.caused(found)
 
 
 @pytest.fixture
-def bench(make_bench: Callable[..., Bench], runtime_dir: Path) -> Bench:
+def bench(make_bench: MakeBench, runtime_dir: Path) -> Bench:
     return make_bench(area=runtime_dir / "area")
 
 
@@ -503,7 +503,7 @@ def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench,
     rnd, folder, died = random.Random(seed), runtime_dir, list[str]()
     before = threading.excepthook
     threading.excepthook = lambda args: died.append(f"{args.exc_type.__name__}: {args.exc_value}")
-    listening = DescriptorChannel(bench.node, folder / "fds")
+    listening = DescriptorChannel(bench.server, folder / "fds")
     greeting = json.dumps({"token": "t" * 16, "pid": 1}).encode()
     asked = json.dumps({"run": "r", "name": "n", "give": True, "slot": 3}).encode()
     try:

@@ -7,9 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -18,7 +16,7 @@ from lightning_spot.errors import PreemptedError
 from lightning_spot.goodput.records import read_records
 from tests.support.said import informed, said
 from tests.support.snapshots import manifests, spot
-from tests.support.trainer import Net, data, trainer
+from tests.support.trainer import At, Net, data, trainer
 from tests.support.waiting import new_process, until
 
 pytestmark = pytest.mark.guarantee("G26")
@@ -47,15 +45,6 @@ class Signalled(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.ones(16), torch.ones(1)
 
 
-class Waits(pl.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == WAITS_AT:
-            self.path.touch()
-
-
 def fit(
     tmp_path: Path,
     *,
@@ -65,7 +54,7 @@ def fit(
 ) -> None:
     waits = tmp_path / "waits"
     loader = DataLoader(Signalled(waits, both, alone), batch_size=2, num_workers=1, prefetch_factor=1)
-    trainer(spot(tmp_path, notices=notices), Waits(waits)).fit(Net(), loader)
+    trainer(spot(tmp_path, notices=notices), At(WAITS_AT, waits.touch, "on_train_batch_end")).fit(Net(), loader)
 
 
 def test_a_signal_to_the_group_is_a_preemption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
 from tests.support.proxy import Proxy
 from tests.support.said import said
-from tests.support.server import RunningNode
+from tests.support.server import RunningServer, StartServer
 from tests.support.snapshots import check_all
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
@@ -103,14 +103,14 @@ def test_shm_too_small(
     assert len(said(caplog, "shm-full")) == 1
     again = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3))
     trainer(again).fit(Net(), data())
-    assert again.resumed_from.tier == "host"  # the node holds the memory files over the restart
+    assert again.resumed_from.tier == "host"  # the server holds the memory files over the restart
 
 
 @pytest.fixture
-def proxied(start_node: Callable[..., RunningNode], seed: int) -> Iterator[tuple[RunningNode, Proxy]]:
-    node = start_node()
-    proxy = Proxy(node.url, seed)
-    yield node, proxy
+def proxied(start_server: StartServer, seed: int) -> Iterator[tuple[RunningServer, Proxy]]:
+    server = start_server()
+    proxy = Proxy(server.url, seed)
+    yield server, proxy
     proxy.close()
 
 
@@ -121,24 +121,24 @@ def big_snapshot(step: int, nbytes: int = 20 * MIB) -> tuple[Manifest, memoryvie
     return manifest.sealed(memoryview(image)), memoryview(image)
 
 
-def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningNode, Proxy]) -> None:
-    node, proxy = proxied
+def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningServer, Proxy]) -> None:
+    server, proxy = proxied
     manifest, image = big_snapshot(1)
     proxy.cut_after = MIB // 2
     with pytest.raises(SpotError):
         ServerStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert ServerStore(f"{node.url}/run").survey().manifests == []
+    assert ServerStore(f"{server.url}/run").survey().manifests == []
     proxy.cut_after = None
     ServerStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert ServerStore(f"{node.url}/run").survey().manifests == [manifest]
+    assert ServerStore(f"{server.url}/run").survey().manifests == [manifest]
 
 
 def test_training_over_a_line_that_breaks_and_heals(
-    tmp_path: Path, proxied: tuple[RunningNode, Proxy], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, proxied: tuple[RunningServer, Proxy], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    node, proxy = proxied
-    # A fast trainer would have passed all its steps before the slots of a slow node are made.
+    server, proxy = proxied
+    # A fast trainer would have passed all its steps before the slots of a slow server are made.
     waits: dict[str, Any] = {"on_full": "wait", "upload_timeout_s": 30}
     callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=proxy.url, interval=EverySteps(3), **waits)
 
@@ -149,22 +149,22 @@ def test_training_over_a_line_that_breaks_and_heals(
     with pytest.raises(Stop):
         trainer(callback, Break(31)).fit(Net(), data())
     assert LocalStore(tmp_path / "run-1").survey().manifests[0].step == 30
-    reached = ServerStore(f"{node.url}/run-1")
+    reached = ServerStore(f"{server.url}/run-1")
     until(
         lambda: 30 in [manifest.step for manifest in reached.survey().manifests],
         "the local server to try the line again",
         60.0,
     )
-    # This host is lost with its memory and its disk: the node elsewhere still has it.
+    # This host is lost with its memory and its disk: the server elsewhere still has it.
     record = find_record(str(tmp_path / "run-1"))
     process = record.process()
     assert process.kill(10.0)
     record.remove()
     for lost in (tmp_path / "run-1", record.area(Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]))):
         shutil.rmtree(lost)
-    again = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(3))
+    again = SpotCheckpoint(str(tmp_path / "run-1"), servers=server.url, interval=EverySteps(3))
     trainer(again).fit(Net(), data())
-    assert (again.resumed_from.step, again.resumed_from.tier) == (30, node.url)
+    assert (again.resumed_from.step, again.resumed_from.tier) == (30, server.url)
     assert again.attempt == 2
 
 

@@ -163,7 +163,7 @@ def test_an_error_of_user_code_ends_training_as_in_lightning(tmp_path: Path, str
 
 
 def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotFailedError, match="none is left", check=FailureReason.UNEXPECTED.caused):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.UNEXPECTED.caused):
         fit(
             tmp_path / "run",
             Strike("capture/writer:SnapshotWriter.begin", MemoryError("none is left")),

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.client import starting
 from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.run.identity import next_attempt
@@ -23,12 +22,12 @@ from lightning_spot.store.retention import Keep, retain
 from tests.integration.test_identity import train
 from tests.support.said import said
 from tests.support.snapshots import serverless
-from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.trainer import At, Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
 
 class LateWriter(Net):
-    """Its set-up takes long, and meanwhile the node of an earlier attempt ends a write that it had begun."""
+    """Its set-up takes long, and meanwhile the server of an earlier attempt ends a write that it had begun."""
 
     def __init__(self, run: Path, newest: Manifest, image: bytes) -> None:
         super().__init__()
@@ -76,12 +75,6 @@ def test_an_attempt_number_above_the_limit_is_an_error(tmp_path: Path, stray: st
     assert next_attempt([HIGHEST_ATTEMPT - 1], durable_was_read=True) == HIGHEST_ATTEMPT
 
 
-def test_a_run_has_one_node_whatever_links_lead_to_it(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "link").symlink_to("data")
-    assert starting.find_record(f"{tmp_path}/link/run") == starting.find_record(f"{tmp_path}/data/run")
-
-
 def test_training_without_a_server_finds_an_earlier_servers_data(tmp_path: Path) -> None:
     run = tmp_path / "run-1"
     train(run, 10, local_server=True)
@@ -91,7 +84,7 @@ def test_training_without_a_server_finds_an_earlier_servers_data(tmp_path: Path)
 
 
 class Between(pl.Callback):
-    """Does something after step 4, and gives the node time to find out: training ends when that was said."""
+    """Does something after step 4, and gives the server time to find out: training ends when that was said."""
 
     def __init__(self, act: Any, caplog: pytest.LogCaptureFixture, awaited: str) -> None:
         self.act, self.caplog, self.awaited, self.is_said = act, caplog, awaited, False
@@ -107,7 +100,7 @@ class Between(pl.Callback):
 
 
 @pytest.mark.parametrize("what", ["fails", "fenced"])
-def test_what_a_node_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
+def test_what_a_server_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
     run = tmp_path / "run-1"
 
     def act() -> None:
@@ -132,15 +125,12 @@ def test_a_run_without_its_last_snapshot_in_storage_is_an_error(
 ) -> None:
     run = tmp_path / "run-1"
 
-    class Breaks(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 3:
-                shutil.rmtree(run)
-                run.write_text("no directory")
+    def breaks() -> None:
+        shutil.rmtree(run)
+        run.write_text("no directory")
 
-    fit = trainer(
-        serverless(run, upload_timeout_s=1.0, on_error="raise" if strict else "warn"), Breaks(), max_epochs=1
-    ).fit
+    spot = serverless(run, upload_timeout_s=1.0, on_error="raise" if strict else "warn")
+    fit = trainer(spot, At(3, breaks, "on_train_batch_end"), max_epochs=1).fit
     if strict:
         with pytest.raises(TierError, match="does not have its last snapshot"):
             fit(Net(), data())

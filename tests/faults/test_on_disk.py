@@ -1,6 +1,6 @@
 """What was said to be durable outlives the page cache: what is synced, renamed and removed, in which order.
 
-``kill -9`` cannot test that; ``test_crash_points`` has the first commit of a snapshot.
+``kill -9`` cannot test that.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def put(store: LocalStore, step: int = 1, manifest: Manifest | None = None) -> M
 
 
 def test_the_very_same_once_more_is_on_the_disk(tmp_path: Path, calls: list[str]) -> None:
-    """A node that was killed may have written it, and not synced it."""
+    """A server that was killed may have written it, and not synced it."""
     store = LocalStore(tmp_path / "run")
     put(store)
     calls.clear()
@@ -181,3 +181,34 @@ def test_what_is_damaged_after_it_was_opened_is_not_read(tmp_path: Path) -> None
         file.flush()
         with pytest.raises(CorruptSnapshotError):
             reader.read(100)
+
+
+@pytest.mark.parametrize(("step", "names"), [(1, ["model.ckpt"]), (2, [".metadata", "__0_0.distcp"])])
+def test_bytes_reach_the_disk_before_names_and_the_manifest_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, names: list[str]
+) -> None:
+    calls: list[str] = []
+
+    def name_of(fd: int) -> str:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        return "directory" if path.is_dir() else "file"
+
+    real_fsync, real_replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(f"fsync {name_of(fd)}"), real_fsync(fd)))
+    monkeypatch.setattr(
+        os,
+        "replace",
+        lambda source, target: (calls.append(f"rename {Path(target).name}"), real_replace(source, target)),
+    )
+    image = memoryview(image_of(step))
+    LocalStore(tmp_path).put(manifest_of(step).sealed(image), image, attempt=1)
+    assert calls == [
+        "fsync directory",  # the run's, in which the snapshot's folder was made
+        *("fsync file" for _ in names),
+        "fsync file",
+        *(f"rename {name}" for name in names),
+        "fsync directory",
+        "rename manifest.json",
+        "fsync directory",
+        "fsync directory",  # the run's own, which holds the snapshot's name
+    ]

@@ -145,7 +145,7 @@ def test_nobody_else_does(pipelines: list[Pipeline], beyond: bool, gpu: bool) ->
 def test_training_never_makes_a_large_slot_itself(
     monkeypatch: pytest.MonkeyPatch, pipelines: list[Pipeline], gpu: bool, wait_s: float
 ) -> None:
-    """It stood for as long as it takes to make and pin it. Where it did not wait, the node counted as lost."""
+    """It stood for as long as it takes to make and pin it. Where it did not wait, the server counted as lost."""
     monkeypatch.setattr(slot_pool, "LEAST_BYTES", 1000)
     made: list[str] = []
 
@@ -164,7 +164,7 @@ def test_training_never_makes_a_large_slot_itself(
 def test_a_slot_that_is_leased_ahead_is_one_that_is_made(
     monkeypatch: pytest.MonkeyPatch, pipelines: list[Pipeline]
 ) -> None:
-    """To make one for the next step kept the thread that seals, and the node counted as lost."""
+    """To make one for the next step kept the thread that seals, and the server counted as lost."""
     monkeypatch.setattr(slot_pool, "LEAST_BYTES", 1000)
     pipelines.append(pipeline := Pipeline(lag=0))
     pipeline.take(1)

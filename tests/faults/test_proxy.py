@@ -1,4 +1,4 @@
-"""Every message to a node is lost, cut, delayed or damaged once: what was told is true, and nothing is left."""
+"""Every message to a server is lost, cut, delayed or damaged once: what was told is true, and nothing is left."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import pytest
 
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SpotError
-from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.support.proxy import KINDS, Proxy
-from tests.support.server import RunningNode
+from tests.support.server import RunningServer, StartServer
 from tests.support.waiting import until
 
 NBYTES, PART_BYTES = 20_000, 6_000
@@ -27,16 +25,16 @@ def image_of(step: int) -> memoryview:
 
 
 class Case:
-    """A client of a node behind a proxy, and one that asks the node directly afterwards."""
+    """A client of a server behind a proxy, and one that asks the server directly afterwards."""
 
-    def __init__(self, node: RunningNode, proxy: Proxy) -> None:
+    def __init__(self, server: RunningServer, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.client = ServerClient(parse_spot_url(node.url)[0])
-        self.store = ServerStore(f"{node.url}/run")
+        self.client = server.client()
+        self.store = ServerStore(f"{server.url}/run")
         self.client.call("POST", "/v1/runs/run/open", {"attempt": 1})
         self.client.call("POST", "/v1/runs/safe/open", {"attempt": 1})
         self.safe = SAFE.sealed(image_of(1))
-        ServerStore(f"{node.url}/safe").put(self.safe, image_of(1), attempt=1)
+        ServerStore(f"{server.url}/safe").put(self.safe, image_of(1), attempt=1)
 
     def run(self, number: int, kind: str) -> bool:
         """Strike at message ``number`` of everything a client does; whether there were so many messages."""
@@ -101,10 +99,10 @@ class Case:
 
 
 @pytest.fixture
-def case(start_node: Callable[..., RunningNode], seed: int) -> Iterator[Case]:
-    node = start_node("--slots", "8", environment={"LIGHTNING_SPOT_SHM_DIR": ""})
-    proxy = Proxy(node.url, seed)
-    yield Case(node, proxy)
+def case(start_server: StartServer, seed: int) -> Iterator[Case]:
+    server = start_server("--slots", "8", environment={"LIGHTNING_SPOT_SHM_DIR": ""})
+    proxy = Proxy(server.url, seed)
+    yield Case(server, proxy)
     proxy.close()
 
 

@@ -66,7 +66,7 @@ def test_a_base_that_is_not_the_same_at_both_ends_does_no_harm(
     pair.open(compression=compression)
     image = bytearray(floats(1, MIB))
     pair.near.bring(1, bytes(image))
-    slot = next(slot for slot in pair.near.node.committed(RUN))
+    slot = next(slot for slot in pair.near.server.committed(RUN))
     slot.view()[500_000] ^= 1  # the memory of the sender's host is at fault
     if compression == "off":
         image[:1000] = bytes(1000)
@@ -93,7 +93,7 @@ def test_a_base_whose_slot_was_taken_at_the_sender_is_not_used(
         return None if found is None else replace(found, is_there=lambda: False)
 
     monkeypatch.setattr(
-        pair.near.node.reconciler._upload, "_earlier", lambda *names: taken(pair.near.node.ring, *names)
+        pair.near.server.reconciler._upload, "_earlier", lambda *names: taken(pair.near.server.ring, *names)
     )
     pair.near.bring(2, bytes(image))
     assert kinds == {"WHOLE": 2}
@@ -124,11 +124,11 @@ def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: 
         pair.near.bring(1, bytes(image))
         image[: 6 * MIB] = random.Random(2).randbytes(6 * MIB)
         proxy.cut_after = place
-        upload = pair.near.node.lease(RUN, 1, len(image), wait_s=5.0)
+        upload = pair.near.server.lease(RUN, 1, len(image), wait_s=5.0)
         upload.slot.view(len(image))[:] = image
-        pair.near.node.seal(upload.id, manifest_of(2, 1, len(image)))
-        until(lambda: any(health.failures for health in pair.near.node.tiers().values()), "the put to fail")
-        assert [manifest.step for slot in pair.far.node.committed(RUN) if (manifest := slot.manifest)] == [1]
+        pair.near.server.seal(upload.id, manifest_of(2, 1, len(image)))
+        until(lambda: any(health.failures for health in pair.near.server.tiers().values()), "the put to fail")
+        assert [manifest.step for slot in pair.far.server.committed(RUN) if (manifest := slot.manifest)] == [1]
         proxy.cut_after = None
         assert pair.near.flush() == []
         pair.check(2, bytes(image))
@@ -145,9 +145,9 @@ def test_an_upload_the_receiver_forgot_midway_starts_again(pair: Pair, monkeypat
 
     def forgetting(self: PartEncoder, part: Part) -> OutgoingPart:
         if not forgotten:
-            forgotten.extend(pair.far.node.uploads)
+            forgotten.extend(pair.far.server.uploads)
             for upload in forgotten:
-                pair.far.node.abort(upload)
+                pair.far.server.abort(upload)
         return encode(self, part)
 
     monkeypatch.setattr(PartEncoder, "encode", forgetting)
@@ -215,14 +215,14 @@ def test_a_removed_delta_base_stays_as_long_as_it_is_needed(pair: Pair) -> None:
     pair.near.bring(1, image)
     upload = Upload(pair, image)
     name = upload.leased["base"]["name"]
-    pair.far.node.remove(RUN, name)
-    others = [pair.far.node.lease(RUN, 1, MIB) for _ in range(3)]  # none of them gets its slot
+    pair.far.server.remove(RUN, name)
+    others = [pair.far.server.lease(RUN, 1, MIB) for _ in range(3)]  # none of them gets its slot
     for other in others:
         other.slot.view(MIB)[:] = bytes(MIB)
     assert upload.send(upload.part(PartKind.SAME, b"")) == list(upload.manifest.checksums)
     upload.commit()
     for other in others:
-        pair.far.node.abort(other.id)
+        pair.far.server.abort(other.id)
     pair.check(2, image)
 
 
@@ -231,4 +231,4 @@ def test_without_a_base_nothing_is_made_of_it(pair: Pair) -> None:
     upload = Upload(pair, bytes(state(1, MIB)))
     assert upload.leased["base"] is None
     assert upload.send(upload.part(PartKind.SAME, b"")) == [NO_DIGEST]
-    pair.far.node.abort(upload.leased["upload"])
+    pair.far.server.abort(upload.leased["upload"])

@@ -21,10 +21,12 @@ from torch import nn
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import copier, schedule
 from lightning_spot.store.local import LocalStore
+from tests.support.exact_sharded import undisturbed_and_stopped
 from tests.support.gpus import NEEDS_GPU, ON_GPU
-from tests.support.program import run
+from tests.support.program import Outcome, run
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
 from tests.support.trainer import Net, Probe, data, trainer
+from tests.support.training import train as train_ranks
 from tests.support.waiting import until
 
 pytestmark = NEEDS_GPU
@@ -228,3 +230,19 @@ def test_training_on_the_second_device_uses_nothing_of_the_first(tmp_path: Path)
     callback = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), on_full="wait")
     trainer(callback, accelerator="gpu", devices=[1], max_steps=20).fit(Net(), data())
     assert torch.cuda.memory_allocated(0) == 0
+
+
+TWO = pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"))
+
+
+@pytest.mark.parametrize("ranks", [1, TWO])
+def test_a_model_in_shards_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path, ranks: int) -> None:
+    run(sys.executable, undisturbed_and_stopped, tmp_path, ranks=ranks, accelerator="gpu")
+    Outcome(tmp_path / "broken").check_end(Outcome(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("ranks", [1, TWO])
+def test_snapshots_of_ddp_hold_the_parameters_of_their_steps(tmp_path: Path, ranks: int) -> None:
+    done = run(sys.executable, train_ranks, tmp_path, ranks=ranks, steps=8, accelerator="gpu")
+    done.check_states()
+    assert [account["aborted"] for account in done.accounts(ranks)] == [0] * ranks

@@ -57,7 +57,7 @@ def test_what_is_committed_is_safe_and_the_error_is_its_own(
 ) -> None:
     threads = threading.active_count()
     device = Fallible()
-    with monkeypatch.context() as patch:  # to undo all would undo where the nodes of tests are
+    with monkeypatch.context() as patch:  # to undo all would undo where the servers of tests are
         patch.setattr(cuda, "Cuda", lambda: device)
         callback = spot(tmp_path, local_server=local_server)
         with pytest.raises(RuntimeError, match=ERROR) as raised:

@@ -87,7 +87,7 @@ def test_a_rank_beside_rank_0_for_which_there_is_no_thread(tmp_path: Path, monke
 def test_only_consequences_of_a_logged_loss_are_not_logged_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A node elsewhere that a hook has asked was passed over in silence once the node of this host had been lost."""
+    """A server elsewhere that a hook has asked was silently passed over once the server of this host had been lost."""
     host = Listed()
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
     lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None))

@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.checkpoint_io import _joined, _split
-from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import TierError
@@ -85,7 +84,7 @@ def _umask() -> int:
     return mask
 
 
-def test_a_resumed_run_reads_what_its_node_has_saved(s3: str) -> None:
+def test_a_resumed_run_reads_what_its_server_has_saved(s3: str) -> None:
     """Lightning's file system had listed the bucket when the run began, and found nothing that came later."""
     seen: list[ModelCheckpoint] = []
     for epochs in (2, 4):
@@ -111,7 +110,7 @@ def test_saved_means_committed_even_if_the_trainer_is_killed(tmp_path: Path, war
         "os.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([warm_python, "-c", code], check=False).returncode == -9
-    until((tmp_path / "x.ckpt").exists, "the node to write what was saved")
+    until((tmp_path / "x.ckpt").exists, "the server to write what was saved")
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 5
 
 
@@ -151,7 +150,6 @@ def test_the_best_one_stays_until_the_one_after_it_is_there(
     plugin.save_checkpoint({"global_step": 2}, new)
     plugin.remove_checkpoint(old)
     (writer,) = plugin._writers.values()
-    assert writer.host is not None
     until(lambda: any(tier.failures_total > 1 for tier in writer.host.tiers().values()), "the new one to fail")
     assert old.exists()
     shutil.rmtree(new)
@@ -177,7 +175,6 @@ def test_a_failed_flush_shows_at_the_next_save_and_at_the_end(tmp_path: Path) ->
     plugin.save_checkpoint({"global_step": 1}, folder / "x.ckpt")
     (writer,) = plugin._writers.values()
     host = writer.host
-    assert host is not None
     until(lambda: any(tier.error for tier in host.tiers().values()), "the upload to fail")
     with pytest.raises(TierError, match="an earlier checkpoint could not be written"):
         plugin.save_checkpoint({"global_step": 2}, folder / "y.ckpt")
@@ -226,7 +223,7 @@ def test_an_older_pending_file_does_not_fail_a_save_past_memory(
 def test_a_dead_trainer_never_puts_an_older_file_over_a_newer(
     tmp_path: Path, runtime_dir: Path, warm_python: str
 ) -> None:
-    """Its node went on trying, and replaced what the next trainer had saved meanwhile."""
+    """Its server went on trying, and replaced what the next trainer had saved meanwhile."""
     folder = tmp_path / "mine"
     code = (
         "import os, torch; from lightning_spot import SpotCheckpointIO\n"
@@ -234,7 +231,7 @@ def test_a_dead_trainer_never_puts_an_older_file_over_a_newer(
         f"plugin.save_checkpoint({{'global_step': 5}}, {str(folder / 'last.ckpt')!r})\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    (folder / "last.ckpt").mkdir(parents=True)  # in the way: the node of the one that dies has to try again
+    (folder / "last.ckpt").mkdir(parents=True)  # in the way: the server of the one that dies has to try again
     (folder / "last.ckpt" / "in-the-way").touch()
     assert subprocess.run([warm_python, "-c", code], check=False).returncode == -9
     time.sleep(1.1)  # attempts are told apart by seconds
@@ -242,7 +239,7 @@ def test_a_dead_trainer_never_puts_an_older_file_over_a_newer(
     shutil.rmtree(folder / "last.ckpt")
     plugin.save_checkpoint({"global_step": 9}, folder / "last.ckpt")
     plugin.teardown()
-    (http,) = runtime_dir.glob("*.http")  # the dead one's node, which now tries again
+    (http,) = runtime_dir.glob("*.http")  # the dead one's server, which now tries again
     ServerClient(Address(socket_path=str(http))).call("POST", "/v1/flush", {"wait_s": 10.0})
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 9
 
@@ -378,7 +375,7 @@ def test_that_training_goes_on_is_known_whoever_saves(tmp_path: Path) -> None:
 
 
 def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:
-    """What Lightning's own tests look for: threads, environment, signal handlers; and the node, and what it held."""
+    """What Lightning's own tests look for: threads, environment, signal handlers; and the server, and what it held."""
     loader, run_url = data(), tmp_path / "run-1"
     before = (set(threading.enumerate()), dict(os.environ), {number: getsignal(number) for number in (2, 10, 12, 15)})
     own = ModelCheckpoint(str(tmp_path / "own"), save_last=True)
@@ -389,7 +386,7 @@ def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:
     assert (dict(os.environ), {number: getsignal(number) for number in (2, 10, 12, 15)}) == before[1:]
     assert run.train_dataloader is loader
     assert "__iter__" not in vars(loader)
-    until(lambda: not find_record(str(run_url)).running(), "the node of the run to end")
+    until(lambda: not find_record(str(run_url)).running(), "the server of the run to end")
     until(lambda: not list(read_environment().shm_dir.iterdir()), "all slots to be given back")
 
 
@@ -402,12 +399,11 @@ def test_one_folder_is_one_place_however_it_is_written() -> None:
         assert _split(spelled) == ("/a/b", "x.ckpt")
 
 
-def test_a_node_killed_between_two_saves(tmp_path: Path) -> None:
+def test_a_server_killed_between_two_saves(tmp_path: Path) -> None:
     plugin = SpotCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
     (writer,) = plugin._writers.values()
     host = writer.host
-    assert isinstance(host, EmbeddedHost)
     os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
     plugin.save_checkpoint({"global_step": 2}, tmp_path / "b.ckpt")
     assert plugin.load_checkpoint(tmp_path / "b.ckpt")["global_step"] == 2

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +32,7 @@ from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
 from tests.integration.test_stores import put, sharded
 from tests.support.oracle import claim_of
-from tests.support.server import RunningNode
+from tests.support.server import StartServer
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 
@@ -46,9 +45,6 @@ def run_dir(tmp_path: Path) -> Path:
     with pytest.raises(Stop):
         trainer(callback, EachDurable(path, 5), StopAt(31)).fit(Net(), data())
     return path
-
-
-Said = Callable[[], str]
 
 
 def test_ls(run_dir: Path, cli: Cli) -> None:
@@ -76,7 +72,7 @@ def test_ls_of_shards(run_dir: Path, capsys: pytest.CaptureFixture[str], monkeyp
     entry = ask(named).entries[0]
     name = shard_name("step-000000106-attempt-0003-complete", 1)
     shard = replace(entry.manifest, name=name, shard=ShardOf(1, 2, "0" * 32))
-    source = SimpleNamespace(tier="spot://memory-node-1.example.com:7070")
+    source = SimpleNamespace(tier="spot://memory-server-1.example.com:7070")
     monkeypatch.setattr(snapshots, "ask", lambda _: Found([Entry(shard, cast(Any, source), "shard 2 of 2")]))
     capsys.readouterr()
     assert snapshots.ls(named) == 0
@@ -164,7 +160,7 @@ def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its only copy was passed over, and then named once more, as the error."""
-    shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no node has anything
+    shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no server has anything
     (data,) = copied.glob("step-000000025-*/model.ckpt")
     data.write_bytes(data.read_bytes()[:-1])
     (target := tmp_path / "pulled").mkdir()
@@ -178,7 +174,7 @@ def test_what_is_good_nowhere_is_said_once_and_leaves_nothing(
 
 def test_cp_names_the_last_good_snapshot_and_the_unreadable_ones(run_dir: Path, tmp_path: Path, cli: Cli) -> None:
     """The error said nothing of the good one; of a newest one with an unreadable manifest nothing was said at all."""
-    shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no node has anything
+    shutil.copytree(run_dir, copied := tmp_path / "copied")  # of which no server has anything
     newest, older = LocalStore(copied).survey().manifests[:2]
     (copied / newest.data_path).write_bytes(b"damage")
     target = tmp_path / "mine.ckpt"
@@ -256,21 +252,21 @@ def test_programs_get_json_alone(run_dir: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_server_that_goes_while_it_is_read_is_no_damage(
-    start_node: Callable[..., RunningNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    node = start_node()
-    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(5), on_full="wait")
+    server = start_server()
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=server.url, interval=EverySteps(5), on_full="wait")
     with pytest.raises(Stop):
         trainer(callback, StopAt(31)).fit(Net(), data())
     ask = snapshots.ask
 
     def ask_and_end(arguments: argparse.Namespace) -> snapshots.Found:
         found = ask(arguments)
-        node.stop()
+        server.stop()
         return found
 
     monkeypatch.setattr(snapshots, "ask", ask_and_end)
-    assert "BAD" not in cli("verify", f"{node.url}/run-1", code=3)
+    assert "BAD" not in cli("verify", f"{server.url}/run-1", code=3)
 
 
 def test_doctor_uses_the_size_of_the_existing_snapshots(run_dir: Path, cli: Cli) -> None:
@@ -305,34 +301,34 @@ def test_a_folder_of_plain_checkpoints_is_said_to_be_one(tmp_path: Path, cli: Cl
     assert "SpotCheckpointIO has saved plain checkpoint files there" in cli("ls", tmp_path / "saved", code=2)
 
 
-def test_two_runs_of_one_name_at_a_node(
-    start_node: Callable[..., RunningNode], tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
+def test_two_runs_of_one_name_at_a_server(
+    start_server: StartServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
 ) -> None:
-    node = start_node()
+    server = start_server()
     for team in "ab":
-        settings = {"servers": node.url, "interval": EverySteps(5), "on_full": "wait", "notices": None}
+        settings = {"servers": server.url, "interval": EverySteps(5), "on_full": "wait", "notices": None}
         callback = SpotCheckpoint(str(tmp_path / team / "run-1"), **settings)
         with pytest.raises(Stop):
             trainer(callback, StopAt(11)).fit(Net(), data())
-    listed = cli("ls", f"{node.url}/run-1", code=2)
+    listed = cli("ls", f"{server.url}/run-1", code=2)
     names = sorted({word.strip(",;.") for word in listed.split() if word.startswith("run-1@")})
     assert len(names) == 2
     for name in names:
-        assert main(["ls", f"{node.url}/{name}"]) == 0
+        assert main(["ls", f"{server.url}/{name}"]) == 0
         assert "step-000000010" in capsys.readouterr().out
 
 
-def test_a_node(start_node: Callable[..., RunningNode], tmp_path: Path, cli: Cli) -> None:
-    node = start_node()
-    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(5), on_full="wait")
+def test_a_server(start_server: StartServer, tmp_path: Path, cli: Cli) -> None:
+    server = start_server()
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=server.url, interval=EverySteps(5), on_full="wait")
     with pytest.raises(Stop):
         trainer(callback, StopAt(31)).fit(Net(), data())
-    assert cli("ls", f"{node.url}/run-1").split()[-1] == "local"
-    assert node.url in cli("ls", tmp_path / "run-1", "--server", node.url)
-    assert main(["verify", f"{node.url}/run-1"]) == 0
-    assert main(["cp", f"{node.url}/run-1", str(tmp_path)]) == 0
+    assert cli("ls", f"{server.url}/run-1").split()[-1] == "local"
+    assert server.url in cli("ls", tmp_path / "run-1", "--server", server.url)
+    assert main(["verify", f"{server.url}/run-1"]) == 0
+    assert main(["cp", f"{server.url}/run-1", str(tmp_path)]) == 0
     assert (tmp_path / "step-000000030-attempt-0001.ckpt").exists()
-    assert f"no run is, or ever was, at '{node.url}/mistyped'" in cli("ls", f"{node.url}/mistyped", code=2)
+    assert f"no run is, or ever was, at '{server.url}/mistyped'" in cli("ls", f"{server.url}/mistyped", code=2)
 
 
 WRONG = [
@@ -448,7 +444,7 @@ def test_what_to_install_for_a_url_is_said(
     )
 
 
-def test_a_node_that_does_not_answer_is_named_once(run_dir: Path, cli: Cli) -> None:
+def test_a_server_that_does_not_answer_is_named_once(run_dir: Path, cli: Cli) -> None:
     assert cli("ls", run_dir, "--server", "spot://127.0.0.1:9", code=3).count("spot://127.0.0.1:9") == 1
 
 

@@ -36,7 +36,7 @@ from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
-from tests.support.server import MIB, RUN_ID, Bench, RunningNode, image_of, manifest_of
+from tests.support.server import MIB, RUN_ID, Bench, RunningServer, image_of, manifest_of
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import until
@@ -55,35 +55,35 @@ def train(path: Path, **settings: Any) -> None:
 
 
 def test_status_of_a_run_on_this_host_and_at_a_server(
-    tmp_path: Path, start_node: Callable[..., RunningNode], cli: Cli
+    tmp_path: Path, start_server: Callable[..., RunningServer], cli: Cli
 ) -> None:
-    node = start_node()
-    train(tmp_path / "run-1", servers=node.url)
-    answer = json.loads(cli("status", "--server", node.url, "-o", "json"))
+    server = start_server()
+    train(tmp_path / "run-1", servers=server.url)
+    answer = json.loads(cli("status", "--server", server.url, "-o", "json"))
     rows = {row["server"]: row for row in answer["runs"]}
     assert answer["not_asked"] == []
-    assert rows.keys() == {"host", node.url}
-    host, there = rows["host"], rows[node.url]
+    assert rows.keys() == {"host", server.url}
+    host, there = rows["host"], rows[server.url]
     assert (host["state"], host["attempt"], host["lag_steps"]) == ("stopped", 1, 0)
     assert (host["committed_step"], host["replicated_step"], host["persisted_step"]) == (30, 30, 30)
     assert host["slots"] > 0
     assert abs(host["persisted_unix_s"] - time.time()) < 60
     assert there["committed_step"] == 30
-    for name in cli("status", "--server", node.url, "-o", "name").splitlines():
+    for name in cli("status", "--server", server.url, "-o", "name").splitlines():
         assert "step-000000030" in cli("show", name)
-    shown = cli("status", "--server", node.url).splitlines()
+    shown = cli("status", "--server", server.url).splitlines()
     assert len(shown) == 3
     assert shown[0].split()[:3] == ["RUN", "ATTEMPT", "STATE"]
 
 
-def test_a_run_that_has_ended_is_complete(tmp_path: Path, start_node: Callable[..., RunningNode], cli: Cli) -> None:
-    node = start_node("--storage", str(tmp_path / "stored"))
-    spot = SpotCheckpoint(str(tmp_path / "run-1"), servers=node.url, interval=EverySteps(5))
+def test_a_run_that_has_ended_is_complete(tmp_path: Path, start_server: Callable[..., RunningServer], cli: Cli) -> None:
+    server = start_server("--storage", str(tmp_path / "stored"))
+    spot = SpotCheckpoint(str(tmp_path / "run-1"), servers=server.url, interval=EverySteps(5))
     trainer(spot, max_epochs=1).fit(Net(), data())
     (row,) = [
         row
-        for row in json.loads(cli("status", "--server", node.url, "-o", "json"))["runs"]
-        if row["server"] == node.url
+        for row in json.loads(cli("status", "--server", server.url, "-o", "json"))["runs"]
+        if row["server"] == server.url
     ]
     assert row["state"] == "complete"
 
@@ -96,7 +96,7 @@ def test_a_stored_snapshot_counts_when_its_slot_is_used_again(bench: Bench) -> N
     for step in range(2, 7):
         bench.save(step, wait_s=5.0)
     assert 1 not in bench.committed()
-    (run,) = bench.node.status()["runs"].values()
+    (run,) = bench.server.status()["runs"].values()
     assert {state: found["step"] for state, found in run["newest"].items()} == {
         "committed": 6,
         "replicated": 1,
@@ -188,9 +188,9 @@ def on_a_terminal(*arguments: str, until: bytes, columns: int = 200) -> tuple[by
     return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_status_that_is_watched(start_node: Callable[..., RunningNode]) -> None:
-    node = start_node()
-    shown, code = on_a_terminal("status", "-w", "--server", node.url, until=b"idle")
+def test_status_that_is_watched(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server()
+    shown, code = on_a_terminal("status", "-w", "--server", server.url, until=b"idle")
     assert code == 0
     assert b"Traceback" not in shown
     shown, code = on_a_terminal("status", "-w", "--server", SILENT, until=b"no answer")
@@ -334,11 +334,11 @@ def test_stop_keeps_what_is_stored_nowhere(tmp_path: Path, cli: Cli) -> None:
     assert left_on_this_host(record) == []
 
 
-def test_stop_ends_a_snapshot_server(start_node: Callable[..., RunningNode], cli: Cli) -> None:
-    node = start_node()
-    assert stopped(cli("stop", "--server", node.url, "-o", "json"))[0]["result"] == "stopped"
-    assert node.process.wait(10) == 0
-    assert f"no snapshot server of this user answers at {node.url}" in cli("stop", "--server", node.url, code=2)
+def test_stop_ends_a_snapshot_server(start_server: Callable[..., RunningServer], cli: Cli) -> None:
+    server = start_server()
+    assert stopped(cli("stop", "--server", server.url, "-o", "json"))[0]["result"] == "stopped"
+    assert server.process.wait(10) == 0
+    assert f"no snapshot server of this user answers at {server.url}" in cli("stop", "--server", server.url, code=2)
     assert "loopback" in cli("stop", "--server", "spot://10.0.0.5:7070", code=2)
     assert "one of RUN" in cli("stop", code=2)
     assert "one of RUN" in cli("stop", "--all", "run", code=2)

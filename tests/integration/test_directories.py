@@ -130,7 +130,6 @@ def test_claims_that_are_all_damaged_are_an_error_and_not_none(store: LocalStore
         store.claim(claim_of(attempt, run_id=f"run{attempt}"))
     (store.root / "attempts" / "attempt-0002.json").write_text("")  # killed where there are no hard links
     newest = store.newest_claim()
-    assert newest is not None
     assert newest.run_id == "run1"
     assert store.claimed() == 2
     (store.root / "attempts" / "attempt-0001.json").write_text("{")
@@ -163,7 +162,6 @@ def test_a_linked_run_is_used_but_links_in_it_are_not_followed(tmp_path: Path) -
 def test_the_directory_of_attempts_is_noted_in_the_claim(tmp_path: Path, store: LocalStore) -> None:
     store.claim(claim_of(1))
     newest = store.newest_claim()
-    assert newest is not None
     assert newest.inode == store.inode() == os.stat(store.root / "attempts").st_ino
     os.rename(store.root, tmp_path / "moved")
     assert LocalStore(tmp_path / "moved").inode() == newest.inode
@@ -181,7 +179,6 @@ def test_without_hard_links_claims_are_exclusive_all_the_same(
     with pytest.raises(SpotError):
         store.claim(claim_of(1, token="other"))
     newest = store.newest_claim()
-    assert newest is not None
     assert newest.digest == digest_of("mine")
 
 
@@ -203,7 +200,7 @@ def test_temporaries_of_killed_writers_are_swept_and_no_others(store: LocalStore
 
 
 def test_a_snapshot_that_is_being_written_is_not_swept(store: LocalStore) -> None:
-    """Two nodes may write for one attempt for a moment, when one hands over to the other."""
+    """Two servers may write for one attempt for a moment, when one hands over to the other."""
     folder = store.root / snapshot_name(4, 1)
     folder.mkdir(parents=True)
     (folder / "model.ckpt").write_bytes(b"about to be committed")
@@ -284,9 +281,7 @@ def test_the_thousandth_attempt_starts_like_the_second(tmp_path: Path) -> None:
         assert spot.attempt == attempts + 1
     assert calls[1000] <= calls[1] + 2, calls
     newest = newest_record(f"faulty-objects:/{root}")
-    assert newest is not None
     account = newest.earlier
-    assert account is not None
     assert account.count == 1000
     assert account.spent(None).total_s == pytest.approx(9999.0)
     assert len(list((root / "attempts").iterdir())) < 2000, "old ones are forgotten"
@@ -311,7 +306,6 @@ def earlier(root: Path, attempts: int) -> None:
 def test_what_is_carried_on_is_bounded_and_adds_up(tmp_path: Path) -> None:
     earlier(tmp_path / "run", 300)
     newest = newest_record(str(tmp_path / "run"), before=300)
-    assert newest is not None
     assert newest.attempt == 299
     account = account_after(newest)
     assert account.count == 299
@@ -328,6 +322,5 @@ def test_a_damaged_newest_record_is_passed_over(tmp_path: Path) -> None:
         write_record(str(tmp_path), number, AttemptRecord(attempt=number, begun_unix_s=1.0).as_dict())
     (tmp_path / "attempts" / "attempt-0002.progress.json").write_text("{")
     newest = newest_record(str(tmp_path))
-    assert newest is not None
     assert newest.attempt == 1
     assert newest_record(str(tmp_path / "nowhere")) is None

@@ -25,7 +25,7 @@ from lightning_spot.events import Events
 from lightning_spot.say import recovered, say
 from tests.support.program import run
 from tests.support.said import keys, said
-from tests.support.server import RunningNode
+from tests.support.server import RunningServer
 from tests.support.store import Kept
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.training import train
@@ -231,11 +231,11 @@ def test_a_function_is_called_under_no_lock_of_a_logger() -> None:
 
 
 def test_a_server_whose_storage_fails_for_a_while(
-    tmp_path: Path, chat: Chat, start_node: Callable[..., RunningNode]
+    tmp_path: Path, chat: Chat, start_server: Callable[..., RunningServer]
 ) -> None:
     storage, away = tmp_path / "storage", tmp_path / "away"
     storage.mkdir()
-    node = start_node("--storage", str(storage), environment={"LIGHTNING_SPOT_WEBHOOK": chat.url})
+    server = start_server("--storage", str(storage), environment={"LIGHTNING_SPOT_WEBHOOK": chat.url})
 
     class Breaks(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -248,10 +248,10 @@ def test_a_server_whose_storage_fails_for_a_while(
                 away.rename(storage)
                 until(lambda: len(chat.got) > 1, "it to be recovered")
 
-    trainer(spot(tmp_path, local_server=True, servers=node.url, min_upload_interval_s=0), Breaks()).fit(Net(), data())
+    trainer(spot(tmp_path, local_server=True, servers=server.url, min_upload_interval_s=0), Breaks()).fit(Net(), data())
     assert chat.kinds == ["degraded", "recovered"]
     assert (chat.got[0]["run"], chat.got[0]["attempt"], chat.got[0]["detail"]["cause"]) == ("", 0, "upload-failing")
-    assert SECRET not in node.log.read_text()
+    assert SECRET not in server.log.read_text()
 
 
 def test_a_drill_tells_no_chat(tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

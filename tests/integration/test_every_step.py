@@ -21,8 +21,8 @@ from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from tests.support.fake_device import Emulated
-from tests.support.snapshots import EachDurable
-from tests.support.trainer import TwoOptimizers, Unhurried, data, digest_of, trainer
+from tests.support.snapshots import EachDurable, check_all, spot
+from tests.support.trainer import Net, Probe, TwoOptimizers, Unhurried, data, digest_of, trainer
 
 pytestmark = pytest.mark.guarantee("G9")
 
@@ -247,3 +247,18 @@ def test_every_snapshot_is_its_step_on_gpus_whose_copies_lag(
     assert device.allocated <= 2 * (buffer or 0)
     assert not device.unpinned_copies
     assert not device.pinned  # each slot was let go
+
+
+@pytest.mark.parametrize(("copy_mode", "buffer"), [("eager", "64MiB"), ("asymmetric", "1KiB"), ("backward", None)])
+def test_a_snapshot_is_committed_while_training_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy_mode: Any, buffer: str | None
+) -> None:
+    monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
+    monkeypatch.setattr(cuda, "Cuda", lambda: device)
+    device, probe = Emulated(), Probe()
+    callback = spot(tmp_path, interval=EverySteps(1), device_buffer=buffer, copy_mode=copy_mode)
+    pauses = EachDurable(tmp_path / "run-1", 9)  # before the next optimizer step
+    trainer(callback, probe, pauses).fit(Net(), data())
+    assert len(check_all(tmp_path, probe)) >= 2
+    snapshotter = callback.snapshots.snapshotter
+    assert snapshotter.writing.dropped == 0

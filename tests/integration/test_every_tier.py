@@ -1,7 +1,7 @@
-"""A snapshot at every step, at every tier that it reached: the node on the host, a snapshot server, the durable
+"""A snapshot at every step, at every tier that it reached: the server on the host, a snapshot server, the durable
 directory.
 
-As users have it: the node is a process of its own, and what no tier takes at once is committed before it has checksums.
+As users have it: the server is its own process, and what no tier takes at once is committed before it has checksums.
 """
 
 from __future__ import annotations
@@ -92,16 +92,16 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiers]:
         return done
 
     monkeypatch.setattr(EmbeddedHost, "seal", seal)
-    node = SnapshotServer(slots=None, memory_bytes=256 * MIB, open_store=open_store, allow=[str(tmp_path)])
+    server = SnapshotServer(slots=None, memory_bytes=256 * MIB, open_store=open_store, allow=[str(tmp_path)])
 
     def look() -> None:
-        for slot in node.ring.slots:
+        for slot in server.ring.slots:
             manifest = slot.manifest
             if manifest is not None and manifest.step not in found.memory:
                 manifest.verify(slot.view(), "the snapshot server")
                 found.memory[manifest.step] = read(bytes(slot.view(manifest.nbytes)))
 
-    node.ring.watch(look)
+    server.ring.watch(look)
 
     def and_read(real: Callable[..., Any]) -> Callable[..., Any]:
         def put(self: LocalStore, manifest: Manifest, *more: Any, **named: Any) -> Any:
@@ -113,7 +113,7 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiers]:
 
     for name in ("put", "put_parts"):
         monkeypatch.setattr(LocalStore, name, and_read(getattr(LocalStore, name)))
-    with served(node) as port:
+    with served(server) as port:
         found.url = f"spot://127.0.0.1:{port}"
         yield found
 

@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,29 +41,17 @@ from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.oracle import claim_of
 from tests.support.said import informed, said, said_about
-from tests.support.server import RunningNode
+from tests.support.server import StartServer
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
-from tests.support.trainer import Net, Probe, Stop, StopAt, Unsteady, trainer
+from tests.support.trainer import At, Net, Probe, Stop, StopAt, Unsteady, trainer
 from tests.support.trainer import data as trained_data
 from tests.support.waiting import new_process, until
 
 pytestmark = pytest.mark.guarantee("G6")
 
-StartNode = Callable[..., RunningNode]
 
 data = partial(trained_data, 10)
 """Epochs of 10 steps; two of them, if a test does not say otherwise."""
-
-
-@pytest.mark.parametrize("local_server", [True, False])
-def test_snapshots_are_the_state_of_their_step(tmp_path: Path, local_server: bool) -> None:
-    probe, callback = Probe(), spot(tmp_path, local_server=local_server)
-    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data(), trained_data(3))
-    found = check_all(tmp_path, probe)
-    assert found[0].complete
-    assert [manifest.step for manifest in found] == [20, *range(18, 0, -3)]
-    assert callback.attempt == 1
-    assert callback.last_committed_step == 20
 
 
 @pytest.mark.parametrize(("lap_s", "asked_before"), [(0.0, True), (2.0, False)])
@@ -147,12 +134,11 @@ def test_the_same_line_carries_on(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     probe, callback = Probe(), spot(tmp_path)
     again = trainer(callback, probe)
     again.fit(Net(), data())
-    assert callback.resumed_from is not None
     assert (callback.resumed_from.step, callback.resumed_from.tier, callback.attempt) == (15, "host", 2)
     assert min(probe.states) == 15
     assert again.global_step == 20
-    assert "resumes at step 15 (epoch 1) from host" in caplog.text
-    assert caplog.text.count("starting afresh") == 1  # the first attempt
+    logged = [getattr(record, "spot_key", "") for record in caplog.records]
+    assert (logged.count("started"), logged.count("resumed")) == (1, 1)
 
 
 def test_a_healthy_run_logs_four_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,17 +168,6 @@ def test_the_summary_counts_what_earlier_attempts_lost(tmp_path: Path, caplog: p
     ]
 
 
-def test_a_fresh_start_says_that_earlier_attempts_left_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    stopped(tmp_path, 2, interval=EverySteps(1000))
-    assert "at any tier; starting afresh" in caplog.text
-    caplog.clear()
-    stopped(tmp_path, 2, interval=EverySteps(1000))
-    assert "also none of its earlier attempts; starting afresh" in caplog.text
-
-
 def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
     stopped(tmp_path)
     probe, callback = Probe(), spot(tmp_path, resume=False)
@@ -201,13 +176,13 @@ def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
     assert manifests(tmp_path)[0].order == (2, 10, 4)  # newer than step 15 of the attempt before
 
 
-def test_ckpt_path_from_a_node(tmp_path: Path, start_node: StartNode) -> None:
-    node = start_node("--storage", str(tmp_path / "node"))
-    stopped(tmp_path, servers=node.url)
+def test_ckpt_path_from_a_server(tmp_path: Path, start_server: StartServer) -> None:
+    server = start_server("--storage", str(tmp_path / "server"))
+    stopped(tmp_path, servers=server.url)
     probe = Probe()
-    trainer(probe, enable_checkpointing=False).fit(Net(), data(), ckpt_path=f"{node.url}/run-1/last.ckpt")
+    trainer(probe, enable_checkpointing=False).fit(Net(), data(), ckpt_path=f"{server.url}/run-1/last.ckpt")
     assert min(probe.states) == 15
-    (below,) = (tmp_path / "node").glob("run-1@*")
+    (below,) = (tmp_path / "server").glob("run-1@*")
     assert LocalStore(below).survey().manifests
 
 
@@ -251,7 +226,8 @@ def test_a_finished_run_says_so(
     new_process()
     model, callback = Net(), spot(tmp_path)
     trainer(callback).fit(model, data())
-    assert "run 'run-1' is complete (epoch 2, step 20): nothing was left to train" in caplog.text
+    facts = informed(caplog)["nothing-to-train"]
+    assert (facts["epoch"], facts["step"]) == (2, 20)
     assert manifests(tmp_path) == before
     assert [record.end for record in read_records(str(tmp_path / "run-1"))] == ["complete", "complete"]
     capsys.readouterr()
@@ -262,7 +238,7 @@ def test_a_finished_run_says_so(
     assert torch.equal(
         model.net[0].weight, load(tmp_path, before[0])["state_dict"]["net.0.weight"]
     )  # weights are there
-    until(lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the node to end: nobody needs it")
+    until(lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the server to end: nobody needs it")
     new_process()
     longer = trainer(spot(tmp_path), max_epochs=4)
     longer.fit(Net(), data())
@@ -271,8 +247,7 @@ def test_a_finished_run_says_so(
     caplog.clear()
     with pytest.raises(SettingsError, match="max_epochs=2"):
         trainer(spot(tmp_path)).fit(Net(), data())
-    assert "SettingsError has ended run 'run-1'" in caplog.text
-    assert "The same command goes on" not in caplog.text  # it would meet the same error
+    assert informed(caplog)["run-interrupted"]["way_on"] == ""  # it would meet the same error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SettingsError])
@@ -281,32 +256,13 @@ def test_what_is_safe_is_said_after_an_error(
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    class Interrupt(pl.Callback):
-        def on_train_batch_start(self, run: pl.Trainer, *_: Any) -> None:
-            if run.global_step == 7:
-                raise error
-
     with pytest.raises((error, SystemExit)):
-        trainer(spot(tmp_path, local_server=False), Interrupt()).fit(Net(), data())
-    said = (
-        f"{error.__name__} has ended run 'run-1' at step 7; its snapshot of step 6 is durable in {tmp_path / 'run-1'}"
-    )
-    assert said in caplog.text
+        trainer(spot(tmp_path, local_server=False), StopAt(7, error)).fit(Net(), data())
+    facts = informed(caplog)["run-interrupted"]
+    assert (facts["error"], facts["step"]) == (error.__name__, 7)
+    assert "step 6 is durable" in facts["safe"]
+    assert bool(facts["way_on"]) is (error is KeyboardInterrupt)  # it might meet ours again
     assert manifests(tmp_path)[0].step == 6
-    assert ("The same command goes on" in caplog.text) is (error is KeyboardInterrupt)  # it might meet ours again
-
-
-def test_where_there_is_no_snapshot_none_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-
-    class Fail(pl.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            raise ValueError("of the user's own")
-
-    with pytest.raises(ValueError, match="own"):
-        trainer(spot(tmp_path), Fail()).fit(Net(), data())
-    assert "ValueError has ended run 'run-1' at step 0; this attempt has committed no snapshot" in caplog.text
-    assert "The same command goes on" not in caplog.text
 
 
 def test_a_changed_model_is_named(tmp_path: Path) -> None:
@@ -338,7 +294,6 @@ def test_s3(tmp_path: Path, s3: str, local_server: bool) -> None:
     assert [manifest.step for manifest in open_store(f"{s3}/run-1").survey().manifests] == [15, 10]
     again = callback()
     trainer(again).fit(Net(), data())
-    assert again.resumed_from is not None
     assert again.resumed_from.step == 15
 
 
@@ -375,7 +330,7 @@ def test_unwritable_dirpath(tmp_path: Path) -> None:
         trainer(SpotCheckpoint(str(blocker / "run-1"))).fit(Net(), data())
 
 
-def test_without_a_node_nobody_is_said_to_go_on_trying(
+def test_without_a_server_nobody_is_said_to_go_on_trying(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(self: LocalStore, *_: Any, **__: Any) -> None:
@@ -499,12 +454,14 @@ def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, cap
         trainer(spot(tmp_path, on_error="raise", resume=False)).fit(Odd(), data())
 
 
-def test_unreachable_node(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(first_pause_s=0.05))
     settings = {"servers": "spot://127.0.0.1:9", "upload_timeout_s": 3.0}
     with pytest.raises(TierError, match=r"holds no snapshot.*127\.0\.0\.1:9.*resume=False"):
-        trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that node may hold what there is to resume from
-    until(lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the node to end: it serves no attempt")
+        trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that server may hold what there is to resume from
+    until(
+        lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the server to end: it serves no attempt"
+    )
     caplog.clear()
     trainer(spot(tmp_path, resume=False, **settings)).fit(Net(), data())
     assert manifests(tmp_path)[0].complete  # the durable tier is served, by this host itself
@@ -521,7 +478,6 @@ def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
         "print(os.getpid(), flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([warm_python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         pid = int(other.stdout.readline())
         for _ in range(2):  # the first one that was refused, and left, took the run from the one that lives
             with pytest.raises(RunBusyError, match=f"pid {pid}"):
@@ -532,13 +488,11 @@ def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:
 
 
 def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Successor(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 10:
-                until(lambda: manifests(tmp_path), "a first one to be durable")
-                LocalStore(tmp_path / "run-1").claim(claim_of(2))
+    def overtaken() -> None:
+        until(lambda: manifests(tmp_path), "a first one to be durable")
+        LocalStore(tmp_path / "run-1").claim(claim_of(2))
 
-    run = trainer(spot(tmp_path, upload_timeout_s=5.0), Successor())
+    run = trainer(spot(tmp_path, upload_timeout_s=5.0), At(10, overtaken))
     with caplog.at_level("WARNING"):
         run.fit(Net(), data())
     assert run.global_step == 20
@@ -550,7 +504,7 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
 def test_being_fenced_at_the_commit_is_reported_at_the_end_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As several hosts are, by a snapshot server: the run ended without a word, and its node took it for complete."""
+    """As several hosts are, by a snapshot server: the run ended without a word, and its server took it for complete."""
     seal = EmbeddedHost.seal
 
     def refused(host: EmbeddedHost, lease: Lease, manifest: Manifest, *more: Any, **options: Any) -> bool:

@@ -42,7 +42,7 @@ class Once(pl.Callback):
 
 @pytest.mark.parametrize("local_server", [True, False])
 def test_a_child_that_leaves_through_fit_spares_its_parent(tmp_path: Path, local_server: bool) -> None:
-    """It told the node that the trainer has left, wrote down that the attempt failed, or waited for ever for a lock."""
+    """It told the server that the trainer left, wrote down that the attempt failed, or waited for a lock for ever."""
     spot = SpotCheckpoint(str(tmp_path / "run"), local_server=local_server, interval=EverySteps(1), notices="signal")
     parent, children, seen = os.getpid(), [], []
 

@@ -1,4 +1,4 @@
-"""What a node holds on to, for how long, what a full ring says of it, and what the next node takes over."""
+"""What a server holds on to, for how long, what a full ring says of it, and what the next server takes over."""
 
 from __future__ import annotations
 
@@ -20,116 +20,125 @@ from lightning_spot.server import reconcile
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import snapshot_name
-from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench, NodeBehind, RunningNode, manifest_of
+from tests.support.server import (
+    MIB,
+    OTHER_ID,
+    RUN,
+    RUN_ID,
+    Bench,
+    MakeBench,
+    ServerBehind,
+    StartServer,
+    manifest_of,
+)
 from tests.support.store import GatedStore
 from tests.support.waiting import until
 
-RUN = f"run@{RUN_ID}"
 BEHIND = "spot://behind:7070"
 
 
-class WithNode(Bench):
-    """A node on a trainer's host, and a snapshot server with two slots which may not write to the durable tier."""
+class WithServer(Bench):
+    """A server on a trainer's host, and a snapshot server with two slots which may not write to the durable tier."""
 
     def __init__(self, root: Path, allow: list[str]) -> None:
         self.far: dict[str, GatedStore] = {}
-        self.memory_node = SnapshotServer(
+        self.remote = SnapshotServer(
             slots=2,
             memory_bytes=8 * MIB,
             allow=allow,
             open_store=lambda url: self.far.setdefault(url, GatedStore(url)),
         )
-        self.behind: dict[str, NodeBehind] = {}
+        self.behind: dict[str, ServerBehind] = {}
         super().__init__(root, slots=3)
 
     def store(self, url: str) -> Any:
         if not url.startswith("spot://"):
             return super().store(url)
-        return self.behind.setdefault(url, NodeBehind(url, self.memory_node))
+        return self.behind.setdefault(url, ServerBehind(url, self.remote))
 
     def train(self, run_id: str, *steps: int) -> None:
         """A run that ends as runs do."""
         self.open(run_id=run_id, servers=(BEHIND,))
-        until(lambda: self.node.status()["runs"][f"run@{run_id}"]["server"], "the chain")
+        until(lambda: self.server.status()["runs"][f"run@{run_id}"]["server"], "the server")
         for step in steps:
             self.save(step, run_id=run_id, complete=step == steps[-1])
             assert self.flush() == []
 
     def close(self) -> None:
         super().close()
-        self.memory_node.close()
+        self.remote.close()
 
 
 @pytest.fixture
-def make(make_bench: Callable[..., WithNode], monkeypatch: pytest.MonkeyPatch) -> Callable[..., WithNode]:
+def make(make_bench: Callable[..., WithServer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., WithServer]:
     monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 0.2)
-    return lambda *allow: make_bench(kind=WithNode, allow=list(allow))
+    return lambda *allow: make_bench(kind=WithServer, allow=list(allow))
 
 
-def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make: Callable[..., WithNode]) -> None:
+def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make: Callable[..., WithServer]) -> None:
     bench = make()
     for number in range(4):  # twice as many as it has slots
         bench.train(f"{number:012x}", 1, 2)
-    status = bench.memory_node.ring.status()
+    status = bench.remote.ring.status()
     assert snapshot_name(2, 1, complete=True) in [slot["snapshot"] for slot in status["slots"]]
-    assert bench.memory_node.committed(f"run@{3:012x}")
+    assert bench.remote.committed(f"run@{3:012x}")
     assert not [slot for slot in status["slots"] if slot["safe"] or slot["dirty"]]  # it wrote, and promises, nothing
 
 
-def test_the_last_word_is_said_when_the_trainers_node_ends(make: Callable[..., WithNode]) -> None:
+def test_the_last_word_is_said_when_the_trainers_server_ends(make: Callable[..., WithServer]) -> None:
     bench = make()
     bench.open(servers=(BEHIND,))
-    until(lambda: bench.node.status()["runs"][RUN]["server"], "the chain")
+    until(lambda: bench.server.status()["runs"][RUN]["server"], "the server")
     bench.tier().open.clear()
     bench.save(1)
-    until(lambda: bench.memory_node.committed(RUN), "the snapshot server to have it")
-    assert not bench.memory_node.committed(RUN)[0].settled  # it is not durable yet
+    until(lambda: bench.remote.committed(RUN), "the snapshot server to have it")
+    assert not bench.remote.committed(RUN)[0].settled  # it is not durable yet
     bench.tier().open.set()
     assert bench.flush() == []
-    bench.node.close()
-    assert bench.memory_node.committed(RUN)[0].settled
+    bench.server.close()
+    assert bench.remote.committed(RUN)[0].settled
 
 
-def test_only_what_is_superseded_or_durable_is_let_go(make_bench: Callable[..., Bench]) -> None:
+def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> None:
     bench = make_bench(allow=(), slots=4)
     bench.open(attempt=2)
     for step, lineage in ((1, "1" * 12), (3, "1" * 12), (5, "1" * 12), (2, "2" * 12)):
         bench.save(step, attempt=2, lineage=lineage)
-    bench.node.settle(RUN, 2, snapshot_name(3, 2), "1" * 12)
-    settled = {slot.manifest.step for slot in bench.node.committed(RUN) if slot.manifest and slot.settled}
+    bench.server.settle(RUN, 2, snapshot_name(3, 2), "1" * 12)
+    settled = {slot.manifest.step for slot in bench.server.committed(RUN) if slot.manifest and slot.settled}
     assert settled == {1, 3} & set(bench.committed())
     with pytest.raises(FencedError):
-        bench.node.settle(RUN, 1, snapshot_name(5, 2), "1" * 12)
+        bench.server.settle(RUN, 1, snapshot_name(5, 2), "1" * 12)
     with pytest.raises(SettingsError, match="names no snapshot"):
-        bench.node.settle(RUN, 2, "best.ckpt", "1" * 12)
+        bench.server.settle(RUN, 2, "best.ckpt", "1" * 12)
     bench.save(6, attempt=2, lineage="1" * 12)
     bench.save(7, attempt=2, lineage="1" * 12)
     assert 2 in bench.committed()  # the newest of its lineage, and nobody said that it is durable
 
 
-def test_a_node_is_told_over_the_network(start_node: Callable[..., RunningNode]) -> None:
-    node = start_node("--memory-limit", "3MiB")  # for one slot
-    store = ServerStore(f"{node.url}/{RUN}")
+def test_a_server_is_told_over_the_network(start_server: StartServer) -> None:
+    server = start_server("--memory-limit", "3MiB")  # for one slot
+    store = ServerStore(f"{server.url}/{RUN}")
     store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
     manifest = manifest_of(1).sealed(memoryview(bytes(1000)))
     store.put(manifest, memoryview(bytes(1000)), attempt=1)
-    other = ServerStore(f"{node.url}/run@{OTHER_ID}")
+    other = ServerStore(f"{server.url}/run@{OTHER_ID}")
     other.open_run(RunInfo(name="run", id=OTHER_ID, location="", attempt=1, token="t"))
     store.settle(manifest, 1)
     other.put(manifest_of(1, run_id=OTHER_ID).sealed(memoryview(bytes(1000))), memoryview(bytes(1000)), attempt=1)
     assert store.listing() == []
 
 
-def test_a_full_ring_says_why(make_bench: Callable[..., Bench]) -> None:
+def test_a_full_ring_says_why(make_bench: MakeBench) -> None:
     bench = make_bench(slots=None, memory_bytes=7 * MIB, run_memory_bytes=None)  # for three slots
     bench.open()
     bench.open(run_id=OTHER_ID, durable=False)
     bench.save(1, run_id=OTHER_ID)
     bench.tier().open.clear()
     bench.save(1)
-    bench.node.lease(RUN, 1, 1000)
+    bench.server.lease(RUN, 1, 1000)
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused) as found:
-        bench.node.lease(RUN, 1, 1000)
+        bench.server.lease(RUN, 1, 1000)
     assert "none of 3 slots" in str(found.value)
     assert f"1 not at {bench.tier().url} yet" in str(found.value)
     assert "1 being filled" in str(found.value)
@@ -137,7 +146,7 @@ def test_a_full_ring_says_why(make_bench: Callable[..., Bench]) -> None:
     assert "--run-memory-limit" not in str(found.value)
 
 
-def test_a_run_that_has_used_up_its_share_is_told(make_bench: Callable[..., Bench]) -> None:
+def test_a_run_that_has_used_up_its_share_is_told(make_bench: MakeBench) -> None:
     bench = make_bench(slots=None, run_memory_bytes=MIB)
     bench.open(durable=False)
     bench.save(1, nbytes=900_000)
@@ -149,33 +158,35 @@ def test_a_run_that_has_used_up_its_share_is_told(make_bench: Callable[..., Benc
         bench.save(2, nbytes=900_000)
 
 
-def test_the_speed_of_a_tier_that_a_server_now_writes_is_ignored(make: Callable[..., WithNode], tmp_path: Path) -> None:
+def test_the_speed_of_a_tier_that_a_server_now_writes_is_ignored(
+    make: Callable[..., WithServer], tmp_path: Path
+) -> None:
     bench = make(str(tmp_path))
-    node, bench.memory_node = bench.memory_node, None  # type: ignore[assignment]
+    server, bench.remote = bench.remote, None  # type: ignore[assignment]
     bench.open(servers=(BEHIND,))
     bench.save(1)
-    assert bench.flush() == []  # written from here, while there was no node
+    assert bench.flush() == []  # written from here, while there was no server
     url = bench.tier().url
-    assert not bench.node.tiers()[url].carried
-    bench.memory_node = node
+    assert not bench.server.tiers()[url].carried
+    bench.remote = server
     for behind in bench.behind.values():
-        behind.node = node
-    until(lambda: bench.node.status()["runs"][RUN]["carried"], "the node to carry the run on", 40)
+        behind.server = server
+    until(lambda: bench.server.status()["runs"][RUN]["carried"], "the server to carry the run on", 40)
     bench.save(2)
     assert bench.flush() == []
-    health = bench.node.tiers()
+    health = bench.server.tiers()
     assert health[url].carried
     assert health[url].flushed == 1
     assert [pace.survives for pace in paces_of(health)] == [Failure.MACHINE]
 
 
-# -- what the next node takes over ------------------------------------------------------------------------------------
+# -- what the next server takes over -----------------------------------------------------------------------------------
 
 
-def test_what_a_node_left_in_a_second_directory_is_taken_over(
-    make_bench: Callable[..., Bench], tmp_path: Path, runtime_dir: Path
+def test_what_a_server_left_in_a_second_directory_is_taken_over(
+    make_bench: MakeBench, tmp_path: Path, runtime_dir: Path
 ) -> None:
-    """Two nodes lived side by side on one tmpfs and both were killed: nothing of either is lost."""
+    """Two servers lived side by side on one tmpfs and both were killed: nothing of either is lost."""
     area = runtime_dir / "area"
 
     def bench(run_id: str) -> Bench:
@@ -194,14 +205,13 @@ def test_what_a_node_left_in_a_second_directory_is_taken_over(
     heir = make_bench(tmp_path / "heir", area=area, slots=8, open_store=_away)
     assert sorted(heir.committed()) == [1, 2]
     assert sorted(heir.committed(OTHER_ID)) == [1, 2]
-    assert heir.node.claimed(RUN) == 3
+    assert heir.server.claimed(RUN) == 3
     assert not beside.exists()
-    for slot in heir.node.ring.committed():
-        assert slot.manifest is not None
+    for slot in heir.server.ring.committed():
         slot.manifest.verify(slot.view(), "memory")
 
 
-def test_a_directory_of_somebody_else_is_left_as_it_is(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
+def test_a_directory_of_somebody_else_is_left_as_it_is(make_bench: MakeBench, runtime_dir: Path) -> None:
     (runtime_dir / "area-1" / "lock").mkdir(parents=True)
     bench = make_bench(area=runtime_dir / "area")
     bench.open(durable=False)
@@ -211,7 +221,7 @@ def test_a_directory_of_somebody_else_is_left_as_it_is(make_bench: Callable[...,
 
 
 def test_a_kill_during_recovery_loses_and_duplicates_nothing(
-    make_bench: Callable[..., Bench], tmp_path: Path, runtime_dir: Path
+    make_bench: MakeBench, tmp_path: Path, runtime_dir: Path
 ) -> None:
     area = runtime_dir / "area"
     killed = Bench(tmp_path, area=area, slots=4)
@@ -227,7 +237,7 @@ def test_a_kill_during_recovery_loses_and_duplicates_nothing(
     assert len(list(area.glob("slot-*.img"))) == 1
 
 
-def test_a_node_is_given_the_time_that_its_slots_take(
+def test_a_server_is_given_the_time_that_its_slots_take(
     tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It checks every byte before it answers: gigabytes take longer than a start usually may."""
@@ -240,7 +250,7 @@ def test_a_node_is_given_the_time_that_its_slots_take(
     monkeypatch.setattr("lightning_spot.protocol.record.read_environment", lambda: _Environment(runtime_dir))
     host = starting.start(url, RUN, slots=2, memory_bytes=MIB, server_idle_timeout_s=0.1)
     host.disconnect()
-    until(lambda: not record.running(), "the node to end")
+    until(lambda: not record.running(), "the server to end")
 
 
 class _Environment:

@@ -27,7 +27,7 @@ from lightning_spot.store.store import Store
 from tests.conftest import Cli
 from tests.integration.test_stores import put
 from tests.support.oracle import claim_of
-from tests.support.server import RunningNode
+from tests.support.server import RunningServer
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, equal, state_of, trainer
 from tests.support.waiting import new_process
@@ -328,10 +328,10 @@ def test_starts_before_a_rewind_do_not_count_against_it(tmp_path: Path, cli: Cli
 
 
 def test_snapshot_servers_hold_what_is_set_aside(
-    tmp_path: Path, cli: Cli, start_node: Callable[..., RunningNode]
+    tmp_path: Path, cli: Cli, start_server: Callable[..., RunningServer]
 ) -> None:
-    run, node = tmp_path / "run", start_node("--allow-storage", str(tmp_path))
-    server = node.url
+    run, server = tmp_path / "run", start_server("--allow-storage", str(tmp_path))
+    server = server.url
     how = {"servers": server}
     train(run, EachDurable(run, 3), StopAt(11), **how)
     at_server = [
@@ -352,12 +352,12 @@ def test_snapshot_servers_hold_what_is_set_aside(
 
 @pytest.mark.parametrize("servers", [0, 1], ids=["local", "server"])
 def test_rm_removes_at_every_tier(
-    tmp_path: Path, cli: Cli, start_node: Callable[..., RunningNode], servers: int
+    tmp_path: Path, cli: Cli, start_server: Callable[..., RunningServer], servers: int
 ) -> None:
     """What stayed in memory would be brought to storage again, and be resumed from."""
     run, asked, how = tmp_path / "run", list[str](), dict[str, Any]()
     if servers:
-        server = start_node("--allow-storage", str(tmp_path)).url
+        server = start_server("--allow-storage", str(tmp_path)).url
         asked, how = ["--server", server], {"servers": server}
     train(run, EachDurable(run, 3), StopAt(11), **how)
     cli("rm", f"{run}@9", *asked)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,12 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.runs import RunInfo, refusal
-from lightning_spot.server.tier import ServerTier
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
 from tests.support.said import said
-from tests.support.server import RunningNode
+from tests.support.server import RunningServer, StartServer
 from tests.support.snapshots import serverless
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
@@ -44,7 +42,7 @@ def claim(**more: Any) -> Claim:
     return Claim(**{**fields, **more})
 
 
-def at_node(**more: Any) -> ServerRun:
+def at_server(**more: Any) -> ServerRun:
     return ServerRun(**{"name": "run-1", "id": "b" * 12, "location": HERE, "attempt": 5, **more})
 
 
@@ -53,13 +51,13 @@ IDENTITIES: dict[str, tuple[int, Claim | None, list[ServerRun], Identity]] = {
     "same": (7, claim(), [], Identity(run_id="a" * 12)),
     "restored": (9, claim(), [], Identity(run_id="a" * 12)),
     "moved": (7, claim(location=OLD), [], Identity(run_id="a" * 12)),
-    "copied": (9, claim(location=OLD), [at_node()], Identity(run_id="new", copied_from=OLD)),
+    "copied": (9, claim(location=OLD), [at_server()], Identity(run_id="new", copied_from=OLD)),
     "copied-object": (0, claim(location="s3://b/old", inode=0), [], Identity(run_id="new", copied_from="s3://b/old")),
-    "claims-gone": (9, None, [at_node()], Identity(run_id="b" * 12)),
-    "two-there": (9, None, [at_node(), at_node(id="c" * 12, attempt=8)], Identity(run_id="c" * 12)),
-    "other-place": (9, None, [at_node(location="file:///data/run-2"), at_node(id="")], Identity(run_id="new")),
-    "this-machine": (9, None, [at_node(host="me")], Identity(run_id="b" * 12)),
-    "other-machine": (9, None, [at_node(host="other")], Identity(run_id="new", unsure=at_node(host="other"))),
+    "claims-gone": (9, None, [at_server()], Identity(run_id="b" * 12)),
+    "two-there": (9, None, [at_server(), at_server(id="c" * 12, attempt=8)], Identity(run_id="c" * 12)),
+    "other-place": (9, None, [at_server(location="file:///data/run-2"), at_server(id="")], Identity(run_id="new")),
+    "this-machine": (9, None, [at_server(host="me")], Identity(run_id="b" * 12)),
+    "other-machine": (9, None, [at_server(host="other")], Identity(run_id="new", unsure=at_server(host="other"))),
     "nothing": (0, None, [], Identity(run_id="new")),
 }
 
@@ -81,11 +79,11 @@ def test_one_place_has_one_run_and_server_however_it_is_written(spelled: str) ->
     assert Location.of("gcs://b/run-1", local_server=False) == Location.of("gs://b/run-1", local_server=False)
 
 
-def test_a_run_may_have_as_many_nodes_as_requests_have_room_for() -> None:
-    nodes = [f"spot://ip-10-0-{n}-12.eu-central-1.compute.internal:7070" for n in range(MOST_SERVERS + 1)]
+def test_a_run_may_have_as_many_servers_as_requests_have_room() -> None:
+    servers = [f"spot://ip-10-0-{n}-12.eu-central-1.compute.internal:7070" for n in range(MOST_SERVERS + 1)]
     with pytest.raises(SettingsError, match="names 65 snapshot servers: a run has 64 at most"):
-        Location.of("/data/run-1", servers=nodes)
-    assert len(Location.of("/data/run-1", servers=nodes[:-1]).servers) == MOST_SERVERS
+        Location.of("/data/run-1", servers=servers)
+    assert len(Location.of("/data/run-1", servers=servers[:-1]).servers) == MOST_SERVERS
 
 
 def test_a_dirpath_is_what_an_object_of_the_file_system_names() -> None:
@@ -118,28 +116,24 @@ def train(path: Path, stop: int | None = None, **more: Any) -> tuple[SpotCheckpo
     return callback, min(probe.states)
 
 
-def test_two_runs_whose_paths_end_alike_live_side_by_side(
-    tmp_path: Path, start_node: Callable[..., RunningNode]
-) -> None:
-    node = start_node()
+def test_two_runs_whose_paths_end_alike_live_side_by_side(tmp_path: Path, start_server: StartServer) -> None:
+    server = start_server()
     mine, theirs = tmp_path / "teamA" / "exp-1" / "seed-1", tmp_path / "teamB" / "exp-9" / "seed-1"
-    train(mine, 25, servers=node.url)
-    other, first = train(theirs, 7, servers=node.url)
+    train(mine, 25, servers=server.url)
+    other, first = train(theirs, 7, servers=server.url)
     assert (other.resumed_from, first, other.attempt) == (None, 0, 1)
-    shutil.rmtree(mine / snapshots(mine)[0].name)  # what the node holds is needed
-    again, first = train(mine, servers=node.url)
+    shutil.rmtree(mine / snapshots(mine)[0].name)  # what the server holds is needed
+    again, first = train(mine, servers=server.url)
     assert (first, again.attempt) == (24, 2)
     assert snapshots(mine)[0].complete
-    listed = node_runs(node)
+    listed = server_runs(server)
     assert {run["name"] for run in listed} == {"seed-1"}
     assert len({run["id"] for run in listed}) == 2
 
 
-def node_runs(node: RunningNode) -> list[dict[str, Any]]:
-    from lightning_spot.client.server_client import ServerClient
-    from lightning_spot.protocol.wire import parse_spot_url
+def server_runs(server: RunningServer) -> list[dict[str, Any]]:
 
-    with contextlib.closing(ServerClient(parse_spot_url(node.url)[0])) as client:
+    with contextlib.closing(server.client()) as client:
         return list(client.call("GET", "/v1/runs")["runs"])
 
 
@@ -147,18 +141,15 @@ def run_ids(path: Path) -> set[str]:
     return {manifest.run_id for manifest in snapshots(path)}
 
 
-def test_the_same_path_on_another_machine_is_another_run(
-    tmp_path: Path, start_node: Callable[..., RunningNode]
-) -> None:
+def test_the_same_path_on_another_machine_is_another_run(tmp_path: Path, start_server: StartServer) -> None:
     """Two jobs in containers, each with a volume of its own at the same path, share a snapshot server."""
-    node, path = start_node(), tmp_path / "run-1"
+    server, path = start_server(), tmp_path / "run-1"
     other = RunInfo(name="run-1", id="b" * 12, location=f"file://{path}", attempt=4, token="t", host="another-machine")
-    store = open_store(f"{node.url}/{other.text}")
-    assert isinstance(store, ServerTier)
+    store = open_store(f"{server.url}/{other.text}")
     store.open_run(other)
 
     def spot(**more: Any) -> SpotCheckpoint:
-        return SpotCheckpoint(str(path), interval=EverySteps(3), servers=node.url, notices=None, **more)
+        return SpotCheckpoint(str(path), interval=EverySteps(3), servers=server.url, notices=None, **more)
 
     for _ in range(2):  # the first refusal has not made it a run of its own
         with pytest.raises(SettingsError, match=r"run-1@b+.*another-machine.*run_name='run-1'.*resume=False"):

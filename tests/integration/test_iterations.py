@@ -26,7 +26,8 @@ from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.session import coordinator
 from lightning_spot.snapshot.manifest import Manifest
-from tests.support.trainer import Net, Probe, TwoOptimizers, data, equal, state_of, trainer
+from tests.support.said import said
+from tests.support.trainer import At, Net, Probe, TwoOptimizers, data, equal, state_of, trainer
 
 MODES = ("eager", "asymmetric", "backward", "blocking", "auto")
 
@@ -185,15 +186,11 @@ def test_an_unresponsive_ring_blocks_training_within_its_limit(
         assert go_on.wait(60)
         return real(self, *arguments, **named)
 
-    class LetsGo(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 5:  # training went on after the first
-                go_on.set()
-
     monkeypatch.setattr(InProcessHost, "seal", seal)
     monkeypatch.setattr(InProcessHost, "server_call_timeout_s", 0.05, raising=False)
     callback = spot(tmp_path, "blocking", every=3)
-    trainer(callback, LetsGo()).fit(Net(), data())
+    # Training went on after the first.
+    trainer(callback, At(5, go_on.set, "on_train_batch_start")).fit(Net(), data())
     assert go_on.is_set()
     assert 3 in seen.images
 
@@ -342,7 +339,6 @@ def test_a_budget_makes_the_interval_grow(
     class Slow(RemoteSnapshot):
         def on_before_optimizer_step(self, *_: Any) -> None:
             nonlocal now_s
-            assert self.snapshotter is not None
             with self.snapshotter.pacing.stalling():
                 now_s += 2.0 if self.snapshotter.writing.begun_step == self.snapshotter._trainer.global_step else 0.0
             super().on_before_optimizer_step(*_)
@@ -359,7 +355,7 @@ def test_a_budget_makes_the_interval_grow(
     steps = sorted(seen.images)[:-1]
     assert steps[:2] == [1, 19]
     assert steps[1:] == list(range(19, 100, 18))
-    assert caplog.text.count("for max_overhead") == 1
+    assert [getattr(record, "spot_key", "") for record in caplog.records].count("interval-grows") == 1
 
 
 def test_snapshots_that_find_no_slot_are_counted_and_said_once(
@@ -380,4 +376,4 @@ def test_snapshots_that_find_no_slot_are_counted_and_said_once(
     trainer(callback, max_epochs=1).fit(Net(), data())
     assert callback.num_skipped >= 5
     assert len(set(busy) & set(seen.images)) <= 1  # one slot may have been leased ahead
-    assert caplog.text.count("skipped, others may be") == 1
+    assert len(said(caplog, "slots-full")) == 1

@@ -7,7 +7,7 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,22 @@ from lightning_spot.protocol.wire import PROTOCOL_HEADER, parse_spot_url
 from lightning_spot.server.runs import BLOCKED_S, Figures, Histogram
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.untrusted import decoded
-from tests.support.chain import FIRST, RUN, SECOND, Chained, chained
 from tests.support.prometheus import PROMETHEUS, PROMTOOL, prometheus, promtool
-from tests.support.server import OTHER_ID, RUN_ID, Bench, RunningNode, named_run, snapshot_server
+from tests.support.server import (
+    FIRST,
+    OTHER_ID,
+    RUN,
+    RUN_ID,
+    SECOND,
+    Bench,
+    MakeWithServers,
+    StartServer,
+    named_run,
+    snapshot_server,
+)
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
-StartNode = Callable[..., RunningNode]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 SECRET = "correct-horse-battery"
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -107,7 +116,7 @@ def test_steps_lag_and_slots_are_those_of_the_ring(bench: Bench) -> None:
     bench.open()
     bench.tier().open.clear()
     bench.save(10, created_unix_s=1000.0)
-    before = of(bench.node)
+    before = of(bench.server)
     assert value(before, "last_committed_step", run=RUN) == 10
     assert value(before, "last_persisted_step", run=RUN) is None
     assert value(before, "persist_lag_seconds", run=RUN) is None
@@ -116,7 +125,7 @@ def test_steps_lag_and_slots_are_those_of_the_ring(bench: Bench) -> None:
     assert bench.flush() == []
     bench.tier().open.clear()
     bench.save(20, created_unix_s=1060.0)
-    found = of(bench.node)
+    found = of(bench.server)
     assert value(found, "last_committed_step", run=RUN) == 20
     assert value(found, "last_committed_timestamp_seconds", run=RUN) == 1060.0
     assert value(found, "last_persisted_step", run=RUN) == 10
@@ -133,25 +142,25 @@ def test_a_storage_that_fails_is_seen(bench: Bench) -> None:
     bench.open()
     bench.tier().errors = lambda _kind, _manifest: TierError("it fails")
     bench.save(10)
-    until(lambda: value(of(bench.node), "upload_failing", run=RUN, tier="storage"), "a failure")
-    assert value(of(bench.node), "upload_errors_total", run=RUN, tier="storage") >= 1  # type: ignore[operator]
+    until(lambda: value(of(bench.server), "upload_failing", run=RUN, tier="storage"), "a failure")
+    assert value(of(bench.server), "upload_errors_total", run=RUN, tier="storage") >= 1  # type: ignore[operator]
 
 
 def test_a_run_that_is_forgotten_vanishes(bench: Bench) -> None:
     for identity in (RUN_ID, OTHER_ID):
         bench.open(run_id=identity, durable=False)
-    assert value(of(bench.node), "attempt", run=f"run@{OTHER_ID}") == 1
-    bench.node.registry.runs[OTHER_ID].opened_s = float("-inf")
+    assert value(of(bench.server), "attempt", run=f"run@{OTHER_ID}") == 1
+    bench.server.registry.runs[OTHER_ID].opened_s = float("-inf")
     bench.open()  # whoever opens a run has those looked for that nobody opened for a day
-    assert value(of(bench.node), "attempt", run=f"run@{OTHER_ID}") is None
-    assert value(of(bench.node), "attempt", run=RUN) == 1
+    assert value(of(bench.server), "attempt", run=f"run@{OTHER_ID}") is None
+    assert value(of(bench.server), "attempt", run=RUN) == 1
 
 
 def test_a_run_lives_as_long_as_its_trainer_asks_for_it(bench: Bench) -> None:
     bench.open()
-    assert value(of(bench.node), "run_live", run=RUN) == 1
-    bench.node.ring.opened_s[RUN_ID] -= 3600.0
-    assert value(of(bench.node), "run_live", run=RUN) == 0
+    assert value(of(bench.server), "run_live", run=RUN) == 1
+    bench.server.ring.opened_s[RUN_ID] -= 3600.0
+    assert value(of(bench.server), "run_live", run=RUN) == 0
 
 
 @pytest.mark.parametrize(
@@ -160,9 +169,9 @@ def test_a_run_lives_as_long_as_its_trainer_asks_for_it(bench: Bench) -> None:
 def test_no_name_breaks_the_format(bench: Bench, text: str) -> None:
     """A left-over of another version may have any name; so has a server that a client names."""
     bench.open()
-    known = bench.node.registry.runs[RUN_ID]
+    known = bench.server.registry.runs[RUN_ID]
     known.info = replace(known.info, name=text)
-    found = of(bench.node)
+    found = of(bench.server)
     assert value(found, "attempt") == 1
     assert value(found, "build_info") == 1
     assert max(len(label) for _, pairs in found for pair in pairs for label in pair) <= 600
@@ -176,8 +185,8 @@ def test_figures_are_shown_as_they_were_told(bench: Bench) -> None:
     blocked = Histogram()
     for seconds in (0.001, 0.002, 0.2, 100.0):
         blocked.observe(seconds)
-    bench.node.report(RUN, figures(blocked=blocked, persisted_step=30, persisted_unix_s=2000.0))
-    found = of(bench.node)
+    bench.server.report(RUN, figures(blocked=blocked, persisted_step=30, persisted_unix_s=2000.0))
+    found = of(bench.server)
     assert value(found, "snapshots_total", run=RUN, result="taken") == 8
     assert value(found, "goodput_ratio", run=RUN) == 0.75
     assert value(found, "goodput_seconds", run=RUN) == 75.0
@@ -194,29 +203,23 @@ def test_figures_are_shown_as_they_were_told(bench: Bench) -> None:
 
 def test_another_host_keeps_figures_and_another_attempt_does_not(bench: Bench) -> None:
     bench.open()
-    bench.node.report(RUN, figures())
+    bench.server.report(RUN, figures())
     bench.open()
-    assert value(of(bench.node), "goodput_ratio", run=RUN) == 0.75
+    assert value(of(bench.server), "goodput_ratio", run=RUN) == 0.75
     bench.open(attempt=2)
-    assert value(of(bench.node), "goodput_ratio", run=RUN) is None
-    assert value(of(bench.node), "attempt", run=RUN) == 2
+    assert value(of(bench.server), "goodput_ratio", run=RUN) is None
+    assert value(of(bench.server), "attempt", run=RUN) == 2
 
 
-@pytest.fixture
-def make_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Chained]]:
-    with chained(tmp_path, monkeypatch) as make:
-        yield make
-
-
-def test_the_servers_of_a_run_are_told_at_once(make_chain: Callable[..., Chained]) -> None:
-    chain = make_chain()
-    chain.start(FIRST, SECOND, replicas=2)
-    until(lambda: all(chain.nodes[each].registry.runs for each in (FIRST, SECOND)), "the servers to have the run")
-    chain.node.report(RUN, figures())
+def test_the_servers_of_a_run_are_told_at_once(with_servers: MakeWithServers) -> None:
+    bench = with_servers()
+    bench.start(FIRST, SECOND, replicas=2)
+    until(lambda: all(bench.servers[each].registry.runs for each in (FIRST, SECOND)), "the servers to have the run")
+    bench.server.report(RUN, figures())
     for each in (FIRST, SECOND):
-        until(lambda each=each: value(of(chain.nodes[each]), "goodput_ratio", run=RUN) == 0.75, "the figures")  # type: ignore[misc]
-    chain.node.report(RUN, figures(notices=2))
-    until(lambda: value(of(chain.nodes[FIRST]), "notices_total", run=RUN) == 2, "newer figures")
+        until(lambda each=each: value(of(bench.servers[each]), "goodput_ratio", run=RUN) == 0.75, "the figures")  # type: ignore[misc]
+    bench.server.report(RUN, figures(notices=2))
+    until(lambda: value(of(bench.servers[FIRST]), "notices_total", run=RUN) == 2, "newer figures")
 
 
 TOLD = asdict(figures())
@@ -246,27 +249,27 @@ def test_figures_that_are_none_are_refused(told: dict[str, Any]) -> None:
         decoded(Figures, {**TOLD, **told})
 
 
-def test_only_this_host_tells_figures(start_node: StartNode) -> None:
-    node = ServerClient(parse_spot_url(start_node().url)[0])
-    node.call("POST", "/v1/runs/run/open", {"attempt": 1})
+def test_only_this_host_tells_figures(start_server: StartServer) -> None:
+    server = ServerClient(parse_spot_url(start_server().url)[0])
+    server.call("POST", "/v1/runs/run/open", {"attempt": 1})
     with pytest.raises(ServerRefusedError, match="own host") as caught:
-        node.call("POST", "/v1/runs/run/figures", TOLD)
+        server.call("POST", "/v1/runs/run/figures", TOLD)
     assert caught.value.status == 403
 
 
 # -- who may read them ------------------------------------------------------------------------------------------------
 
 
-def test_metrics_need_the_token(start_node: StartNode) -> None:
-    node = start_node(environment={"LIGHTNING_SPOT_TOKEN": SECRET})
-    url = node.url.replace("spot://", "http://") + "/metrics"
+def test_metrics_need_the_token(start_server: StartServer) -> None:
+    server = start_server(environment={"LIGHTNING_SPOT_TOKEN": SECRET})
+    url = server.url.replace("spot://", "http://") + "/metrics"
     assert [refusal(url), refusal(url, "wrong"), refusal(url, SECRET, Origin="http://evil")] == [401, 401, 403]
     assert value(read(fetched(url, SECRET)), "build_info") == 1
 
 
-def test_without_a_token_a_page_cannot_read_them(start_node: StartNode) -> None:
+def test_without_a_token_a_page_cannot_read_them(start_server: StartServer) -> None:
     """Prometheus sends no header of ours, so none is asked for; a page has an origin, or a host of its own."""
-    url = start_node().url.replace("spot://", "http://") + "/metrics"
+    url = start_server().url.replace("spot://", "http://") + "/metrics"
     assert value(read(fetched(url)), "build_info") == 1
     assert [refusal(url, Origin="http://evil"), refusal(url, Host="evil")] == [403, 403]
     assert refusal(url.replace("/metrics", "/v1/status")) == 403

@@ -296,7 +296,6 @@ def test_a_silent_name_server_keeps_no_process_from_ending(monkeypatch: pytest.M
 def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """A line that flips a bit cost the newest snapshot: it was passed over, as one that is damaged there."""
     store = open_store(f"kept://damaged-{times}/run")
-    assert isinstance(store, ObjectStore)
     manifest, left, read = put(store, 1), [times], store._range
 
     def flipped(*arguments: Any) -> bytes:

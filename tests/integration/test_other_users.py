@@ -124,7 +124,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 @as_root
-def test_another_user_gets_no_answer_at_the_sockets_of_a_node(runtime: Path, tmp_path: Path) -> None:
+def test_another_user_gets_no_answer_at_the_sockets_of_a_server(runtime: Path, tmp_path: Path) -> None:
     host = starting.start(str(tmp_path), "run", **SETTINGS)
     record = find_record(str(tmp_path))
     greeting, request = b'{"token": null}\n', b"GET /v1/runs HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -321,7 +321,7 @@ def test_the_end_of_a_huge_log_is_shown(runtime_dir: Path, tmp_path: Path, monke
 
 
 @as_root
-def test_a_node_of_another_user_is_not_spoken_to(
+def test_a_server_of_another_user_is_not_spoken_to(
     runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever listens in our place would be sent the token, and map what it likes into the trainer."""
@@ -408,7 +408,7 @@ def test_an_area_of_another_user_costs_a_different_name_only(
 
 @as_root
 def test_slots_of_others_are_not_counted_as_left(runtime: Path, tmp_path: Path) -> None:
-    """A file without blocks had every start wait as if it were read, and any had a node started for it."""
+    """A file without blocks had every start wait as if it were read, and any had a server started for it."""
     record = find_record(str(tmp_path))
     is_others(area := record.area(Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])), tmp_path)
     (area / "slot-0.json").touch()

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -37,15 +37,15 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.posix import Beneath
 from lightning_spot.store.store import Store
-from tests.integration.test_node import put_file
+from tests.integration.test_server import put_file
 from tests.support.oracle import claim_of
-from tests.support.server import RunningNode, served
+from tests.support.server import RunningServer, StartServer, served
 from tests.support.small_trainer import image_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G15")
 
-DATA = b"written by the node"
+DATA = b"written by the server"
 
 
 def snapshot(step: int, data: bytes = b"x" * 100, **more: Any) -> Manifest:
@@ -54,12 +54,12 @@ def snapshot(step: int, data: bytes = b"x" * 100, **more: Any) -> Manifest:
 
 
 class Lent:
-    """A node that may write below a directory, and who asks it to."""
+    """A server that may write below a directory, and who asks it to."""
 
-    def __init__(self, node: RunningNode, root: Path) -> None:
-        self.node, self.url, self.root = node, node.url, root
+    def __init__(self, server: RunningServer, root: Path) -> None:
+        self.server, self.url, self.root = server, server.url, root
         self.opened: dict[str, RunInfo] = {}
-        self.client = ServerClient(ServerStore(f"{node.url}/any").client.address)
+        self.client = ServerClient(ServerStore(f"{server.url}/any").client.address)
 
     def open(self, run: str, place: Path, *, claimed: bool) -> RunInfo:
         info = RunInfo(
@@ -73,7 +73,7 @@ class Lent:
 
     def put(self, run: str, name: str, data: bytes = DATA) -> list[str]:
         """Save a file, and have it brought down; what was not."""
-        put_file(self.node, run, name, data, self.opened[run])
+        put_file(self.server, run, name, data, self.opened[run])
         return self.flush()
 
     def delete(self, run: str, name: str) -> None:
@@ -87,13 +87,15 @@ class Lent:
 
 
 @pytest.fixture
-def lent(start_node: Callable[..., RunningNode], tmp_path: Path) -> Lent:
+def lent(start_server: StartServer, tmp_path: Path) -> Lent:
     (tmp_path / "allowed").mkdir()
     (tmp_path / "outside").mkdir()
-    return Lent(start_node("--allow-storage", str(tmp_path / "allowed"), "--drain-timeout", "0"), tmp_path / "allowed")
+    return Lent(
+        start_server("--allow-storage", str(tmp_path / "allowed"), "--drain-timeout", "0"), tmp_path / "allowed"
+    )
 
 
-def test_a_node_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> None:
+def test_a_server_does_nothing_where_the_attempt_has_not_claimed(lent: Lent) -> None:
     victim = lent.root / "victim"
     victim.mkdir()
     (victim / "notes.txt").write_bytes(DATA)
@@ -207,7 +209,7 @@ def test_nobody_writes_or_deletes_without_a_claim(place: str) -> None:
             act()
 
 
-def test_a_node_claims_for_its_own_trainer_what_that_could_not(tmp_path: Path) -> None:
+def test_a_server_claims_for_its_own_trainer_what_that_could_not(tmp_path: Path) -> None:
     host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
     info = RunInfo(
         name="run", id="", location=f"file://{tmp_path}/run", attempt=3, token="t", durable_url=str(tmp_path / "run")
@@ -368,7 +370,7 @@ def test_credentials_are_read_again_if_a_store_rejects_them(error: Exception) ->
     assert open_filesystem("kept://runs/any")[0] is not before
 
 
-# -- the attempt's own token, at nodes --------------------------------------------------------------------------------
+# -- the attempt's own token, at servers -------------------------------------------------------------------------------
 
 VICTIM = RunInfo(name="run", id="0123456789ab", location="", attempt=2, token="of this attempt")
 NAME = snapshot_name(1, 2)
@@ -386,16 +388,16 @@ REFUSED, FENCED, UNKNOWN = "whose token this request does not have", "has taken 
 
 @pytest.fixture(scope="module")
 def tokened() -> Iterator[int]:
-    """Port of a node with two runs: one whose attempt has a token, and one whose attempt has none."""
-    node = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
-    node.open_run(VICTIM)
-    node.open_run(replace(VICTIM, name="nobody", id="", token=""))
-    with served(node) as port:
+    """Port of a server with two runs: one whose attempt has a token, and one whose attempt has none."""
+    server = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    server.open_run(VICTIM)
+    server.open_run(replace(VICTIM, name="nobody", id="", token=""))
+    with served(server) as port:
         yield port
 
 
 def asked(port: int, how: tuple[str, str], run: str, shown: str | None) -> tuple[int, str]:
-    """Status and text of what a node answers to one of these requests."""
+    """Status and text of what a server answers to one of these requests."""
     method, path = how
     connection = HTTPConnection("127.0.0.1", port, timeout=10)
     headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), **({ATTEMPT_HEADER: shown} if shown is not None else {})}
@@ -408,8 +410,8 @@ def asked(port: int, how: tuple[str, str], run: str, shown: str | None) -> tuple
 
 
 def test_the_table_has_every_request_that_changes_a_run() -> None:
-    node = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
-    routes = Service(node, None).application().router.routes()
+    server = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    routes = Service(server, None).application().router.routes()
     known = {(each.method, each.resource.canonical) for each in routes if each.resource is not None}
     changes = {each for each in known if each[0] not in ("GET", "HEAD") and "{run}" in each[1]}
     assert changes - {("POST", OPEN_PATH)} == set(CHANGES)
@@ -437,8 +439,8 @@ def test_a_run_is_changed_by_its_attempt_only(tokened: int, how: tuple[str, str]
         assert not any(why in got[1] for why in (REFUSED, FENCED, UNKNOWN)), got
 
 
-def test_another_run_of_the_node_is_neither_settled_nor_deleted(lent: Lent) -> None:
-    """Who has the node's token had it delete a snapshot of somebody else, here and below, and forget what it owed."""
+def test_another_run_of_a_server_is_neither_settled_nor_deleted(lent: Lent) -> None:
+    """Who has the server's token had it delete a snapshot of somebody else, here and below, and forget what it owed."""
     victim = lent.open("run", lent.root / "victim", claimed=True)
     store, thief = ServerStore(f"{lent.url}/run"), ServerStore(f"{lent.url}/run")
     store.know(victim)
@@ -458,7 +460,7 @@ def test_another_run_of_the_node_is_neither_settled_nor_deleted(lent: Lent) -> N
     store.delete(manifest)
     assert lent.flush() == []
     assert not (lent.root / "victim" / manifest.name).exists()
-    assert victim.token not in lent.node.log.read_text()
+    assert victim.token not in lent.server.log.read_text()
 
 
 def test_leftovers_of_an_unclaimed_attempt_are_never_done_later(lent: Lent) -> None:

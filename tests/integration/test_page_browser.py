@@ -71,9 +71,9 @@ def filled(make_bench: Callable[..., Bench]) -> Bench:
     bench.save(1)
     assert bench.flush() == []
     bench.save(2)
-    bench.node.open_run(replace(named_run("a-long-name-" * 8, "s3://" + "bucket-" * 12), host="h" * 200))
+    bench.server.open_run(replace(named_run("a-long-name-" * 8, "s3://" + "bucket-" * 12), host="h" * 200))
     coming = bench.save(3, wait_s=1.0)
-    bench.node.lease(
+    bench.server.lease(
         f"run@{RUN_ID}", 1, 1000, manifest=replace(coming, checksums=(), name="step-000000004-attempt-0001", step=4)
     )
     return bench
@@ -85,7 +85,7 @@ def test_what_others_say_does_nothing(
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "0123456789abcdef")
     bench = filled(make_bench)
     recent.append(Said(1e9, logging.WARNING, "key", HOSTILE))
-    with served(bench.node, secrets=("0123456789abcdef",)) as port:
+    with served(bench.server, secrets=("0123456789abcdef",)) as port:
         opened(tab, f"spot://127.0.0.1:{port}")
         assert "<img src=x" in tab.text
         assert tab.value("document.title").startswith("Snapshot server")
@@ -94,7 +94,7 @@ def test_what_others_say_does_nothing(
 
 
 def test_a_phone_and_a_screen_reader_can_read_it(tab: Tab, make_bench: Callable[..., Bench]) -> None:
-    with served(filled(make_bench).node) as port:
+    with served(filled(make_bench).server) as port:
         tab.resize(375, 812)
         opened(tab, f"spot://127.0.0.1:{port}")
         assert tab.value("document.documentElement.scrollWidth") <= 375
@@ -140,7 +140,7 @@ _CONTRAST = """(() => {
     return color === 'rgba(0, 0, 0, 0)' ? back(element.parentElement) : color;
   };
   const texts = [...document.querySelectorAll('body *')].filter((each) => each.checkVisibility()
-    && [...each.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()));
+    && [...each.childNodes].some((server) => server.serverType === 3 && server.textContent.trim()));
   return texts.filter((each) => {
     const [low, high] = [light(getComputedStyle(each).color), light(back(each))].sort((a, b) => a - b);
     return (high + 0.05) / (low + 0.05) < LEAST;
@@ -151,11 +151,11 @@ _CONTRAST = """(() => {
 def test_it_says_since_when_nothing_answers_and_goes_on(tab: Tab, make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     with contextlib.ExitStack() as serving:
-        port = serving.enter_context(served(bench.node))
+        port = serving.enter_context(served(bench.server))
         opened(tab, f"spot://127.0.0.1:{port}")
         serving.close()
         tab.until("document.getElementById('live').textContent.startsWith('Disconnected since ')")
-    with served(make_bench().node, port):
+    with served(make_bench().server, port):
         tab.until("document.getElementById('live').textContent.includes('lightning-spot status --open')")
         asked = len(tab.asked)
         threading.Event().wait(0.1)
@@ -164,7 +164,7 @@ def test_it_says_since_when_nothing_answers_and_goes_on(tab: Tab, make_bench: Ca
 
 
 def test_a_hidden_page_asks_nothing(tab: Tab, make_bench: Callable[..., Bench]) -> None:
-    with served(make_bench().node) as port:
+    with served(make_bench().server) as port:
         opened(tab, f"spot://127.0.0.1:{port}")
         tab.value(
             "Object.defineProperty(document, 'hidden', {get: () => globalThis.away ?? false, configurable: true})"

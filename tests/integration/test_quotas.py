@@ -1,4 +1,4 @@
-"""One client cannot spend a node: what each may make it hold is bounded, and something is left for others."""
+"""One client cannot spend a server: what each may make it hold is bounded, and something is left for others."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ ANOTHER = "127.0.0.2"
 """An address of loopback that another client has."""
 
 
-def node_of(memory_bytes: int = 2**28, **more: Any) -> SnapshotServer:
+def server_of(memory_bytes: int = 2**28, **more: Any) -> SnapshotServer:
     return SnapshotServer(**{"slots": None, "memory_bytes": memory_bytes, "open_store": open_store, **more})
 
 
 @contextmanager
-def asked(node: SnapshotServer) -> Iterator[ServerClient]:
-    with served(node) as port:
+def asked(server: SnapshotServer) -> Iterator[ServerClient]:
+    with served(server) as port:
         client = ServerClient(Address("127.0.0.1", port))
         yield client
         client.close()
@@ -169,10 +169,10 @@ def test_a_process_is_a_client_of_a_unix_socket() -> None:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_part_is_no_larger_than_a_node_accepts() -> None:
+def test_a_part_is_no_larger_than_a_server_accepts() -> None:
     """41 bytes took a gigabyte of memory beside the slots."""
     nbytes = MOST_PART_BYTES + 4096
-    with asked(node_of()) as client:
+    with asked(server_of()) as client:
         open_run(client)
         commit(client, 1, b"a base")
         upload = begin(client, nbytes)
@@ -189,7 +189,7 @@ def test_a_part_is_no_larger_than_a_node_accepts() -> None:
 )
 def test_parts_of_a_size_that_nobody_sends_are_refused(nbytes: int, part_bytes: int) -> None:
     plain = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=nbytes, part_bytes=part_bytes)
-    with asked(node_of()) as client:
+    with asked(server_of()) as client:
         open_run(client)
         with pytest.raises((SettingsError, CorruptSnapshotError), match="parts"):
             begin(client, nbytes, name=plain.name, manifest=plain.to_dict())
@@ -199,7 +199,7 @@ def test_a_slot_holds_no_more_names_than_bytes() -> None:
     """A server keeps the manifest of each slot in memory of its own, and lists it to whoever asks."""
     spans = tuple(FileSpan(f"__{number}_0.distcp", 0, 0) for number in range(3000))
     empty = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=1, files=spans[:50])
-    with asked(node_of()) as client:
+    with asked(server_of()) as client:
         open_run(client)
         begin(client, 1, name=empty.name, manifest=empty.to_dict())
         with pytest.raises(SettingsError, match="files"):
@@ -210,7 +210,7 @@ def test_where_no_memory_is_left_beside_the_slots_parts_go_whole(monkeypatch: py
     monkeypatch.setattr(upload_requests, "SCRATCH_BYTES", 1000)
     base, new = bytes(4096), bytes(4095) + b"x"
     delta = struct.pack(">BIII", Coding.PLAIN, 1, 4095, 4096) + b"x"
-    with asked(node_of()) as client:
+    with asked(server_of()) as client:
         open_run(client)
         commit(client, 1, base)
         upload = begin(client, len(new), name=snapshot_name(2, 1), manifest=_of(2, len(new)).to_dict())
@@ -249,25 +249,25 @@ def test_numbers_that_are_put_again_and_again_are_none(picks: bytes) -> None:
 
 def test_an_upload_has_a_part_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 4)
-    with asked(node_of()) as client, ExitStack() as stack:
+    with asked(server_of()) as client, ExitStack() as stack:
         open_run(client)
         greedy, other = begin(client, 4096), begin(client, 4096)
         for _ in range(4):
             stack.callback(PartStream(client, greedy).close)
         stack.callback(PartStream(client, other).close)
         for upload in (greedy, other):
-            with pytest.raises(ServerRefusedError, match="its part", check=TierReason.TOO_MANY_STREAMS.caused):
+            with pytest.raises(ServerRefusedError, check=TierReason.TOO_MANY_STREAMS.caused):
                 PartStream(client, upload)
 
 
 def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_STREAM_THREADS", 8)
-    with asked(node_of()) as client, ExitStack() as stack:
+    with asked(server_of()) as client, ExitStack() as stack:
         open_run(client)
         for _ in range(4):
             stack.callback(PartStream(client, begin(client, 4096)).close)
         upload = begin(client, 4096)
-        with pytest.raises(ServerRefusedError, match="share of the streams", check=TierReason.TOO_MANY_STREAMS.caused):
+        with pytest.raises(ServerRefusedError, check=TierReason.TOO_MANY_STREAMS.caused):
             PartStream(client, upload)
         address = (client.address.host, client.address.port)
         with socket.create_connection(address, timeout=30, source_address=(ANOTHER, 0)) as other:
@@ -281,8 +281,8 @@ def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.Mon
 def test_runs_are_bounded_and_nobody_else_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """720 of them made the list unreadable that every trainer asks for when it begins."""
     monkeypatch.setattr(registry, "MOST_RUNS", 16)
-    node = node_of()
-    with asked(node) as client:
+    server = server_of()
+    with asked(server) as client:
         assert status_of(say(client, "POST", "/v1/runs/victim/open", {"attempt": 1}, ANOTHER)) == 200
         open_run(client, "kept")
         data = commit(client, 1, b"only here", "kept")
@@ -291,16 +291,16 @@ def test_runs_are_bounded_and_nobody_else_makes_room(monkeypatch: pytest.MonkeyP
         names = [run["name"] for run in client.call("GET", "/v1/runs")["runs"]]
         assert {"victim", "kept", "run-39"} <= set(names)
         assert len(names) <= 16
-        assert [slot.manifest for slot in node.committed("kept")] == [data]
+        assert [slot.manifest for slot in server.committed("kept")] == [data]
 
 
 def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MOST_RUNS", 8)
-    with asked(node_of()) as client:
+    with asked(server_of()) as client:
         for number in range(4):
             open_run(client, f"run-{number}")
             commit(client, 1, b"only here", f"run-{number}")
-        with pytest.raises(SnapshotFailedError, match="4 of this client", check=FailureReason.RING_FULL.caused):
+        with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
             open_run(client, "one-more")
         client.call("POST", "/v1/runs/run-2/settle", {"attempt": 1, "name": snapshot_name(1, 1), "lineage": ""})
         open_run(client, "one-more")  # what is durable need not be here
@@ -311,14 +311,14 @@ def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("name", "most"), [("host", 255), ("token", 255), ("location", 1024), ("durable_url", 1024)])
 def test_what_is_said_of_a_run_is_short(name: str, most: int) -> None:
-    with asked(node_of()) as client:
+    with asked(server_of()) as client:
         open_run(client, **{name: "x" * most})
         with pytest.raises(SettingsError, match=f"at most {most} characters"):
             open_run(client, **{name: "x" * (most + 1)})
 
 
-def test_a_restarted_node_knows_no_more_runs_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = node_of(area=tmp_path / "area")
+def test_a_restarted_server_knows_no_more_runs_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = server_of(area=tmp_path / "area")
     for number in range(20):
         before.open_run(RunInfo(name=f"run-{number:02}", id="", location="", attempt=1, token=""))
     image = archive_of(1, 4096)
@@ -328,7 +328,7 @@ def test_a_restarted_node_knows_no_more_runs_than_it_may(tmp_path: Path, monkeyp
     before.seal(upload.id, replace(_of(1, len(image)), run="run-19"))
     before.close(keep_unsafe=True)
     monkeypatch.setattr(snapshot_server, "MOST_RUNS", 8)
-    after = node_of(area=tmp_path / "area")
+    after = server_of(area=tmp_path / "area")
     assert "run-19" in after.registry.runs
     assert len(after.registry.runs) == len(list((tmp_path / "area").glob("run-*.json"))) == 8
     after.close()
@@ -339,30 +339,30 @@ def test_no_attempt_jumps_ahead_of_its_claim(tmp_path: Path, known: int) -> None
     """One request with attempt 10**9 fenced a run for ever."""
     url = f"file://{tmp_path}/run"
     info = RunInfo(name="run", id=RUN_ID, location=url, attempt=known, token="t", durable_url=url)
-    node = node_of(allow=[f"file://{tmp_path}"])
+    server = server_of(allow=[f"file://{tmp_path}"])
     if known:
-        node.open_run(info)
+        server.open_run(info)
     far = replace(info, attempt=known + MOST_AHEAD + 1, token="u")
     with pytest.raises(ServerRefusedError, match="far above"):
-        node.open_run(far)
+        server.open_run(far)
     with pytest.raises(ServerRefusedError, match="far above"):
-        node.open_run(replace(far, durable_url=None))
-    assert node.claimed(f"run@{RUN_ID}") == known
+        server.open_run(replace(far, durable_url=None))
+    assert server.claimed(f"run@{RUN_ID}") == known
     claim = Claim(run_id=RUN_ID, attempt=far.attempt, digest=digest_of("u"), location=url, started_unix_s=1.0)
     open_store(url).claim(claim)
-    assert node.open_run(far).attempt == far.attempt
-    assert node.open_run(replace(info, attempt=far.attempt + MOST_AHEAD, token="v")).attempt
-    node.close()
+    assert server.open_run(far).attempt == far.attempt
+    assert server.open_run(replace(info, attempt=far.attempt + MOST_AHEAD, token="v")).attempt
+    server.close()
 
 
 def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
-    node = node_of(allow=None)
+    server = server_of(allow=None)
     info = folder_info(str(tmp_path))
-    assert node.open_run(info).attempt == info.attempt
+    assert server.open_run(info).attempt == info.attempt
     for far in (replace(info, attempt=info.attempt + 2 * MOST_AHEAD), replace(info, id=RUN_ID)):
         with pytest.raises(ServerRefusedError, match="far above"):
-            node.open_run(replace(far, token="another"))
-    node.close()
+            server.open_run(replace(far, token="another"))
+    server.close()
 
 
 # -- who waits ---------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
 
 def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_WAITING", 8)
-    with asked(node_of(memory_bytes=10)) as client, ExitStack() as stack:
+    with asked(server_of(memory_bytes=10)) as client, ExitStack() as stack:
         for run in ("greedy", "other"):
             open_run(client, run)
         upload = begin(client, 10, "greedy")
@@ -389,7 +389,7 @@ def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: py
 
 def test_one_run_by_many_names_is_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_WAITING", 8)
-    with asked(node_of(slots=1)) as client, ExitStack() as stack:
+    with asked(server_of(slots=1)) as client, ExitStack() as stack:
         open_run(client, f"run@{RUN_ID}")
         upload = begin(client, 10, f"run@{RUN_ID}")
         lease = {"attempt": 1, "nbytes": 10, "wait_s": 60}
@@ -409,17 +409,17 @@ def _wait_until_refused(client: ServerClient, stack: ExitStack, names: Iterator[
 
 
 def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 of them held every thread on which a node answers."""
+    """64 of them held every thread on which a server answers."""
     monkeypatch.setattr(routes, "_FLUSHES", 8)
-    node, flushed, flushing = node_of(), threading.Event(), threading.Semaphore(0)
+    server, flushed, flushing = server_of(), threading.Event(), threading.Semaphore(0)
 
     def flush(_run: str | None, _wait_s: float) -> list[str]:
         flushing.release()
         assert flushed.wait(60)
         return []
 
-    monkeypatch.setattr(node, "flush", flush)
-    with asked(node) as client, ExitStack() as stack:
+    monkeypatch.setattr(server, "flush", flush)
+    with asked(server) as client, ExitStack() as stack:
         stack.callback(flushed.set)
         for _ in range(4):
             stack.enter_context(say(client, "POST", "/v1/flush", {"wait_s": 3600}))
@@ -433,15 +433,15 @@ def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
 def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_FLUSHES", 2)
     monkeypatch.setattr(routes, "_FLUSH_TURN_S", 0.1)
-    node, turns = node_of(), threading.Semaphore(0)
+    server, turns = server_of(), threading.Semaphore(0)
 
     def flush(_run: str | None, wait_s: float) -> list[str]:
         turns.release()
         threading.Event().wait(wait_s)
         return ["nothing is reached"]
 
-    monkeypatch.setattr(node, "flush", flush)
-    with asked(node) as client:
+    monkeypatch.setattr(server, "flush", flush)
+    with asked(server) as client:
         with say(client, "POST", "/v1/flush", {"wait_s": 3600}):
             assert turns.acquire(timeout=30)
             assert status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 503
@@ -450,14 +450,14 @@ def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_LOOKS", 4)
-    node, asked_it, asking = node_of(), threading.Event(), threading.Semaphore(0)
+    server, asked_it, asking = server_of(), threading.Event(), threading.Semaphore(0)
 
     def slow(_key: str) -> None:
         asking.release()
         assert asked_it.wait(60)
 
-    monkeypatch.setattr(node.routes, "check_owner", slow)
-    with asked(node) as client, ExitStack() as stack:
+    monkeypatch.setattr(server.routes, "check_owner", slow)
+    with asked(server) as client, ExitStack() as stack:
         stack.callback(asked_it.set)
         open_run(client)
         for _ in range(2):  # half of all, as long as it is alone
@@ -476,7 +476,7 @@ def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytes
 def test_bodies_that_do_not_come_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "BODIES_BYTES", 2**20)
     path, half = "/v1/runs/run/open", {"attempt": 1, "x": "x" * 245_000}
-    with asked(node_of()) as client, ExitStack() as stack:
+    with asked(server_of()) as client, ExitStack() as stack:
         for _ in range(20):  # what is only announced takes nobody's room
             stack.enter_context(say(client, "POST", path, {}, nbytes=250_000))
         for _ in range(2):
@@ -492,7 +492,7 @@ def test_bodies_that_do_not_come_leave_room_for_others(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("nbytes", [2**16, 2**23])
 def test_a_refused_request_is_answered_while_its_body_arrives(nbytes: int) -> None:
     """The rest of it was taken for a head that is too long, and the connection was reset."""
-    with asked(node_of()) as client:
+    with asked(server_of()) as client:
         for _ in range(3):
             with pytest.raises(ServerRefusedError, match="answered 404"):
                 client.call("POST", "/v1/no-such", {"x": "x" * nbytes})
@@ -504,7 +504,7 @@ def test_a_refused_request_is_answered_while_its_body_arrives(nbytes: int) -> No
 
 def test_a_body_holds_no_millions_of_lists() -> None:
     bomb = b'{"manifest": [' + b"[]," * (2**21) + b"0]}"
-    with asked(node_of()) as client:
+    with asked(server_of()) as client:
         open_run(client)
         upload = begin(client, 10)
         address = (client.address.host, client.address.port)
@@ -518,16 +518,16 @@ def test_a_body_holds_no_millions_of_lists() -> None:
 
 def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "open_files", lambda: 32)
-    node = node_of()
+    server = server_of()
     for run in ("greedy", "other", "third", "fourth"):
-        node.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
-    held = [node.lease("greedy", 1, 10) for _ in range(4)]
-    with pytest.raises(SnapshotFailedError, match="open files", check=FailureReason.RING_FULL.caused):
-        node.lease("greedy", 1, 10)
-    assert not_ready(node) == []
+        server.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
+    held = [server.lease("greedy", 1, 10) for _ in range(4)]
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
+        server.lease("greedy", 1, 10)
+    assert not_ready(server) == []
     for run, slots in (("other", 2), ("third", 1), ("fourth", 1)):
-        held += [node.lease(run, 1, 10) for _ in range(slots)]
-    assert not_ready(node) == ["8 of 8 slots are in use, as open files allow"]
-    node.abort(held[0].id)
-    assert not_ready(node) == []
-    node.close()
+        held += [server.lease(run, 1, 10) for _ in range(slots)]
+    assert not_ready(server) == ["8 of 8 slots are in use, as open files allow"]
+    server.abort(held[0].id)
+    assert not_ready(server) == []
+    server.close()

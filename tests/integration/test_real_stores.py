@@ -19,7 +19,7 @@ from lightning_spot.store.fsspec_client import open_filesystem
 from lightning_spot.store.retention import Keep, retain
 from lightning_spot.store.store import Store
 from tests.integration.test_stores import fetched, put, sharded
-from tests.support.folders import end_nodes
+from tests.support.folders import end_servers
 from tests.support.oracle import HOME, claim_of, lines
 from tests.support.proxy import Proxy
 from tests.support.real_stores import SERVERS, Server, clients_known, large, trainer, use, why_missing
@@ -53,7 +53,7 @@ Machine = Callable[[str], dict[str, str]]
 
 @pytest.fixture
 def machine(runtime_dir: Path) -> Iterator[Machine]:
-    """Environment of another machine, which has nothing in memory; its nodes end with the test."""
+    """Environment of another machine, which has nothing in memory; its servers end with the test."""
 
     def make(name: str) -> dict[str, str]:
         folders = {
@@ -65,7 +65,7 @@ def machine(runtime_dir: Path) -> Iterator[Machine]:
         return {variable: str(folder) for variable, folder in folders.items()}
 
     yield make
-    end_nodes(runtime_dir)
+    end_servers(runtime_dir)
 
 
 def durable_step(store: Store) -> int:
@@ -82,7 +82,7 @@ def wait_durable(store: Store, steps: int, process: subprocess.Popen[bytes], log
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """The trainer and its node, which does not survive its machine either."""
+    """The trainer and its server, which does not survive its machine either."""
     for child in psutil.Process(process.pid).children(recursive=True):
         child.kill()
     process.kill()

@@ -6,10 +6,8 @@ error that names the way on; and nothing that was there is deleted.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
-import gc
 import json
 import os
 import shutil
@@ -26,7 +24,6 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint, retry
 from lightning_spot.callbacks.auto_resume import AutoResume
-from lightning_spot.client.connection import BoundedSocket
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
@@ -44,7 +41,7 @@ from lightning_spot.store.store import Holdings
 from tests.support import faulty
 from tests.support.faulty import Plan
 from tests.support.said import informed, said, said_about
-from tests.support.server import RunningNode
+from tests.support.server import StartServer
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
@@ -292,28 +289,7 @@ def test_a_tier_that_is_dead_for_some_calls_costs_no_step(run: Path, at: int, sp
     assert set(before) <= set(names(run)) | {name for name in before if "000000003" in name or "000000006" in name}
 
 
-def test_no_connection_to_a_memory_node_stays_after_a_resume(
-    run: Path, tmp_path: Path, start_node: Callable[..., RunningNode]
-) -> None:
-    url = start_node("--allow-storage", str(tmp_path)).url
-    settings: dict[str, Any] = {"servers": url, "interval": EverySteps(1)}
-    callbacks = [SpotCheckpoint(str(run), run_name="run-1", notices=None, **settings) for _ in range(2)]
-    for callback in callbacks:  # the second one resumes what the node has, too
-        with contextlib.suppress(Stop):
-            trainer(callback, StopAt(11)).fit(Net(), data())
-    gc.collect()
-    left = [item for item in gc.get_objects() if type(item) is BoundedSocket and item.fileno() >= 0]
-    assert [item for item in left if is_connected_to(item, url)] == []
-
-
-def is_connected_to(connection: BoundedSocket, url: str) -> bool:
-    """Another test of this process may have left one that leads elsewhere, or nowhere."""
-    with contextlib.suppress(OSError):
-        return url.endswith(f":{connection.getpeername()[1]}")
-    return False
-
-
-def test_a_memory_node_that_does_not_answer(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_does_not_answer(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"local_server": True, "servers": "spot://127.0.0.1:9", "upload_timeout_s": 0.5}
     assert begins(run, **settings) == 9  # the durable tier has answered, and has something
     lines = [record.message for record in caplog.records if "spot://127.0.0.1:9" in record.message]
@@ -395,13 +371,10 @@ def test_a_restore_that_takes_long_says_how_far_it_is(
         return str(informed(caplog)["restoring"]["about"])
 
     opened = open_newest(survey(Location.of(str(run), local_server=False)), use)
-    assert opened is not None
     assert opened[1] == f"{name} from storage"
 
 
-def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_is_asked_as_patiently_as_the_durable_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With tiers at their own pace it may be minutes ahead: one lost answer must not send the run back."""
     with socket.socket() as listener:  # takes connections and says nothing, twice
         listener.bind(("127.0.0.1", 0))
@@ -431,7 +404,7 @@ def test_a_memory_node_is_asked_as_patiently_as_the_durable_tier(
     assert said_about(caplog, "read-retried") == list(place.servers)
 
 
-def test_a_memory_node_that_stands_still_is_not_waited_for(
+def test_a_server_that_stands_still_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing was said for a minute, and then it had been asked once."""
@@ -445,12 +418,12 @@ def test_a_memory_node_that_stands_still_is_not_waited_for(
     assert said_about(caplog, "read-retried") == list(place.servers)
 
 
-def test_a_memory_node_that_refuses_the_token_is_not_asked_again(
-    tmp_path: Path, start_node: Callable[..., RunningNode], monkeypatch: pytest.MonkeyPatch, caplog: Any
+def test_a_server_that_refuses_the_token_is_not_asked_again(
+    tmp_path: Path, start_server: StartServer, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """It will refuse that one tomorrow, too."""
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "right")
-    url = start_node("--allow-storage", str(tmp_path)).url
+    url = start_server("--allow-storage", str(tmp_path)).url
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "wrong")
     (why,) = survey(Location.of(tmp_path / "run-1", servers=url)).problems.values()
     assert "another token" in why

@@ -149,7 +149,7 @@ def test_state_a_validation_adds_is_not_in_the_snapshot_before(tmp_path: Path) -
 
 
 def test_an_urgent_slot_has_its_full_time_right_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In front of a validation there was no step yet. A large slot took longer than a call may: its node was lost."""
+    """In front of a validation there was no step yet. A large slot took longer than a call may: its server was lost."""
     resumes = AutoResume(str(tmp_path / "run"), local_server=False)
     noticed_in_validation(tmp_path / "run", InValidation, 1000, resumes)
     create, made_by = SlotMemory.create, []
@@ -173,7 +173,7 @@ def test_an_urgent_slot_has_its_full_time_right_after_a_resume(tmp_path: Path, m
         (4, SnapshotFailedError("all slots are on their way", reason=FailureReason.RING_FULL)),
         (1000, ServerUnreachableError("gone")),
     ],
-    ids=["skipped before", "node lost now"],
+    ids=["skipped before", "server lost now"],
 )
 def test_a_snapshot_that_could_not_be_begun_is_taken_at_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, error: SpotError

@@ -36,7 +36,7 @@ class Servers:
         self.benches = [Bench(root / f"far-{number}", slots=None, memory_bytes=64 * MIB) for number in range(count)]
         self.stores: list[ServerStore] = []
         for bench in self.benches:
-            port = stack.enter_context(served(bench.node))
+            port = stack.enter_context(served(bench.server))
             store = ServerStore(f"spot://127.0.0.1:{port}/run@{RUN_ID}")
             store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
             self.stores.append(store)
@@ -54,7 +54,7 @@ class Servers:
 
     def damage(self, number: int, step: int, writer: int) -> None:
         """Change a byte of a shard in the memory of a server."""
-        slot = self.benches[number].node.ring.registers(RUN_ID, snapshot_name(step, 1))[writer]
+        slot = self.benches[number].server.ring.registers(RUN_ID, snapshot_name(step, 1))[writer]
         with slot.view() as view:
             view[0] ^= 1
 
@@ -120,7 +120,7 @@ def test_a_part_is_read_from_another_server_if_one_fails(servers: Servers) -> No
     servers.put(1, 2, 1, 2)
     (manifest,) = servers.scattered.survey().manifests
     servers.damage(0, 1, 1)
-    servers.benches[2].node.remove(f"run@{RUN_ID}", snapshot_name(1, 1))
+    servers.benches[2].server.remove(f"run@{RUN_ID}", snapshot_name(1, 1))
     found = servers.scattered
     with closing(found.open(manifest)) as opened:
         assert opened.reader().read() == checkpoint_of(1, 3)

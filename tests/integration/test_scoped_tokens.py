@@ -27,12 +27,12 @@ from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_fit import stopped
 from tests.support import folders
 from tests.support.said import said_about
-from tests.support.server import RunningNode, image_of, manifest_of, served
+from tests.support.server import RunningServer, image_of, manifest_of, served
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
 
-StartNode = Callable[..., RunningNode]
+StartServer = Callable[..., RunningServer]
 SECRET, OTHER_SECRET = "a-secret-of-a-server", "another-one-of-a-server"
 MINE, FOREIGN = "0123456789ab", "ba9876543210"
 WRITE = Scope(prefix="team-a", rights=Rights.WRITE, expires_unix_s=int(time.time()) + 3600)
@@ -141,25 +141,25 @@ def test_the_command_prints_a_token(cli: Callable[..., str], monkeypatch: pytest
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SnapshotServer, int]]:
     """A server with a run of each team, which have a snapshot each."""
     below = str(tmp_path_factory.mktemp("below"))
-    node = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=open_store, flush_to=below)
-    with served(node, secrets=(OTHER_SECRET, SECRET)) as port:
+    server = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=open_store, flush_to=below)
+    with served(server, secrets=(OTHER_SECRET, SECRET)) as port:
         client = ServerClient(Address("127.0.0.1", port), SECRET)
         for name, identity in (("team-a-1", MINE), ("team-b-1", FOREIGN)):
             run = f"{name}@{identity}"
             client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": ""})
             image = image_of(1, 1000)
-            upload = node.lease(run, 1, len(image))
+            upload = server.lease(run, 1, len(image))
             with upload.slot.view(len(image)) as view:
                 view[:] = image
-            node.seal(upload.id, manifest_of(1, nbytes=len(image), run_id=identity, run=name))
+            server.seal(upload.id, manifest_of(1, nbytes=len(image), run_id=identity, run=name))
             assert client.call("POST", "/v1/flush", {"run": run, "wait_s": 30.0})["unreached"] == []
-        yield node, port
+        yield server, port
 
 
 def routes() -> list[tuple[str, str]]:
     """Every request that a server knows: one that is added is asked, too."""
-    node = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
-    found = Service(node, None).application().router.routes()
+    server = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
+    found = Service(server, None).application().router.routes()
     return sorted({(each.method, each.resource.canonical) for each in found if each.resource is not None})
 
 
@@ -196,16 +196,16 @@ def wanted(kind: str, method: str, path: str) -> int:
 def test_each_request_is_denied_to_whom_it_should(
     shared: tuple[SnapshotServer, int], method: str, route: str, kind: str
 ) -> None:
-    node, port = shared
+    server, port = shared
     run = f"team-a-1@{MINE}"
-    upload = node.lease(run, 1, 1000) if "{upload}" in route else None
+    upload = server.lease(run, 1, 1000) if "{upload}" in route else None
     path = (
         route.replace("{run}", run).replace("{path}", "no-such-file").replace("{upload}", upload.id if upload else "")
     )
     body = {"attempt": 1, "token": "", "run": run, "wait_s": 0.0}
     status, text = asked(port, TOKENS[kind], method, path, body)
-    if upload is not None and upload.id in node.uploads:
-        node.abort(upload.id)
+    if upload is not None and upload.id in server.uploads:
+        server.abort(upload.id)
     denied = status if status in (401, 403) and ("token" in text or method == "HEAD") else 0
     assert denied == wanted(kind, method, route), text
     if denied:
@@ -235,8 +235,8 @@ def test_a_request_that_is_added_is_denied(kind: str, monkeypatch: pytest.Monkey
         return app
 
     monkeypatch.setattr(Service, "application", application)
-    node = SnapshotServer(slots=2, memory_bytes=2**20, open_store=open_store)
-    with served(node, secrets=(SECRET,)) as port:
+    server = SnapshotServer(slots=2, memory_bytes=2**20, open_store=open_store)
+    with served(server, secrets=(SECRET,)) as port:
         assert asked(port, TOKENS[kind], "GET", "/v1/new")[0] == (200 if kind == "secret" else 403)
         assert asked(port, TOKENS[kind], "GET", "/v1/nothing")[0] == (404 if kind == "secret" else 403)
 
@@ -244,7 +244,7 @@ def test_a_request_that_is_added_is_denied(kind: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_run_is_not_reached_by_its_identity(shared: tuple[SnapshotServer, int], kind: str) -> None:
     """Whatever name stands before it, a run is found by that."""
-    node, port = shared
+    server, port = shared
     for run in (f"team-a-1@{FOREIGN}", f"team-a-new@{FOREIGN}", FOREIGN, f"team-b-1@{FOREIGN}", "team-b-1"):
         for method, path in (
             ("GET", f"/v1/runs/{run}/snapshots"),
@@ -256,11 +256,11 @@ def test_a_run_is_not_reached_by_its_identity(shared: tuple[SnapshotServer, int]
             body = {"attempt": 2, "token": "", "nbytes": 10}
             status, text = asked(port, TOKENS[kind], method, path, body)
             assert status == 403, (run, method, text)
-    assert node.claimed(f"team-b-1@{FOREIGN}") == 1
-    upload = node.lease(f"team-b-1@{FOREIGN}", 1, 1000)
+    assert server.claimed(f"team-b-1@{FOREIGN}") == 1
+    upload = server.lease(f"team-b-1@{FOREIGN}", 1, 1000)
     assert asked(port, TOKENS[kind], "DELETE", f"/v1/uploads/{upload.id}")[0] == 403
-    assert upload.id in node.uploads
-    node.abort(upload.id)
+    assert upload.id in server.uploads
+    server.abort(upload.id)
     for body in ({"run": f"team-b-1@{FOREIGN}"}, {}):
         assert asked(port, TOKENS[kind], "POST", "/v1/flush", {**body, "wait_s": 0.0})[0] == 403
 
@@ -279,14 +279,14 @@ def test_listings_show_what_a_token_covers(shared: tuple[SnapshotServer, int], k
     assert ({"team-a-1": "team-b-1", "team-b-1": "team-a-1"}[name]) not in runs + status
 
 
-def test_each_denied_request_is_in_the_log(start_node: StartNode) -> None:
-    node = start_node("--drain-timeout", "0", environment={"LIGHTNING_SPOT_TOKEN": SECRET})
-    port = parse_spot_url(node.url)[0].port
+def test_each_denied_request_is_in_the_log(start_server: StartServer) -> None:
+    server = start_server("--drain-timeout", "0", environment={"LIGHTNING_SPOT_TOKEN": SECRET})
+    port = parse_spot_url(server.url)[0].port
     for kind in ("forged", "expired", "other", "read", "none"):
         for _ in range(2):
             asked(port, TOKENS[kind], "POST", f"/v1/runs/team-a-1@{MINE}/open", {"attempt": 1, "token": ""})
-    node.stop()
-    log = node.log.read_text()
+    server.stop()
+    log = server.log.read_text()
     for what, why in (
         ("POST /v1/runs/{run}/open", "another token"),
         ("POST /v1/runs/{run}/open", "expired"),
@@ -302,17 +302,17 @@ def test_each_denied_request_is_in_the_log(start_node: StartNode) -> None:
 
 
 def test_a_secret_is_changed_without_a_gap(
-    start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server's file has both, then each client's the new one, then the server's the new one only."""
     at_server, at_client = tmp_path / "server", tmp_path / "client"
     for path in (at_server, at_client):
         path.write_text(f"{SECRET}\n")
-    node = start_node(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(at_server)})
+    server = start_server(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(at_server)})
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN_FILE", str(at_client))
     client, signed = (
-        ServerClient(parse_spot_url(node.url)[0]),
-        ServerClient(parse_spot_url(node.url)[0], TOKENS["read"]),
+        ServerClient(parse_spot_url(server.url)[0]),
+        ServerClient(parse_spot_url(server.url)[0], TOKENS["read"]),
     )
     for at_server_now, at_client_now in (
         (f"{OTHER_SECRET}\n{SECRET}\n", f"{SECRET}\n"),
@@ -330,8 +330,8 @@ def test_a_secret_is_changed_without_a_gap(
             with pytest.raises(ServerRefusedError, match="another token"):
                 signed.call("GET", "/v1/runs")
     with pytest.raises(ServerRefusedError):
-        ServerClient(parse_spot_url(node.url)[0], SECRET).call("GET", "/v1/runs")
-    log = node.log.read_text()
+        ServerClient(parse_spot_url(server.url)[0], SECRET).call("GET", "/v1/runs")
+    log = server.log.read_text()
     assert "stays in use" in log
     assert SECRET not in log
     assert OTHER_SECRET not in log
@@ -362,7 +362,7 @@ def test_a_file_that_cannot_be_read_any_more_is_a_warning(
 
 @pytest.mark.slow
 def test_a_training_with_a_scoped_token_shows_it_nowhere(
-    start_node: StartNode,
+    start_server: StartServer,
     tmp_path: Path,
     runtime_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -371,17 +371,19 @@ def test_a_training_with_a_scoped_token_shows_it_nowhere(
     """Neither in command lines, the environment of the server that it starts, logs, nor files."""
     secret_file = tmp_path / "secret"
     secret_file.write_text(SECRET)
-    node = start_node("--allow-storage", str(tmp_path), environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret_file)})
+    server = start_server("--allow-storage", str(tmp_path), environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret_file)})
     token = replace(WRITE, prefix="run-1").token(SECRET)
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", token)
-    stopped(tmp_path, servers=node.url)
-    runs = ServerClient(parse_spot_url(node.url)[0]).call("GET", "/v1/runs")["runs"]
+    stopped(tmp_path, servers=server.url)
+    runs = ServerClient(parse_spot_url(server.url)[0]).call("GET", "/v1/runs")["runs"]
     assert [run["name"] for run in runs] == ["run-1"]
-    store = ServerStore(f"{node.url}/run-1")
+    store = ServerStore(f"{server.url}/run-1")
     until(lambda: 15 in {manifest.step for manifest in store.survey().manifests}, "the newest snapshot at the server")
-    shown = [node.log.read_bytes(), caplog.text.encode()]
+    shown = [server.log.read_bytes(), caplog.text.encode()]
     servers = [
-        pid for pid in map(str, _descendants()) if b"--embedded" in _of(pid, "cmdline") or str(node.process.pid) == pid
+        pid
+        for pid in map(str, _descendants())
+        if b"--embedded" in _of(pid, "cmdline") or str(server.process.pid) == pid
     ]
     assert len(servers) >= 1
     shown += [_of(pid, name) for pid in servers for name in ("cmdline", "environ")]

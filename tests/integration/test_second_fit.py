@@ -24,9 +24,9 @@ from lightning_spot.protocol.record import find_record
 from lightning_spot.session import run_lookup
 from lightning_spot.session.resume import other_hyperparameters
 from lightning_spot.store.local import LocalStore
-from tests.support.said import keys, said, said_about
+from tests.support.said import informed, keys, said, said_about
 from tests.support.snapshots import serverless
-from tests.support.trainer import Net, Stop, data, trainer
+from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process, until
 
 pytestmark = pytest.mark.guarantee("G7")
@@ -34,15 +34,6 @@ pytestmark = pytest.mark.guarantee("G7")
 
 class TrialPruned(Exception):
     """As Optuna's."""
-
-
-class EndAt(pl.Callback):
-    def __init__(self, step: int, error: type[BaseException] = Stop) -> None:
-        self.step, self.error = step, error
-
-    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise self.error
 
 
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
@@ -62,8 +53,8 @@ def test_folds_have_runs_of_their_own_and_each_is_resumed(tmp_path: Path, caplog
     caplog.set_level("INFO")
     _, first = fold(tmp_path, start=0.0)
     with pytest.raises(Stop):
-        fold(tmp_path, EndAt(5), start=1.0)
-    assert "this fit is a run of its own" in caplog.text
+        fold(tmp_path, StopAt(5), start=1.0)
+    assert informed(caplog)["run-of-its-own"]["url"] == str(tmp_path / "run" / "fit-2")
     new_process()  # the script is killed, and started again
     again, model = fold(tmp_path, start=0.0)
     assert again.resumed_from.complete
@@ -116,10 +107,10 @@ def test_a_restarted_sweep_finds_its_trials_by_their_order(tmp_path: Path, caplo
         return callback
 
     with pytest.raises(TrialPruned):
-        trial(0.1, EndAt(3, TrialPruned))
+        trial(0.1, StopAt(3, TrialPruned))
     trial(0.01)
     with pytest.raises(Stop):
-        trial(0.001, EndAt(5))
+        trial(0.001, StopAt(5))
     new_process()
     caplog.clear()
     again = [trial(0.1), trial(0.01), trial(0.001), trial(0.0001)]
@@ -150,14 +141,6 @@ def test_a_program_that_skips_a_training_gets_no_others_weights(tmp_path: Path, 
     assert {each.name: (store.root / each.data_path).read_bytes() for each in store.survey().manifests} == before
 
 
-def test_hyperparameters_changed_since_a_snapshot_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Tried(0.1), data(6))
-    new_process()
-    trainer(spot(tmp_path), max_epochs=1).fit(Tried(0.01), data(6))
-    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == ["rate 0.1→0.01"]
-
-
 class Fold(pl.LightningDataModule):
     def __init__(self, fold: int) -> None:
         super().__init__()
@@ -167,14 +150,22 @@ class Fold(pl.LightningDataModule):
         return data(6)
 
 
-def test_changed_hyperparameters_of_the_data_module_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("trained", "changed"),
+    [
+        (lambda rate: (Tried(rate), data(6)), "rate 1→2"),
+        (lambda fold: (Net(), None, None, Fold(fold)), "fold 1→2"),
+    ],
+    ids=["of the model", "of the data module"],
+)
+def test_hyperparameters_changed_since_a_snapshot_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: Any, changed: str
 ) -> None:
     with pytest.raises(Stop):
-        trainer(spot(tmp_path), EndAt(5), max_epochs=1).fit(Net(), datamodule=Fold(1))
+        trainer(spot(tmp_path), StopAt(5), max_epochs=1).fit(*trained(1))
     new_process()
-    trainer(spot(tmp_path), max_epochs=1).fit(Net(), datamodule=Fold(2))
-    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == ["fold 1→2"]
+    trainer(spot(tmp_path), max_epochs=1).fit(*trained(2))
+    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == [changed]
 
 
 def test_hyperparameters_that_are_new_or_gone_are_said() -> None:
@@ -203,22 +194,22 @@ def test_one_trainer_and_callback_for_two_models(tmp_path: Path) -> None:
 
 def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TrialPruned):
-        fold(tmp_path, EndAt(5, TrialPruned), start=0.0)
+        fold(tmp_path, StopAt(5, TrialPruned), start=0.0)
     with pytest.raises(Stop):
-        fold(tmp_path, EndAt(5), start=0.0)
+        fold(tmp_path, StopAt(5), start=0.0)
     callback, _ = fold(tmp_path, start=0.0)
     assert [facts["error"] for facts in said(caplog, "fit-continued")] == ["Stop"]
     assert callback.resumed_from is not None
     assert callback.location.name == "run-fit-2"
 
 
-def test_a_node_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None:
+def test_a_server_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None:
     with pytest.raises(TrialPruned):
-        trainer(spot(tmp_path / "one", local_server=True), EndAt(5, TrialPruned)).fit(Net(), data(6))
+        trainer(spot(tmp_path / "one", local_server=True), StopAt(5, TrialPruned)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "one" / "run"))
     assert record.running()
     fold(tmp_path / "two", start=0.0)
-    until(lambda: not record.running(), "the node of the first trial to end")
+    until(lambda: not record.running(), "the server of the first trial to end")
     assert LocalStore(tmp_path / "one" / "run").survey().manifests[0].step == 4
 
 
@@ -226,14 +217,14 @@ def test_servers_end_with_a_program_unless_an_exception_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, local_server=True), EndAt(5)).fit(Net(), data(6))
+        trainer(spot(tmp_path, local_server=True), StopAt(5)).fit(Net(), data(6))
     record = find_record(str(tmp_path / "run"))
     monkeypatch.setattr("sys.last_value", Stop(), raising=False)
     run_lookup._at_exit(os.getpid())
     assert run_lookup._servers
     monkeypatch.delattr("sys.last_value")
     run_lookup._at_exit(os.getpid())
-    until(lambda: not record.running(), "the node to end")
+    until(lambda: not record.running(), "the server to end")
 
 
 class Tuned(Net):
@@ -258,7 +249,7 @@ def test_a_finder_that_keeps_nothing_does_not_undo_a_resume(tmp_path: Path) -> N
         return run
 
     with pytest.raises(Stop):
-        fit(EndAt(5))
+        fit(StopAt(5))
     first.clear()
     assert fit().global_step == 6
     assert first[0] == 4
@@ -274,7 +265,7 @@ def test_the_tuner_is_no_training_of_the_run(tmp_path: Path) -> None:
         return callback
 
     with pytest.raises(Stop):
-        fit(EndAt(5))
+        fit(StopAt(5))
     new_process()
     resumed = fit()
     assert resumed.attempt == 2
@@ -338,7 +329,7 @@ def test_a_fit_after_a_complete_run_sees_the_same_data(tmp_path: Path) -> None:
 
     whole = fit_twice(tmp_path / "whole", 1)
     with pytest.raises(Stop):  # before the second one has a snapshot
-        fit_twice(tmp_path / "broken", 1, EndAt(len(DataLoader(data(6).dataset, 4))))
+        fit_twice(tmp_path / "broken", 1, StopAt(len(DataLoader(data(6).dataset, 4))))
     again = fit_twice(tmp_path / "broken", 2)
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
@@ -374,7 +365,7 @@ def test_a_fit_after_a_complete_run_keeps_the_changes_of_hooks(tmp_path: Path, k
 
     whole = fit_twice(tmp_path / "whole")
     with pytest.raises(Stop):
-        fit_twice(tmp_path / "broken", EndAt(killed))
+        fit_twice(tmp_path / "broken", StopAt(killed))
     again = fit_twice(tmp_path / "broken")
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
@@ -390,7 +381,7 @@ def test_a_fit_after_predictions_keeps_inference_mode_tensors(tmp_path: Path, ca
         return model
 
     with pytest.raises(Stop):
-        fit(EndAt(5))
+        fit(StopAt(5))
     new_process()
     resumed = fit()
     (kept,) = LocalStore(tmp_path / "run").survey().manifests[:1]
@@ -435,7 +426,7 @@ def test_callbacks_in_hyperparameters_do_not_stop_snapshots(tmp_path: Path, capl
         return callback
 
     with pytest.raises(Stop):
-        fit(EndAt(5))
+        fit(StopAt(5))
     assert said_about(caplog, "hyperparameters-left-out") == ["callbacks"]
     resumed = fit().resumed_from
     assert resumed.step == 4

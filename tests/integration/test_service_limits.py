@@ -1,4 +1,4 @@
-"""Nobody spoils a node from outside: silent and slow peers, numbers that lie, requests that are not what they seem."""
+"""Nobody spoils a server: silent and slow peers, numbers that lie, requests that are not what they seem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -42,31 +42,30 @@ from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.upload import Received
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
-from tests.integration.test_node import client_of, put_file
 from tests.integration.test_quotas import commit, open_run
-from tests.support.server import RunningNode, image_of, manifest_of, served
+from tests.integration.test_server import put_file
+from tests.support.server import RunningServer, StartServer, image_of, manifest_of, served
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
 
-StartNode = Callable[..., RunningNode]
 MANY = 300
 OURS = f"Host: localhost\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
 
 
-def address_of(node: RunningNode) -> tuple[str, int]:
-    address = parse_spot_url(node.url)[0]
+def address_of(server: RunningServer) -> tuple[str, int]:
+    address = parse_spot_url(server.url)[0]
     return address.host, address.port
 
 
 @contextmanager
-def connected(node: RunningNode, count: int, say: bytes) -> Iterator[list[socket.socket]]:
+def connected(server: RunningServer, count: int, say: bytes) -> Iterator[list[socket.socket]]:
     """So many connections that each said ``say``."""
     with ExitStack() as stack:
         made = []
         for _ in range(count):
-            made.append(stack.enter_context(socket.create_connection(address_of(node), timeout=10)))
+            made.append(stack.enter_context(socket.create_connection(address_of(server), timeout=10)))
             made[-1].sendall(say)
         yield made
 
@@ -76,9 +75,9 @@ def request(method: str, path: str, body: bytes = b"", headers: str = "", nbytes
     return f"{method} {path} HTTP/1.1\r\n{OURS}Content-Length: {length}\r\n{headers}\r\n".encode() + body
 
 
-def answer(node: RunningNode, sent: bytes, timeout_s: float = 10.0) -> tuple[int, bytes]:
-    """Status and body of what a node answers to raw bytes; status 0 if it hangs up."""
-    with socket.create_connection(address_of(node), timeout=timeout_s) as connection:
+def answer(server: RunningServer, sent: bytes, timeout_s: float = 10.0) -> tuple[int, bytes]:
+    """Status and body of what a server answers to raw bytes; status 0 if it hangs up."""
+    with socket.create_connection(address_of(server), timeout=timeout_s) as connection:
         connection.sendall(sent)
         data = b""
         while b"\r\n\r\n" not in data and (piece := connection.recv(65536)):
@@ -98,37 +97,37 @@ def descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
 
 
-def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_node: StartNode, descriptors: None) -> None:
-    node = start_node("--slots", "1")
-    client = client_of(node)
+def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_server: StartServer, descriptors: None) -> None:
+    server = start_server("--slots", "1")
+    client = server.client()
     open_run(client)
     client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 100})  # the only slot
     lease = json.dumps({"attempt": 1, "nbytes": 100, "wait_s": 60}).encode()
     with (
-        connected(node, MANY, b""),
-        connected(node, MANY, b"GET /v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: "),
-        connected(node, MANY // 3, request("POST", "/v1/runs/run/settle", b"begun", nbytes=10**5)),
-        connected(node, 2 * MANY // 3, request("POST", "/v1/runs/run/uploads", lease)),
+        connected(server, MANY, b""),
+        connected(server, MANY, b"GET /v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: "),
+        connected(server, MANY // 3, request("POST", "/v1/runs/run/settle", b"begun", nbytes=10**5)),
+        connected(server, 2 * MANY // 3, request("POST", "/v1/runs/run/uploads", lease)),
     ):
         for _ in range(3):
             assert client.call("GET", "/v1/status", timeout_s=10)["protocol"] == PROTOCOL_VERSION
-            assert client_of(node).call("GET", "/healthz", timeout_s=10) == {"status": "ok"}
+            assert server.client().call("GET", "/healthz", timeout_s=10) == {"status": "ok"}
             time.sleep(0.3)
 
 
-def test_a_node_that_makes_memory_for_many_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_makes_memory_for_many_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leased on the threads on which it answers: for a minute, no trainer of 64 that began at once had an answer."""
     made, leasing = threading.Event(), threading.Semaphore(0)
-    node = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
-    lease = node.lease
+    server = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    lease = server.lease
 
     def slow(*what: Any, **more: Any) -> Any:
         leasing.release()
         assert made.wait(60)
         return lease(*what, **more)
 
-    monkeypatch.setattr(node, "lease", slow)
-    with served(node) as port, ThreadPoolExecutor(32) as pool:
+    monkeypatch.setattr(server, "lease", slow)
+    with served(server) as port, ThreadPoolExecutor(32) as pool:
         client = ServerClient(Address("127.0.0.1", port))
         open_run(client)
         asked = [
@@ -143,21 +142,21 @@ def test_a_node_that_makes_memory_for_many_answers_others(monkeypatch: pytest.Mo
         assert len({answer.result(30)["upload"] for answer in asked}) == 32
 
 
-def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_node: StartNode) -> None:
-    node = start_node("--slots", "1")
-    client = client_of(node)
+def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_server: StartServer) -> None:
+    server = start_server("--slots", "1")
+    client = server.client()
     open_run(client)
     body = {"attempt": 1, "nbytes": 100}
     upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
     lease = request("POST", "/v1/runs/run/uploads", json.dumps({**body, "wait_s": 60}).encode())
-    with connected(node, 5, lease):
+    with connected(server, 5, lease):
         time.sleep(0.3)
     time.sleep(0.2)
     client.call("DELETE", f"/v1/uploads/{upload}")
     time.sleep(0.5)  # whoever still waited would have it by now
 
     def leased() -> bool:
-        with suppress(SnapshotFailedError):  # a node that is slow has not heard yet that they have gone
+        with suppress(SnapshotFailedError):  # a server that is slow has not heard yet that they have gone
             return bool(client.call("POST", "/v1/runs/run/uploads", body))
         return False
 
@@ -262,18 +261,18 @@ def test_each_of_many_that_come_at_once_displaces_another() -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SnapshotServer, ServerClient]]:
-    """A node in this process that gives nobody more than two seconds."""
+    """A server in this process that gives nobody more than two seconds."""
     for module, name in (
         (fields, "_BODY_TIMEOUT_S"),
         (routes, "_SEND_TIMEOUT_S"),
         (upload_requests, "FRAME_WAIT_S"),
     ):
         monkeypatch.setattr(module, name, 2.0)
-    node = SnapshotServer(slots=2, memory_bytes=2**28, open_store=open_store)
-    with served(node) as port:
+    server = SnapshotServer(slots=2, memory_bytes=2**28, open_store=open_store)
+    with served(server) as port:
         client = ServerClient(Address("127.0.0.1", port))
         open_run(client)
-        yield node, client
+        yield server, client
         client.close()
 
 
@@ -283,8 +282,8 @@ def _connect(client: ServerClient, sent: bytes) -> socket.socket:
     return connection
 
 
-def _nobody_holds_a_slot(node: SnapshotServer) -> bool:
-    return not len(node.uploads) and not any(slot.readers for slot in node.ring.slots)
+def _nobody_holds_a_slot(server: SnapshotServer) -> bool:
+    return not len(server.uploads) and not any(slot.readers for slot in server.ring.slots)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[SnapshotServer, ServerClient]) -> None:
@@ -294,7 +293,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[SnapshotServer
 
 
 def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, ServerClient]) -> None:
-    node, client = hasty
+    server, client = hasty
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
     stream = PartStream(client, upload)
     stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
@@ -302,19 +301,19 @@ def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, Ser
     assert stream._socket.recv(16) == b""
     stream.close()
     client.call("DELETE", f"/v1/uploads/{upload}")
-    until(lambda: _nobody_holds_a_slot(node), "the slot to be free")
+    until(lambda: _nobody_holds_a_slot(server), "the slot to be free")
 
 
 def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[SnapshotServer, ServerClient]) -> None:
-    node, client = hasty
+    server, client = hasty
     nbytes, manifest = 50 * 2**20, manifest_of(1, nbytes=50 * 2**20, run_id="")
-    upload = node.lease("run", 1, nbytes)
+    upload = server.lease("run", 1, nbytes)
     with upload.slot.view(nbytes) as view:
         view[:] = archive_of(1, nbytes)
-    node.seal(upload.id, manifest)
+    server.seal(upload.id, manifest)
     with _connect(client, request("GET", f"/v1/files/run/{manifest.data_path}")) as connection:
-        until(lambda: any(slot.readers for slot in node.ring.slots), "the reader to begin")
-        until(lambda: _nobody_holds_a_slot(node), "the slot to be let go")
+        until(lambda: any(slot.readers for slot in server.ring.slots), "the reader to begin")
+        until(lambda: _nobody_holds_a_slot(server), "the slot to be let go")
         with suppress(ConnectionResetError):
             while connection.recv(2**20):
                 pass
@@ -329,15 +328,15 @@ OPEN, UPLOADS = "/v1/runs/run/open", "/v1/runs/run/uploads"
 
 
 @pytest.fixture(scope="module")
-def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    """One node for every bad request: it must live through all of them."""
-    folder = tmp_path_factory.mktemp("node")
+def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server for every bad request: it must live through all of them."""
+    folder = tmp_path_factory.mktemp("server")
     flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB"]
     environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
-    node = RunningNode(flags, folder / "node.log", environment).wait_listening()
-    open_run(client_of(node))
-    yield node
-    node.stop(9)
+    server = RunningServer(flags, folder / "server.log", environment).wait_listening()
+    open_run(server.client())
+    yield server
+    server.stop(9)
 
 
 @pytest.mark.parametrize(
@@ -360,9 +359,9 @@ def lasting_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNo
         ("POST", "/v1/flush", {"run": 5}),
     ],
 )
-def test_a_number_out_of_bounds_is_refused(lasting_node: RunningNode, method: str, path: str, body: Any) -> None:
+def test_a_number_out_of_bounds_is_refused(lasting_server: RunningServer, method: str, path: str, body: Any) -> None:
     with pytest.raises(SpotError) as caught:
-        client_of(lasting_node).call(method, path, body, timeout_s=30)
+        lasting_server.client().call(method, path, body, timeout_s=30)
     assert isinstance(caught.value, SettingsError | ServerRefusedError), caught.value
 
 
@@ -389,34 +388,34 @@ _SPOKEN = f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
     ],
 )
 def test_no_page_in_a_browser_of_this_host_is_served(
-    lasting_node: RunningNode, path: str, headers: str, status: int
+    lasting_server: RunningServer, path: str, headers: str, status: int
 ) -> None:
-    """Any page could open runs at a node without a token, and read them by a name that it has lead to 127.0.0.1."""
-    got, body = answer(lasting_node, f"GET {path} HTTP/1.1\r\n{headers}\r\n".encode())
+    """Any page could open runs at a server without a token, and read them by a name that it has lead to 127.0.0.1."""
+    got, body = answer(lasting_server, f"GET {path} HTTP/1.1\r\n{headers}\r\n".encode())
     assert got == status
     if status == 403 and PROTOCOL_HEADER not in headers:
         assert body.startswith(b"this server"), "a person would read JSON"
 
 
-def test_a_token_is_all_that_is_asked_for_where_there_is_one(start_node: StartNode) -> None:
-    node = start_node(environment={"LIGHTNING_SPOT_TOKEN": "0123456789abcdef"})
-    head = "Host: node.example\r\nAuthorization: Bearer 0123456789abcdef\r\n"
-    assert answer(node, f"GET /v1/runs HTTP/1.1\r\n{head}\r\n".encode())[0] == 200
-    assert answer(node, b"GET /readyz HTTP/1.1\r\nHost: node.example\r\n\r\n")[0] in (200, 503)
-    assert answer(node, f"GET /v1/runs HTTP/1.1\r\n{head}Origin: http://a.example\r\n\r\n".encode())[0] == 403
+def test_a_token_is_all_that_is_asked_for_where_there_is_one(start_server: StartServer) -> None:
+    server = start_server(environment={"LIGHTNING_SPOT_TOKEN": "0123456789abcdef"})
+    head = "Host: server.example\r\nAuthorization: Bearer 0123456789abcdef\r\n"
+    assert answer(server, f"GET /v1/runs HTTP/1.1\r\n{head}\r\n".encode())[0] == 200
+    assert answer(server, b"GET /readyz HTTP/1.1\r\nHost: server.example\r\n\r\n")[0] in (200, 503)
+    assert answer(server, f"GET /v1/runs HTTP/1.1\r\n{head}Origin: http://a.example\r\n\r\n".encode())[0] == 403
 
 
-_BROWSER = "Host: node.example\r\nAccept: text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8\r\n"
+_BROWSER = "Host: server.example\r\nAccept: text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8\r\n"
 
 
 @pytest.mark.parametrize("token", [None, "0123456789abcdef"])
 def test_a_browser_shows_what_this_is_and_nothing_else(
-    start_node: StartNode, tmp_path: Path, token: str | None
+    start_server: StartServer, tmp_path: Path, token: str | None
 ) -> None:
-    node = start_node("--storage", str(tmp_path), environment={"LIGHTNING_SPOT_TOKEN": token} if token else {})
-    open_run(client_of(node, token) if token else client_of(node), "hush")
+    server = start_server("--storage", str(tmp_path), environment={"LIGHTNING_SPOT_TOKEN": token} if token else {})
+    open_run(server.client(token) if token else server.client(), "hush")
     pages = {
-        answer(node, f"GET {path} HTTP/1.1\r\n{_BROWSER}\r\n".encode())
+        answer(server, f"GET {path} HTTP/1.1\r\n{_BROWSER}\r\n".encode())
         for path in ("/", "/v1/runs", "/v1/runs/hush/snapshots", "/v1/nothing", "/favicon.ico", "/%3Cb%3Ex")
     }
     assert len(pages) == 1, "an address that is there looks like another one"
@@ -427,7 +426,7 @@ def test_a_browser_shows_what_this_is_and_nothing_else(
     assert "lightning-spot status --open --server spot://HOST:PORT" in text
     assert "lightning-spot ls spot://HOST:PORT/RUN" in text
     assert ("LIGHTNING_SPOT_TOKEN" in text) == (token is not None)
-    for secret in ("hush", str(tmp_path), "node.example", token or "hush"):
+    for secret in ("hush", str(tmp_path), "server.example", token or "hush"):
         assert secret not in text
 
 
@@ -443,21 +442,21 @@ def test_a_browser_shows_what_this_is_and_nothing_else(
         ("POST /v1/flush", "Content-Length: 0\r\n"),
     ],
 )
-def test_the_page_is_for_people_only(start_node: StartNode, request_line: str, headers: str) -> None:
-    node = start_node(environment={"LIGHTNING_SPOT_TOKEN": "0123456789abcdef"})
-    _, body = answer(node, f"{request_line} HTTP/1.1\r\n{_BROWSER}{headers}\r\n".encode())
+def test_the_page_is_for_people_only(start_server: StartServer, request_line: str, headers: str) -> None:
+    server = start_server(environment={"LIGHTNING_SPOT_TOKEN": "0123456789abcdef"})
+    _, body = answer(server, f"{request_line} HTTP/1.1\r\n{_BROWSER}{headers}\r\n".encode())
     assert not body.startswith(b"<")
 
 
-def test_a_page_cannot_open_a_run(lasting_node: RunningNode) -> None:
+def test_a_page_cannot_open_a_run(lasting_server: RunningServer) -> None:
     simple = (
         "POST /v1/runs/of-a-page/open HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: text/plain\r\nContent-Length: 14"
     )
-    assert answer(lasting_node, f'{simple}\r\n\r\n{{"attempt": 1}}'.encode())[0] == 403
+    assert answer(lasting_server, f'{simple}\r\n\r\n{{"attempt": 1}}'.encode())[0] == 403
     asking = "Origin: http://evil.example\r\nAccess-Control-Request-Method: POST\r\n"
-    status, _ = answer(lasting_node, f"OPTIONS {OPEN} HTTP/1.1\r\nHost: 127.0.0.1\r\n{asking}\r\n".encode())
+    status, _ = answer(lasting_server, f"OPTIONS {OPEN} HTTP/1.1\r\nHost: 127.0.0.1\r\n{asking}\r\n".encode())
     assert status == 403
-    assert "of-a-page" not in str(client_of(lasting_node).call("GET", "/v1/runs"))
+    assert "of-a-page" not in str(lasting_server.client().call("GET", "/v1/runs"))
 
 
 @pytest.mark.parametrize(
@@ -482,24 +481,26 @@ def test_a_page_cannot_open_a_run(lasting_node: RunningNode) -> None:
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
     ],
 )
-def test_a_request_that_is_wrong_or_too_much_is_refused(lasting_node: RunningNode, sent: bytes, status: int) -> None:
-    assert answer(lasting_node, sent)[0] == status
-    assert client_of(lasting_node).call("GET", "/healthz") == {"status": "ok"}
+def test_a_request_that_is_wrong_or_too_much_is_refused(
+    lasting_server: RunningServer, sent: bytes, status: int
+) -> None:
+    assert answer(lasting_server, sent)[0] == status
+    assert lasting_server.client().call("GET", "/healthz") == {"status": "ok"}
 
 
 @pytest.mark.parametrize("header", ["bytes=10-5", "bytes=100-", "bytes=99999999999999999999-", "bytes=x"])
-def test_a_range_outside_a_file_is_refused(lasting_node: RunningNode, header: str) -> None:
-    put_file(lasting_node, "run", "small", b"0123456789")
-    status, _ = answer(lasting_node, request("GET", "/v1/files/run/small", headers=f"Range: {header}\r\n"))
+def test_a_range_outside_a_file_is_refused(lasting_server: RunningServer, header: str) -> None:
+    put_file(lasting_server, "run", "small", b"0123456789")
+    status, _ = answer(lasting_server, request("GET", "/v1/files/run/small", headers=f"Range: {header}\r\n"))
     assert status in (400, 416)
 
 
-def test_a_manifest_that_promises_a_petabyte_costs_nothing(lasting_node: RunningNode) -> None:
-    client, process = client_of(lasting_node), psutil.Process(lasting_node.process.pid)
+def test_a_manifest_that_promises_a_petabyte_costs_nothing(lasting_server: RunningServer) -> None:
+    client, process = lasting_server.client(), psutil.Process(lasting_server.process.pid)
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
     before = process.memory_info().rss
     for text in (json.dumps({"manifest": BOMB}), json.dumps({"manifest": {**BOMB, "part_bytes": 0}})):
-        assert answer(lasting_node, request("POST", f"/v1/uploads/{upload}/commit", text.encode()))[0] in (400, 422)
+        assert answer(lasting_server, request("POST", f"/v1/uploads/{upload}/commit", text.encode()))[0] in (400, 422)
     assert process.memory_info().rss - before < 50 * 2**20
     client.call("DELETE", f"/v1/uploads/{upload}")
 
@@ -519,9 +520,9 @@ LYING_FRAMES = [
 
 @pytest.mark.parametrize("frame", LYING_FRAMES)
 def test_a_frame_that_lies_ends_its_stream_only(
-    lasting_node: RunningNode, frame: tuple[PartKind, int, int, int]
+    lasting_server: RunningServer, frame: tuple[PartKind, int, int, int]
 ) -> None:
-    client = client_of(lasting_node)
+    client = lasting_server.client()
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
     stream = PartStream(client, upload)
     stream._socket.sendall(Frame(*frame, NO_DIGEST).pack())
@@ -539,8 +540,8 @@ def test_a_frame_that_lies_ends_its_stream_only(
     [{"run": "other"}, {"run_id": "0123456789ab"}, {"attempt": 7}, {"name": "other"}, {"nbytes": 50}],
     ids=lambda change: next(iter(change)),
 )
-def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode, change: dict[str, Any]) -> None:
-    client, data = client_of(lasting_node), bytes(100)
+def test_an_upload_commits_only_what_it_was_opened_for(lasting_server: RunningServer, change: dict[str, Any]) -> None:
+    client, data = lasting_server.client(), bytes(100)
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100, "name": snapshot_name(1, 1)})["upload"]
     stream = PartStream(client, upload)
     halves = [OutgoingPart.whole(start, memoryview(data)[start : start + 50], checksum(data[:50])) for start in (0, 50)]
@@ -554,8 +555,8 @@ def test_an_upload_commits_only_what_it_was_opened_for(lasting_node: RunningNode
         assert manifest["name"] not in [item["manifest"]["name"] for item in held]
 
 
-def test_nothing_is_removed_by_another_name(lasting_node: RunningNode) -> None:
-    client = client_of(lasting_node)
+def test_nothing_is_removed_by_another_name(lasting_server: RunningServer) -> None:
+    client = lasting_server.client()
     open_run(client, "alias")
     manifest = commit(client, 5, b"alias", "alias")
 
@@ -566,28 +567,28 @@ def test_nothing_is_removed_by_another_name(lasting_node: RunningNode) -> None:
         client.call("DELETE", "/v1/files/alias/last.ckpt")
     with pytest.raises(ServerRefusedError, match=manifest.name):
         client.call("DELETE", f"/v1/files/alias/{manifest.name}/manifest.json")
-    put_file(lasting_node, "alias", "last.ckpt", b"x")  # a file of its own
+    put_file(lasting_server, "alias", "last.ckpt", b"x")  # a file of its own
     client.call("DELETE", "/v1/files/alias/last.ckpt")
     assert held() == [manifest.name]
     client.call("DELETE", f"/v1/files/alias/{manifest.name}")
     assert held() == []
 
 
-def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tmp_path: Path) -> None:
+def test_health_and_readiness_tell_strangers_no_secret(start_server: StartServer, tmp_path: Path) -> None:
     durable = tmp_path / "durable"
-    node = start_node(
+    server = start_server(
         "--memory-limit", "4MiB", "--storage", str(durable), environment={"LIGHTNING_SPOT_TOKEN": "open-sesame-to-me"}
     )
-    trainer = client_of(node, "open-sesame-to-me")
+    trainer = server.client("open-sesame-to-me")
 
     def ready() -> tuple[int, list[str]]:
-        status, body = answer(node, request("GET", "/readyz"))
+        status, body = answer(server, request("GET", "/readyz"))
         assert str(tmp_path).encode() not in body
         assert b"hush" not in body
         return status, json.loads(body)["reasons"]
 
-    assert answer(node, request("GET", "/healthz"))[0] == 200
-    assert answer(node, request("GET", "/v1/status"))[0] == 401
+    assert answer(server, request("GET", "/healthz"))[0] == 200
+    assert answer(server, request("GET", "/v1/status"))[0] == 401
     assert ready() == (200, [])
     open_run(trainer, "hush")
     durable.rmdir() if durable.exists() else None
@@ -597,8 +598,8 @@ def test_health_and_readiness_tell_strangers_no_secret(start_node: StartNode, tm
     assert ready()[0] == 503
     trainer.call("POST", "/v1/runs/hush/uploads", {"attempt": 1, "nbytes": 100})
     assert "memory is full" in ready()[1]
-    node.process.send_signal(signal.SIGTERM)
-    until(lambda: "shutting down" in ready()[1], "the node to begin its end")
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: "shutting down" in ready()[1], "the server to begin its end")
 
 
 # -- many senders at once ---------------------------------------------------------------------------------------------
@@ -614,8 +615,8 @@ def snapshot_of(run: str, step: int, nbytes: int, part_bytes: int) -> tuple[Mani
 def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 8)
-    node = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
-    with served(node) as port, ExitStack() as stack:
+    server = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    with served(server) as port, ExitStack() as stack:
         client = ServerClient(Address("127.0.0.1", port))
         open_run(client)
         streams = []
@@ -638,14 +639,14 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
 
 def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 2)
-    node = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
-    with served(node) as port:
+    server = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    with served(server) as port:
         store = ServerStore(f"spot://127.0.0.1:{port}/run")
         open_run(store.client)
         for step in range(3):
             manifest, image = snapshot_of("run", step, 2**20, 2**16)
             store.put(manifest, image, attempt=1)
-            assert bytes(node.committed("run")[0].view()) == bytes(image)
+            assert bytes(server.committed("run")[0].view()) == bytes(image)
         store.client.close()
 
 
@@ -658,9 +659,9 @@ OTHER = b"\xee" * 50
     ids=["inside", "at the begin", "at the end", "damaged on its way"],
 )
 def test_what_was_checked_and_written_again_is_unchecked_again(
-    lasting_node: RunningNode, start: int, sent: bytes, announced: bytes
+    lasting_server: RunningServer, start: int, sent: bytes, announced: bytes
 ) -> None:
-    client, data = client_of(lasting_node), bytes(1000)
+    client, data = lasting_server.client(), bytes(1000)
     manifest = Manifest(run="run", name=snapshot_name(90, 1), step=90, attempt=1, nbytes=1000).sealed(memoryview(data))
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
     for place, what, digest in ((0, data, checksum(data)), (start, sent, checksum(announced))):
@@ -695,8 +696,8 @@ def test_a_range_that_is_being_written_is_not_checked() -> None:
             received.begin(0, 100)
 
 
-def test_a_part_that_could_not_be_made_is_not_there(lasting_node: RunningNode) -> None:
-    client = client_of(lasting_node)
+def test_a_part_that_could_not_be_made_is_not_there(lasting_server: RunningServer) -> None:
+    client = lasting_server.client()
     manifest = Manifest(run="run", name=snapshot_name(91, 1), step=91, attempt=1, nbytes=10, checksums=(NO_DIGEST,))
     upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 10})["upload"]
     stream = PartStream(client, upload)

@@ -1,4 +1,4 @@
-"""Trainers and nodes that are killed, stopped or told to end, at every phase: nothing is lost, nothing is left."""
+"""Trainers and servers that are killed, stopped or told to end, at every phase: nothing is lost, nothing is left."""
 
 from __future__ import annotations
 
@@ -34,21 +34,20 @@ from lightning_spot.http import program
 from lightning_spot.http.program import main
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
-from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.local import LocalStore
 from tests.support.said import said_about
-from tests.support.server import RunningNode, named_run
+from tests.support.server import RunningServer, StartServer, named_run, server_pid
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 from tests.support.waiting import lives, until
 
 pytestmark = pytest.mark.guarantee("G3")
 
 NBYTES = 3 * 2**20
-STALL_S, PATIENT_S = 2.0, 20.0  # of who meets a node that stands still, and of who meets one that is slow at most
-LATEST_S = 30.0  # however slow the machine; who waits for the node instead waits for minutes
+STALL_S, PATIENT_S = 2.0, 20.0  # of who meets a server that stands still, and of who meets one that is slow at most
+LATEST_S = 30.0  # however slow the machine; who waits for the server instead waits for minutes
 SEALED = ("committed", "flushing", "leaving")
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
@@ -62,10 +61,6 @@ def start(dirpath: Path, slots: int = 3, **more: Any) -> EmbeddedHost:
         **more,
     }
     return starting.start(str(dirpath), "run", **settings)
-
-
-def node_pid(host: EmbeddedHost) -> int:
-    return int(host.client.call("GET", "/v1/status")["pid"])
 
 
 def filling(host: EmbeddedHost) -> int:
@@ -117,9 +112,9 @@ def safe_everywhere(dirpath: Path, host: EmbeddedHost | None) -> dict[int, Manif
 
 
 def nothing_is_left(runtime_dir: Path, pids: set[int]) -> None:
-    """No process of a node, no file in the runtime directory, no slot in tmpfs."""
+    """No process of a server, no file in the runtime directory, no slot in tmpfs."""
     shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
-    until(lambda: not any(lives(pid) for pid in pids), "the nodes to end")
+    until(lambda: not any(lives(pid) for pid in pids), "the servers to end")
     until(lambda: not list(runtime_dir.iterdir()), f"files to go: {list(runtime_dir.iterdir())}")
     assert list(shm.rglob("slot-*")) == []
 
@@ -130,7 +125,7 @@ def go_on_and_end(
     """The next trainer comes: it finds the newest that was committed, takes another, and leaves nothing behind."""
     host = start(dirpath, server_call_timeout_s=stall_s)
     host.open_run(info_of(str(dirpath), attempt))
-    pids.add(node_pid(host))
+    pids.add(server_pid(host))
     reader = start(dirpath)  # what it looks at stays in memory until it leaves
     reader.run = host.run
     assert max(safe_everywhere(dirpath, reader)) >= newest
@@ -169,10 +164,10 @@ BLOWS = [
 
 
 @pytest.mark.parametrize(("blow", "phase"), BLOWS)
-def test_a_node_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signals, phase: str) -> None:
+def test_a_server_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signals, phase: str) -> None:
     stall_s = STALL_S if blow is STOP else PATIENT_S
     host = start(tmp_path, server_call_timeout_s=stall_s)
-    pid = node_pid(host)
+    pid = server_pid(host)
     host.open_run(info_of(str(tmp_path), 1))
     for step in (1, 2):
         take(host, step, NBYTES)
@@ -182,7 +177,7 @@ def test_a_node_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signal
     for thread in threads:
         if phase != "leasing" or blow is not TERM:
             thread.join(LATEST_S)
-            assert not thread.is_alive(), "a call to the node did not end"
+            assert not thread.is_alive(), "a call to the server did not end"
     assert time.monotonic() - began_s < LATEST_S
     host.disconnect()
     go_on_and_end(tmp_path, runtime_dir, 3 if phase in SEALED else 2, 1, {pid}, stall_s)
@@ -197,24 +192,24 @@ def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir
     with pytest.raises(RunBusyError):
         host.open_run(info_of(str(tmp_path), 2))
     trainer.kill()  # SIGKILL ends a stopped process, too
-    pid = node_pid(host)
+    pid = server_pid(host)
     until(lambda: filling(host) == 0, "its slot to be free")
     host.disconnect()
     go_on_and_end(tmp_path, runtime_dir, 2, 2, {pid})
 
 
-# -- a node that does not answer --------------------------------------------------------------------------------------
+# -- a server that does not answer -------------------------------------------------------------------------------------
 
 
-def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
+def test_every_call_to_a_stopped_server_ends_in_time(tmp_path: Path) -> None:
     host = start(tmp_path, server_call_timeout_s=STALL_S)
     host.open_run(info_of(str(tmp_path), 1))
     lease = host.lease(NBYTES, 0.0)
     take(host, 1, NBYTES)
     manifest = host.manifests()[0]
-    node = ProcessId.of(node_pid(host))
-    os.kill(node.pid, STOP)
-    until(lambda: node.stopped, "the node to stop")  # its threads do, one after another
+    server = ProcessId.of(server_pid(host))
+    os.kill(server.pid, STOP)
+    until(lambda: server.stopped, "the server to stop")  # its threads do, one after another
     calls: list[Callable[[], Any]] = [
         lambda: host.lease(NBYTES, 0.0),
         lambda: host.lease(NBYTES, 600.0),
@@ -244,24 +239,24 @@ def test_every_call_to_a_stopped_node_ends_in_time(tmp_path: Path) -> None:
 def test_a_stopped_server_is_replaced_and_its_data_recovered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     host = start(tmp_path, server_call_timeout_s=STALL_S)
     host.open_run(info_of(str(tmp_path), 1))
-    pid = node_pid(host)
+    pid = server_pid(host)
     os.kill(pid, STOP)
     began_s = time.monotonic()
     with pytest.raises(ServerUnreachableError):
         host.lease(NBYTES, 0.0)
     again = start(tmp_path, server_call_timeout_s=STALL_S)
     assert time.monotonic() - began_s < LATEST_S
-    assert node_pid(again) != pid
+    assert server_pid(again) != pid
     assert not lives(pid)
     assert said_about(caplog, "local-server-hung") == [str(pid)]
     again.open_run(info_of(str(tmp_path), 1))
     take(again, 1, NBYTES)
-    os.kill(node_pid(again), STOP)
+    os.kill(server_pid(again), STOP)
     revived = starting.attach(str(tmp_path), again.run, STALL_S)
     assert [manifest.step for manifest in revived.manifests()] == [1]
 
 
-def test_a_slow_node_is_waited_for_as_long_as_it_answers(tmp_path: Path) -> None:
+def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path: Path) -> None:
     host = start(tmp_path, slots=1, server_call_timeout_s=STALL_S)
     host.open_run(info_of(str(tmp_path), 1))
     only = host.lease(NBYTES, 0.0)
@@ -271,13 +266,15 @@ def test_a_slow_node_is_waited_for_as_long_as_it_answers(tmp_path: Path) -> None
     assert time.monotonic() - began_s > 2 * STALL_S
 
 
-def test_a_process_that_got_the_dead_nodes_number_is_never_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_got_the_dead_servers_number_is_never_hit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(starting, "START_TIMEOUT_S", 1.0)
     record = find_record(str(tmp_path))
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         process = until(lambda: ProcessId.of(bystander.pid), "the bystander to run")
-        os.kill(bystander.pid, STOP)  # as a hung node would look
+        os.kill(bystander.pid, STOP)  # as a hung server would look
         changed = ProcessId(process.pid, process.started - 1, process.namespace)
         record.alive.write_text(changed.to_json())
         with open(record.alive, "rb") as alive:
@@ -324,10 +321,10 @@ def test_a_server_that_replaced_another_is_not_taken_for_it(tmp_path: Path) -> N
     closed.session.close()
     with pytest.raises(ServerUnreachableError, match="has gone"):
         closed.check()
-    os.kill(node_pid(lost), KILL)
+    os.kill(server_pid(lost), KILL)
     new = start(tmp_path)
     new.check()
-    assert node_pid(lost) == node_pid(new)  # requests are answered all the same
+    assert server_pid(lost) == server_pid(new)  # requests are answered all the same
     with pytest.raises(ServerUnreachableError, match="has gone"):
         lost.check()
 
@@ -353,7 +350,7 @@ def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_ctrl_c_left_is_not_used_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next slot that was mapped was another one: what was written there was not what its node had sealed."""
+    """The next slot that was mapped was another one: what was written there was not what its server had sealed."""
     host = start(tmp_path)
     host.open_run(info_of(str(tmp_path), 1))
     take(host, 1, NBYTES)
@@ -405,10 +402,10 @@ def test_replaced_slots_are_unmapped_in_the_trainer(tmp_path: Path) -> None:
 # -- SIGTERM ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_embedded_node_serves_its_trainer_after_sigterm(tmp_path: Path, runtime_dir: Path) -> None:
+def test_an_embedded_server_serves_its_trainer_after_sigterm(tmp_path: Path, runtime_dir: Path) -> None:
     host = start(tmp_path)
     host.open_run(info_of(str(tmp_path), 1))
-    pid = node_pid(host)
+    pid = server_pid(host)
     os.kill(pid, TERM)
     time.sleep(0.7)
     take(host, 1, NBYTES)  # the urgent one
@@ -417,30 +414,30 @@ def test_an_embedded_node_serves_its_trainer_after_sigterm(tmp_path: Path, runti
     take(host, 2, NBYTES)
     assert lives(pid)
     host.leave(complete=False)
-    until(lambda: not lives(pid), "the node to end")
+    until(lambda: not lives(pid), "the server to end")
     assert max(safe_everywhere(tmp_path, None)) == 2
     nothing_is_left(runtime_dir, {pid})
 
 
-def test_a_second_sigterm_ends_the_node_at_once(tmp_path: Path) -> None:
+def test_a_second_sigterm_ends_the_server_at_once(tmp_path: Path) -> None:
     host = start(tmp_path)
     host.open_run(info_of(str(tmp_path), 1))
-    pid = node_pid(host)
+    pid = server_pid(host)
     os.kill(pid, TERM)
-    until(lambda: not _ready(host.client), "the node to begin its end")  # of two at once it would hear one
+    until(lambda: not _ready(host.client), "the server to begin its end")  # of two at once it would hear one
     assert lives(pid)
     os.kill(pid, TERM)
-    until(lambda: not lives(pid), "the node to end")
+    until(lambda: not lives(pid), "the server to end")
 
 
 @pytest.fixture
-def busy_node(start_node: Callable[..., RunningNode], tmp_path: Path) -> tuple[RunningNode, ServerClient]:
+def busy_server(start_server: StartServer, tmp_path: Path) -> tuple[RunningServer, ServerClient]:
     """A snapshot server with an open run, an upload under way, and a tier below that fails."""
     durable = tmp_path / "durable"
-    node = start_node("--storage", str(durable), "--drain-timeout", "60s")
-    client = ServerClient(parse_spot_url(node.url)[0])
+    server = start_server("--storage", str(durable), "--drain-timeout", "60s")
+    client = server.client()
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
-    return node, client
+    return server, client
 
 
 def _send(client: ServerClient, step: int) -> None:
@@ -458,40 +455,40 @@ def _commit(client: ServerClient, upload: str, step: int) -> None:
 
 
 def test_a_draining_server_takes_no_new_runs_and_serves_others(
-    busy_node: tuple[RunningNode, ServerClient], tmp_path: Path
+    busy_server: tuple[RunningServer, ServerClient], tmp_path: Path
 ) -> None:
-    node, client = busy_node
+    server, client = busy_server
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
-    node.process.send_signal(signal.SIGTERM)
-    until(lambda: not _ready(client), "the node to begin its end")
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: not _ready(client), "the server to begin its end")
     with pytest.raises(SpotError, match="shutting down"):
         client.call("POST", "/v1/runs/another/open", {"attempt": 1})
     _commit(client, upload, 1)  # was under way
     _send(client, 2)  # is urgent
-    assert node.process.wait(30) == 0
+    assert server.process.wait(30) == 0
     assert LocalStore(tmp_path / "durable" / "run").survey().manifests[0].step == 2
 
 
 def test_a_draining_server_waits_for_no_killed_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had begun to send a snapshot, and was killed: nobody would ever have committed or given it up."""
     monkeypatch.setattr(program, "_UNCONNECTED_S", 0.5)
-    node = SnapshotServer(slots=2, memory_bytes=2**26, open_store=open_store)
+    server = SnapshotServer(slots=2, memory_bytes=2**26, open_store=open_store)
 
     async def drain() -> tuple[list[str], float]:
         begun_s = time.monotonic()
         service = Mock(last_upload_s=float("-inf"))
-        return await program._drain(node, service, 20.0, program._Signals()), time.monotonic() - begun_s
+        return await program._drain(server, service, 20.0, program._Signals()), time.monotonic() - begun_s
 
     try:
-        node.open_run(named_run("run"))
-        connected, killed = (node.lease("run", 1, 1000) for _ in range(2))
-        with socket.socketpair()[0] as stream, node.streaming(connected, stream):
-            node.uploads.expire(-1.0)
-            assert list(node.uploads) == [connected.id]
+        server.open_run(named_run("run"))
+        connected, killed = (server.lease("run", 1, 1000) for _ in range(2))
+        with socket.socketpair()[0] as stream, server.streaming(connected, stream):
+            server.uploads.expire(-1.0)
+            assert list(server.uploads) == [connected.id]
         assert killed.ended
         left, took_s = asyncio.run(drain())
     finally:
-        node.close()
+        server.close()
     assert left == []
     assert 0.5 < took_s < 19  # and not the 20 s that it has
 
@@ -503,11 +500,11 @@ def _ready(client: ServerClient) -> bool:
         return False
 
 
-def test_a_second_node_on_a_taken_port_touches_nothing(
-    start_node: Callable[..., RunningNode], capsys: pytest.CaptureFixture[str], port: int
+def test_a_second_server_on_a_taken_port_touches_nothing(
+    start_server: StartServer, capsys: pytest.CaptureFixture[str], port: int
 ) -> None:
-    node = start_node(listen=f"127.0.0.1:{port}")
-    client = ServerClient(parse_spot_url(node.url)[0])
+    server = start_server(listen=f"127.0.0.1:{port}")
+    client = server.client()
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     _send(client, 1)
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]

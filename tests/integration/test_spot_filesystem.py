@@ -14,48 +14,44 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_spot.checkpoint_io import SpotCheckpointIO
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError
-from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.store.local import LocalStore
-from tests.integration.test_node import put_file
+from tests.integration.test_server import put_file
 from tests.integration.test_stores import sharded
-from tests.support.server import RunningNode
+from tests.support.server import RunningServer, StartServer
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import until
 
-StartNode = Callable[..., RunningNode]
 
-
-def file_system(node: RunningNode) -> SpotFileSystem:
-    fs: SpotFileSystem = fsspec.core.url_to_fs(node.url + "/run")[0]
+def file_system(server: RunningServer) -> SpotFileSystem:
+    fs: SpotFileSystem = fsspec.core.url_to_fs(server.url + "/run")[0]
     return fs
 
 
-def settle(node: RunningNode) -> None:
+def settle(server: RunningServer) -> None:
     """Return when everything is at the tier below."""
-    client = ServerClient(parse_spot_url(node.url)[0])
+    client = server.client()
     assert client.call("POST", "/v1/flush", {"wait_s": 30})["unreached"] == []
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A node, and the directory to which it brings what it holds."""
-    folder = tmp_path_factory.mktemp("node")
+    """A server, and the directory to which it brings what it holds."""
+    folder = tmp_path_factory.mktemp("server")
     flags = ["--listen", "127.0.0.1:0", "--memory-limit", "512MiB", "--storage", str(folder / "durable")]
     environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
-    node = RunningNode(flags, folder / "node.log", environment).wait_listening()
-    yield node
-    node.stop(9)
+    server = RunningServer(flags, folder / "server.log", environment).wait_listening()
+    yield server
+    server.stop(9)
 
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    """A run of the test's own at the shared node."""
+    """A run of the test's own at the shared server."""
     return "".join(character if character.isalnum() else "-" for character in request.node.name)[-60:].lstrip("-")
 
 
-def test_a_snapshot_of_several_files_is_a_directory_of_them(shared: RunningNode, run: str, tmp_path: Path) -> None:
+def test_a_snapshot_of_several_files_is_a_directory_of_them(shared: RunningServer, run: str, tmp_path: Path) -> None:
     fs, (manifest, image) = file_system(shared), sharded(2)
     store = ServerStore(f"{shared.url}/{run}")
     store.put(manifest, memoryview(image), attempt=1)
@@ -83,7 +79,7 @@ def test_a_snapshot_of_several_files_is_a_directory_of_them(shared: RunningNode,
 # -- what it does -----------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_read_in_every_way(shared: RunningNode, run: str, tmp_path: Path) -> None:
+def test_a_file_is_read_in_every_way(shared: RunningServer, run: str, tmp_path: Path) -> None:
     fs = file_system(shared)
     text, path = bytes(range(256)) * 100, f"{run}/file"
     put_file(shared, run, "file", text)
@@ -112,7 +108,7 @@ def test_a_file_is_read_in_every_way(shared: RunningNode, run: str, tmp_path: Pa
     assert fs.cat_ranges([path] * 2, [0, 10], [5, 15]) == [text[:5], text[10:15]]
 
 
-def test_what_is_there_and_what_is_not(shared: RunningNode, run: str) -> None:
+def test_what_is_there_and_what_is_not(shared: RunningServer, run: str) -> None:
     fs = file_system(shared)
     put_file(shared, run, "file", b"x")
     assert fs.exists(run)
@@ -130,7 +126,7 @@ def test_what_is_there_and_what_is_not(shared: RunningNode, run: str) -> None:
         fs.cat_file(run)
 
 
-def test_an_empty_file(shared: RunningNode, run: str) -> None:
+def test_an_empty_file(shared: RunningServer, run: str) -> None:
     fs, path = file_system(shared), f"{run}/empty"
     put_file(shared, run, "empty", b"")
     assert (fs.size(path), fs.cat_file(path), fs.open(path).read()) == (0, b"", b"")
@@ -176,7 +172,7 @@ def _in_a_transaction(fs: SpotFileSystem, path: str) -> None:
 
 
 @pytest.mark.parametrize("how", WRITES)
-def test_nothing_is_written_or_removed(shared: RunningNode, tmp_path: Path, how: str) -> None:
+def test_nothing_is_written_or_removed(shared: RunningServer, tmp_path: Path, how: str) -> None:
     fs, path = file_system(shared), "read-only/file"
     if not fs.exists(path):
         put_file(shared, "read-only", "file", b"text")
@@ -189,7 +185,7 @@ def test_nothing_is_written_or_removed(shared: RunningNode, tmp_path: Path, how:
 
 
 @pytest.mark.parametrize("plugins", [[], [SpotCheckpointIO()]], ids=["lightning's", "ours"])
-def test_a_model_checkpoint_there_is_one_error(shared: RunningNode, run: str, plugins: list[Any]) -> None:
+def test_a_model_checkpoint_there_is_one_error(shared: RunningServer, run: str, plugins: list[Any]) -> None:
     own = ModelCheckpoint(f"{shared.url}/{run}", every_n_train_steps=1)
     with pytest.raises(OSError, match="spot:// is read only"):
         trainer(own, max_steps=2, plugins=plugins).fit(Net(), data())
@@ -197,7 +193,7 @@ def test_a_model_checkpoint_there_is_one_error(shared: RunningNode, run: str, pl
         SpotCheckpointIO().save_checkpoint({}, f"{shared.url}/{run}/mine.ckpt")
 
 
-def test_names_may_be_odd(shared: RunningNode, run: str) -> None:
+def test_names_may_be_odd(shared: RunningServer, run: str) -> None:
     fs = file_system(shared)
     for name in ("modèle=1 é.ckpt", "epoch=3-step=40%.ckpt", "a&b#c?d.ckpt", "日本.ckpt"):
         put_file(shared, run, name, name.encode())
@@ -207,8 +203,8 @@ def test_names_may_be_odd(shared: RunningNode, run: str) -> None:
     assert not fs.exists(f"{run}-never-written")
 
 
-def test_runs_of_one_name_are_told_apart_by_their_identity(shared: RunningNode, run: str) -> None:
-    fs, client = file_system(shared), ServerClient(parse_spot_url(shared.url)[0])
+def test_runs_of_one_name_are_told_apart_by_their_identity(shared: RunningServer, run: str) -> None:
+    fs, client = file_system(shared), shared.client()
     name = run[-40:]
     one, two = f"{name}@0123456789ab", f"{name}@ba9876543210"
     for text in (one, two):
@@ -225,7 +221,7 @@ def test_runs_of_one_name_are_told_apart_by_their_identity(shared: RunningNode, 
     assert all(item["attempt"] == 1 and not item["live"] for item in listed.values())
 
 
-def test_a_file_replaced_during_a_read_is_an_error_not_a_mixture(shared: RunningNode, run: str) -> None:
+def test_a_file_replaced_during_a_read_is_an_error_not_a_mixture(shared: RunningServer, run: str) -> None:
     fs = file_system(shared)
     path = f"{run}/file"
     put_file(shared, run, "file", b"a" * 30_000_000)
@@ -240,18 +236,18 @@ def test_a_file_replaced_during_a_read_is_an_error_not_a_mixture(shared: Running
 # -- what has left the memory -----------------------------------------------------------------------------------------
 
 
-def test_an_evicted_snapshot_is_hidden_and_its_storage_is_named(start_node: StartNode, tmp_path: Path) -> None:
-    node = start_node("--slots", "1", "--storage", str(tmp_path))
-    fs, durable, (gone, image) = file_system(node), tmp_path / "run", sharded(1)
+def test_an_evicted_snapshot_is_hidden_and_its_storage_is_named(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server("--slots", "1", "--storage", str(tmp_path))
+    fs, durable, (gone, image) = file_system(server), tmp_path / "run", sharded(1)
     held = sharded(2)[0]
     for manifest, content in ((gone, image), sharded(2)):
-        ServerStore(f"{node.url}/run").put(manifest, memoryview(content), attempt=1)
-        settle(node)
+        ServerStore(f"{server.url}/run").put(manifest, memoryview(content), attempt=1)
+        settle(server)
     assert fs.ls("run", detail=False) == [f"run/{held.name}"]
     for ask in (fs.info, fs.cat_file, fs.ls):
         with pytest.raises(SnapshotNotFoundError, match=str(durable)):
             ask(f"run/{gone.name}")
-    ServerClient(parse_spot_url(node.url)[0]).call("DELETE", f"/v1/files/run/{held.name}")
+    server.client().call("DELETE", f"/v1/files/run/{held.name}")
     until(lambda: not (durable / held.name).exists(), "what is removed from memory to be removed there, too")
     assert fs.ls("run", detail=False) == []
     into = bytearray(gone.nbytes)

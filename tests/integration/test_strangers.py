@@ -1,4 +1,4 @@
-"""What strangers without a token cost a node: no line of its log with a secret in it, few lines, little memory."""
+"""What strangers without a token cost a server: no line of its log with a secret in it, few lines, little memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,10 @@ from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, Se
 from lightning_spot.protocol.listening import CountedLog
 from lightning_spot.protocol.wire import Address, error_from_body
 from tests.integration.test_service_limits import address_of
-from tests.support.server import RunningNode
+from tests.support.server import StartServer
 
 pytestmark = pytest.mark.guarantee("G30")
 
-StartNode = Callable[..., RunningNode]
 LAST_S = 20.0
 MANY = 200
 
@@ -84,11 +82,11 @@ def test_a_token_file_that_is_a_pipe_keeps_nobody_waiting(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("token", "is_weak"), [(None, False), ("x" * 15, True), ("x" * 16, False)])
-def test_a_short_token_is_a_warning_of_the_node(
-    token: str | None, is_weak: bool, start_node: StartNode, tmp_path: Path
+def test_a_short_token_is_a_warning_of_the_server(
+    token: str | None, is_weak: bool, start_server: StartServer, tmp_path: Path
 ) -> None:
-    node = start_node(environment={"LIGHTNING_SPOT_TOKEN": token} if token else {})
-    log = node.log.read_text()
+    server = start_server(environment={"LIGHTNING_SPOT_TOKEN": token} if token else {})
+    log = server.log.read_text()
     assert log.count("fewer than 16 characters") == is_weak
     assert "xxx" not in log
 
@@ -108,7 +106,7 @@ def test_no_dataclass_shows_its_secret() -> None:
     assert {"Environment.secrets", "RunInfo.token"} <= hidden
 
 
-def test_an_answer_that_is_none_of_a_node_is_not_quoted() -> None:
+def test_an_answer_that_is_none_of_a_server_is_not_quoted() -> None:
     """What cannot read a request quotes the line that it cannot read: the one with the token, for instance."""
     body = f"400, message:\n  Invalid header value char:\n\n    b'Bearer {TOKEN}\\x01'".encode()
     error = error_from_body(400, body, "spot://10.0.0.1:7070")
@@ -159,17 +157,17 @@ HEAD = f"GET /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}"
     ],
     ids=["damaged", "no colon", "too long", "two lengths", "method", "TLS", "wrong token", "half a file", "silence"],
 )
-def test_a_stranger_costs_a_few_log_lines_whatever_is_sent(sent: bytes, line: str, start_node: StartNode) -> None:
+def test_a_stranger_costs_a_few_log_lines_whatever_is_sent(sent: bytes, line: str, start_server: StartServer) -> None:
     """It was a traceback for each bad request, which quoted the header: 500 bytes, or 96 GiB a day."""
-    node = start_node("--drain-timeout", "0", environment={"LIGHTNING_SPOT_TOKEN": TOKEN})
-    before = len(node.log.read_bytes())
+    server = start_server("--drain-timeout", "0", environment={"LIGHTNING_SPOT_TOKEN": TOKEN})
+    before = len(server.log.read_bytes())
     for _ in range(MANY):
-        with socket.create_connection(address_of(node), timeout=LAST_S) as connection, contextlib.suppress(OSError):
+        with socket.create_connection(address_of(server), timeout=LAST_S) as connection, contextlib.suppress(OSError):
             connection.sendall(sent)
             if sent:
                 connection.recv(100)
-    node.stop(signal.SIGTERM)  # it writes what it has counted
-    log = node.log.read_bytes()[before:].decode()
+    server.stop(signal.SIGTERM)  # it writes what it has counted
+    log = server.log.read_bytes()[before:].decode()
     assert "Traceback" not in log
     assert "horse" not in log
     assert len(log) < 500
@@ -210,22 +208,22 @@ def test_many_addresses_and_kinds_make_few_log_lines_a_minute(caplog: pytest.Log
     ids=["line", "value", "name", "many headers", "40 headers", "after blank lines"],
 )
 @pytest.mark.parametrize("piece", [200, 10**6])
-def test_a_head_that_does_not_end_is_not_kept(head: bytes, piece: int, start_node: StartNode) -> None:
+def test_a_head_that_does_not_end_is_not_kept(head: bytes, piece: int, start_server: StartServer) -> None:
     """It was kept up to a megabyte, for ten seconds; 4,096 of them were 4 GiB."""
-    node = start_node()
-    with socket.create_connection(address_of(node), timeout=5.0) as connection, contextlib.suppress(ConnectionError):
+    server = start_server()
+    with socket.create_connection(address_of(server), timeout=5.0) as connection, contextlib.suppress(ConnectionError):
         for start in range(0, len(head), piece):
             connection.sendall(head[start : start + piece])
         while connection.recv(1000):
             pass
 
 
-def test_a_head_within_its_bound_is_read_however_it_is_cut(start_node: StartNode) -> None:
-    node = start_node()
+def test_a_head_within_its_bound_is_read_however_it_is_cut(start_server: StartServer) -> None:
+    server = start_server()
     headers = b"".join(b"X%d: %s\r\n" % (each, b"a" * 900) for each in range(8))
     head = b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n"
     for piece in (1000, 7, 10**6):
-        with socket.create_connection(address_of(node), timeout=LAST_S) as connection:
+        with socket.create_connection(address_of(server), timeout=LAST_S) as connection:
             for _ in range(2):  # the second on the same connection
                 for start in range(0, len(head), piece):
                     connection.sendall(head[start : start + piece])

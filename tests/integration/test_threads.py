@@ -7,7 +7,6 @@ import functools
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import pytest
 
 from lightning_spot import threads
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.writer import Background
 from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.http.program import DescriptorChannel
@@ -154,19 +152,19 @@ def test_a_slot_not_made_during_training_is_made_when_needed(only_one: None, tmp
 
 def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
     """It never got one, and nothing of the run was durable in the end."""
-    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
-        node.open_run(run_info(tmp_path))
+    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
+        server.open_run(run_info(tmp_path))
         lacking("spot-uploader", 3)
-        upload = node.lease("run", 1, len(image_of(1)), wait_s=20.0)
+        upload = server.lease("run", 1, len(image_of(1)), wait_s=20.0)
         with upload.slot.view(len(image_of(1))) as view:
             view[:] = image_of(1)
-        node.seal(upload.id, sealed_as(1))
-        assert node.flush("run", 20.0) == []
+        server.seal(upload.id, sealed_as(1))
+        assert server.flush("run", 20.0) == []
     assert LocalStore(tmp_path / "durable").survey().manifests[0].step == 1
 
 
 def test_a_lost_server_no_thread_replaces_is_found_lost_again(lacking: Callable[[str, int], None]) -> None:
-    """It ended training, or nobody looked for a new node any more."""
+    """It ended training, or nobody looked for a new server any more."""
     lost, new = SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None), SimpleNamespace()
     link = HostLink(cast(Host, lost), lambda: cast(Host, new))
     lacking("spot-reconnect", 1)
@@ -198,10 +196,10 @@ def test_nobody_looks_for_a_server_once_the_ring_is_left() -> None:
 def test_512_ranks_of_a_host_may_connect_at_once(tmp_path: Path) -> None:
     """Those beyond the 64 that nobody had accepted yet were refused, and the 257th was hung up on."""
     with contextlib.ExitStack() as stack:
-        node = stack.enter_context(
+        server = stack.enter_context(
             contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None))
         )
-        channel = stack.enter_context(contextlib.closing(DescriptorChannel(node, tmp_path / "fds", None)))
+        channel = stack.enter_context(contextlib.closing(DescriptorChannel(server, tmp_path / "fds", None)))
         ranks = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(512)]
         for rank in ranks:
             rank.setblocking(False)
@@ -213,27 +211,14 @@ def test_512_ranks_of_a_host_may_connect_at_once(tmp_path: Path) -> None:
         channel.close()
 
 
-def test_a_node_without_a_thread_for_one_trainer_serves_the_next(
+def test_a_server_without_a_thread_for_one_trainer_serves_the_next(
     tmp_path: Path, lacking: Callable[[str, int], None]
 ) -> None:
     """It accepted nobody any more."""
-    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as node:
-        channel = DescriptorChannel(node, tmp_path / "fds")
+    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
+        channel = DescriptorChannel(server, tmp_path / "fds")
         lacking("spot-session", 1)
         with pytest.raises(ServerUnreachableError):
             Session(tmp_path / "fds", 5.0)
         Session(tmp_path / "fds", 5.0).close()
         channel.close()
-
-
-def test_a_pause_that_fails_ends_no_thread_beside_training() -> None:
-    done = threading.Event()
-
-    def fail() -> None:
-        raise MemoryError
-
-    background = Background("spot-test", fail, lambda: 0.01)
-    time.sleep(0.1)
-    background.put(done.set)
-    assert done.wait(20.0)
-    assert background.close(20.0)

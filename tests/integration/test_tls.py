@@ -37,23 +37,23 @@ from tests.integration.test_fit import stopped
 from tests.integration.test_service_limits import Silent, _hung_up, _serving
 from tests.support import folders
 from tests.support.said import said_about
-from tests.support.server import RunningNode, served
+from tests.support.server import RunningServer, served
 from tests.support.snapshots import spot
 from tests.support.trainer import Net, Probe, data, trainer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
 
-StartNode = Callable[..., RunningNode]
+StartServer = Callable[..., RunningServer]
 PARTS = 5 * 2**20
 TOKEN = "correct-horse-battery"
 
 
 @pytest.fixture
-def start_tls(start_node: StartNode, certs: Path, monkeypatch: pytest.MonkeyPatch) -> StartNode:
+def start_tls(start_server: StartServer, certs: Path, monkeypatch: pytest.MonkeyPatch) -> StartServer:
     """Starts servers that speak TLS; this process trusts their CA."""
     monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
-    return lambda *flags, **more: start_node(*pair(certs), *flags, **more)
+    return lambda *flags, **more: start_server(*pair(certs), *flags, **more)
 
 
 def pair(folder: Path) -> list[str]:
@@ -65,10 +65,13 @@ def hasty(monkeypatch: pytest.MonkeyPatch, certs: Path) -> Iterator[tuple[Snapsh
     """A server in this process that gives no stream more than two seconds."""
     monkeypatch.setattr(upload_requests, "FRAME_WAIT_S", 2.0)
     monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
-    node = SnapshotServer(slots=2, memory_bytes=2**28, open_store=open_store)
-    with served(node, tls=context_of(certs)) as port, closing(ServerClient(Address("127.0.0.1", port, tls=True))) as at:
+    server = SnapshotServer(slots=2, memory_bytes=2**28, open_store=open_store)
+    with (
+        served(server, tls=context_of(certs)) as port,
+        closing(ServerClient(Address("127.0.0.1", port, tls=True))) as at,
+    ):
         at.call("POST", "/v1/runs/run/open", {"attempt": 1, "token": ""})
-        yield node, at
+        yield server, at
 
 
 def context_of(folder: Path, client_ca: Path | None = None) -> Callable[[], ssl.SSLContext]:
@@ -84,7 +87,7 @@ def snapshot(step: int, image: bytes) -> Manifest:
 # -- the whole way -----------------------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_goes_and_comes_by_tls(start_tls: StartNode, cli: Callable[..., str]) -> None:
+def test_a_snapshot_goes_and_comes_by_tls(start_tls: StartServer, cli: Callable[..., str]) -> None:
     url = start_tls(environment={"LIGHTNING_SPOT_TOKEN": TOKEN}).url
     assert url.startswith("spots://")
     with pytest.MonkeyPatch.context() as patch:
@@ -110,22 +113,22 @@ def test_a_snapshot_goes_and_comes_by_tls(start_tls: StartNode, cli: Callable[..
 
 @pytest.mark.slow
 def test_a_training_resumes_from_servers_by_tls(
-    start_tls: StartNode, tmp_path: Path, runtime_dir: Path, certs: Path, monkeypatch: pytest.MonkeyPatch
+    start_tls: StartServer, tmp_path: Path, runtime_dir: Path, certs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Host and storage are lost; two servers that ask for a token and a certificate have the newest snapshot."""
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
     monkeypatch.chdir(certs)  # the local server runs elsewhere
     monkeypatch.setenv("LIGHTNING_SPOT_CA", CA)
     monkeypatch.setenv("LIGHTNING_SPOT_CLIENT_CERT", CLIENT)
-    nodes = [start_tls("--client-ca", str(certs / CA)) for _ in range(2)]
-    servers = [node.url for node in nodes]
+    servers = [start_tls("--client-ca", str(certs / CA)) for _ in range(2)]
+    servers = [server.url for server in servers]
     stopped(tmp_path, servers=servers, replicas=2, run_name="run")
     for server in servers:
         store = ServerStore(f"{server}/run")
         until(lambda: 15 in {each.step for each in store.survey().manifests}, f"step 15 at {server}")  # noqa: B023
-    folders.end_nodes(runtime_dir)
+    folders.end_servers(runtime_dir)
     shutil.rmtree(tmp_path / "run-1")
-    nodes[0].stop(9)
+    servers[0].stop(9)
     probe, callback = Probe(), spot(tmp_path, servers=servers, replicas=2, run_name="run")
     trainer(callback, probe).fit(Net(), data())
     assert min(probe.states) == 15
@@ -135,7 +138,7 @@ def test_a_training_resumes_from_servers_by_tls(
 
 
 def test_an_untrusted_server_gets_nothing(
-    start_tls: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_tls: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither another CA's nor that of another host; and nobody falls back to sending in clear."""
     url = start_tls().url
@@ -150,28 +153,30 @@ def test_an_untrusted_server_gets_nothing(
     assert client.call("GET", "/healthz")  # the connection that there is stays
 
 
-def test_the_name_of_a_host_is_verified(start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_host_is_verified(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, ["snapshots.example"])
     monkeypatch.setenv("LIGHTNING_SPOT_CA", str(tmp_path / CA))
-    url = start_node(*pair(tmp_path)).url
+    url = start_server(*pair(tmp_path)).url
     with pytest.raises(ServerRefusedError, match=r"127\.0\.0\.1", check=TierReason.TLS.caused):
         ServerClient(parse_spot_url(url)[0]).ping()
 
 
 def test_an_untrusted_server_is_not_asked_again(
-    start_node: StartNode, certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_server: StartServer, certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = start_node(*pair(certs)).url
+    url = start_server(*pair(certs)).url
     place = Location.of(tmp_path / "run-1", servers=url)
     (why,) = survey(place, RetryPolicy(tries=3, first_pause_s=0.05)).problems.values()
     assert "LIGHTNING_SPOT_CA" in why
     assert not said_about(caplog, "read-retried")
 
 
-def test_each_side_is_told_which_scheme_to_use(start_tls: StartNode, start_node: StartNode) -> None:
+def test_each_side_is_told_which_scheme_to_use(start_tls: StartServer, start_server: StartServer) -> None:
     for url, other, advice in (
         (start_tls().url, "spot", "write spots://"),
-        (start_node().url, "spots", "write spot://"),
+        (start_server().url, "spots", "write spot://"),
     ):
         address = parse_spot_url(url.replace(url.split(":")[0], other, 1))[0]
         with pytest.raises(ServerRefusedError, match=advice, check=TierReason.TLS.caused):
@@ -180,10 +185,10 @@ def test_each_side_is_told_which_scheme_to_use(start_tls: StartNode, start_node:
 
 
 def test_clients_show_a_certificate(
-    start_tls: StartNode, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_tls: StartServer, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = start_tls("--client-ca", str(certs / CA), "--drain-timeout", "0")
-    address = parse_spot_url(node.url)[0]
+    server = start_tls("--client-ca", str(certs / CA), "--drain-timeout", "0")
+    address = parse_spot_url(server.url)[0]
     with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_CLIENT_CERT") as caught:
         ServerClient(address).ping()
     assert caught.value.status == 403
@@ -193,29 +198,29 @@ def test_clients_show_a_certificate(
     monkeypatch.setenv("LIGHTNING_SPOT_CLIENT_CERT", str(tmp_path / CLIENT))
     with pytest.raises(ServerUnreachableError, match="LIGHTNING_SPOT_CLIENT_CERT"):
         ServerClient(address).ping()
-    node.stop()
-    log = node.log.read_text()
+    server.stop()
+    log = server.log.read_text()
     assert "denied requests (no client certificate) from 127.0.0.1" in log
     assert "TLS handshakes that failed from 127.0.0.1" in log
     assert "Traceback" not in log
 
 
 def test_new_certificates_are_used_without_a_restart(
-    start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new, used = (tmp_path / name for name in ("old", "new", "used"))
     for folder in (old, new):
         folder.mkdir()
         make(folder, ["127.0.0.1"])
     shutil.copytree(old, used)
-    node = start_node(*pair(used))
-    address = parse_spot_url(node.url)[0]
+    server = start_server(*pair(used))
+    address = parse_spot_url(server.url)[0]
     monkeypatch.setenv("LIGHTNING_SPOT_CA", str(old / CA))
     kept = ServerClient(address)
     kept.ping()
     shutil.copy(new / SERVER, used / SERVER)  # its key is still the old one's
     ServerClient(address).ping()
-    until(lambda: "stays in use" in node.log.read_text(), "the warning")
+    until(lambda: "stays in use" in server.log.read_text(), "the warning")
     shutil.copy(new / SERVER_KEY, used / SERVER_KEY)
     with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_CA"):
         ServerClient(address).ping()
@@ -225,7 +230,7 @@ def test_new_certificates_are_used_without_a_restart(
 
 
 def test_a_clients_files_are_read_again(
-    start_tls: StartNode, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_tls: StartServer, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = parse_spot_url(start_tls().url)[0]
     make(tmp_path, ["127.0.0.1"])
@@ -238,7 +243,7 @@ def test_a_clients_files_are_read_again(
 
 @pytest.mark.parametrize("variable", ["LIGHTNING_SPOT_CA", "LIGHTNING_SPOT_CLIENT_CERT"])
 def test_a_file_without_certificates_is_an_error(
-    variable: str, start_tls: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str, start_tls: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = parse_spot_url(start_tls().url)[0]
     (tmp_path / "file").write_text("none")
@@ -332,13 +337,13 @@ def test_a_head_after_the_handshake_has_what_is_left(certs: Path, monkeypatch: p
 
 
 def test_a_stream_by_tls_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, ServerClient]) -> None:
-    node, client = hasty
+    server, client = hasty
     stream = stream_of(client)
     stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
     stream._socket.deadline_s = time.monotonic() + 30
     with suppress(ConnectionError):
         assert stream._socket.recv(1) == b""
-    until(lambda: not any(upload.streams for upload in map(node.find_upload, node.uploads)), "the stream to end")
+    until(lambda: not any(upload.streams for upload in map(server.find_upload, server.uploads)), "the stream to end")
 
 
 def test_who_reads_no_answers_makes_no_buffer_grow(hasty: tuple[SnapshotServer, ServerClient]) -> None:
@@ -356,10 +361,10 @@ def test_who_reads_no_answers_makes_no_buffer_grow(hasty: tuple[SnapshotServer, 
 
 
 def test_a_stream_by_tls_ends_with_its_upload(hasty: tuple[SnapshotServer, ServerClient]) -> None:
-    node, client = hasty
+    server, client = hasty
     stream = stream_of(client)
-    (upload,) = node.uploads
-    node.abort(upload)
+    (upload,) = server.uploads
+    server.abort(upload)
     stream._socket.deadline_s = time.monotonic() + 30
     with suppress(ConnectionError):
         assert stream._socket.recv(1) == b""

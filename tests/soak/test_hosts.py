@@ -1,8 +1,8 @@
 """A trainer's host and two snapshot servers, each on a machine of its own: what is lost, cut and killed, and what is
 left.
 
-Machines are network namespaces; a lost one takes its processes and its memory with it. What the nodes hold is all there
-is: snapshots come to the durable tier too rarely to matter, but where a test is about that.
+Machines are network namespaces; a lost one takes its processes and its memory with it. What the servers hold is all
+there is: snapshots come to the durable tier too rarely to matter, but where a test is about that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Cluster:
     monkeypatch: pytest.MonkeyPatch
     zygote: Server
     log: Path
-    nodes: dict[str, str] = field(default_factory=dict)
+    servers: dict[str, str] = field(default_factory=dict)
     attempts: int = 0
     reached: int = 0
 
@@ -54,12 +54,12 @@ class Cluster:
     def oracle(self) -> Path:
         return self.root / f"oracle-{self.attempts}"
 
-    def start_node(self, host: str) -> None:
+    def start_server(self, host: str) -> None:
         log = self.root / f"{host}-{time.monotonic_ns()}.log"
-        self.nodes[host] = listening(self.network, host, 7070, log, "--allow-storage", str(self.root / "bucket"))
+        self.servers[host] = listening(self.network, host, 7070, log, "--allow-storage", str(self.root / "bucket"))
 
     def train(self, **more: Any) -> None:
-        """Start the trainer: a snapshot at every step, kept at both nodes."""
+        """Start the trainer: a snapshot at every step, kept at both servers."""
         self.attempts += 1
         request = {
             "dirpath": self.run_dir,
@@ -67,7 +67,7 @@ class Cluster:
             "elements": ELEMENTS,
             "pace_s": 0.02,
             "slots": 5,
-            "servers": list(self.nodes.values()),
+            "servers": list(self.servers.values()),
             "replicas": 2,
             "min_upload_interval_s": 3600.0,
             "upload_timeout_s": WAIT_S,
@@ -102,7 +102,7 @@ class Cluster:
         until(lambda: self.step() >= before + 5, "training to go on", WAIT_S)
 
     def status(self) -> dict[str, Any]:
-        """Of the node on the trainer's host; empty while it does not answer."""
+        """Of the server on the trainer's host; empty while it does not answer."""
         self.monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(self.network.folder(TRAINER)))
         try:
             record = starting.find_record(str(self.run_dir))
@@ -111,14 +111,14 @@ class Cluster:
             return {}
 
     def safe(self, host: str) -> int:
-        """The newest step that the trainer's host knows to be at a node; 0 if none is."""
-        url = self.nodes[host]
+        """The newest step that the trainer's host knows to be at a server; 0 if none is."""
+        url = self.servers[host]
         slots = [slot for slot in self.status().get("slots", ()) if slot["snapshot"]]
         at_it = (slot["snapshot"] for slot in slots if any(at.startswith(url) for at in slot["safe"]))
         return max((int(name.split("-")[1]) for name in at_it), default=0)
 
     def wait_safe(self, step: int, *hosts: str) -> int:
-        """Wait until a snapshot of ``step``, or of a later one, is at each of these nodes; the oldest of these."""
+        """Wait until a snapshot of ``step``, or of a later one, is at each of these servers; the oldest of these."""
 
         def found() -> int:
             newest = min(self.safe(host) for host in hosts)
@@ -127,8 +127,8 @@ class Cluster:
         return int(until(found, f"step {step} at {hosts}", WAIT_S))
 
     def sending(self, host: str) -> bool:
-        """Whether a snapshot is on its way to a node."""
-        url = self.nodes[host]
+        """Whether a snapshot is on its way to a server."""
+        url = self.servers[host]
         return any(any(at.startswith(url) for at in slot["dirty"]) for slot in self.status().get("slots", ()))
 
     def ends(self) -> None:
@@ -151,7 +151,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -
             network.shape(TRAINER, bits_per_s=SLOW_BITS_PER_S)
             made = Cluster(network, tmp_path, monkeypatch, zygote, log)
             for host in (LEFT, RIGHT):
-                made.start_node(host)
+                made.start_server(host)
             yield made
 
 
@@ -192,7 +192,7 @@ def test_the_trainers_machine_and_perhaps_a_server_are_lost(
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["machine", "link"])
-def test_a_node_is_lost_and_comes_back(cluster: Cluster, phase: Callable[[Cluster], None], fault: str) -> None:
+def test_a_server_is_lost_and_comes_back(cluster: Cluster, phase: Callable[[Cluster], None], fault: str) -> None:
     cluster.train()
     cluster.resumed()
     cluster.wait_safe(3, LEFT, RIGHT)
@@ -204,7 +204,7 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster, phase: Callable[[Cluste
     cluster.trains_on()
     cluster.wait_safe(cluster.step(), RIGHT)
     if fault == "machine":
-        cluster.start_node(LEFT)
+        cluster.start_server(LEFT)
     else:
         cluster.network.mend(LEFT)
     cluster.wait_safe(cluster.step(), LEFT, RIGHT)
@@ -233,23 +233,23 @@ def test_the_trainers_link_is_cut(cluster: Cluster) -> None:
     cluster.ends()
 
 
-def test_the_node_that_carries_the_run_on_is_lost_before_it_has(cluster: Cluster) -> None:
+def test_the_server_that_uploads_is_lost_before_it_has(cluster: Cluster) -> None:
     """Then the other one does; and what it has becomes durable with the trainer's machine gone as well."""
     cluster.train(min_upload_interval_s=0.0)
     cluster.resumed()
     cluster.wait_safe(3, LEFT, RIGHT)
-    carrier = next(host for host, url in cluster.nodes.items() if _carries(cluster, url))
+    carrier = next(host for host, url in cluster.servers.items() if _carries(cluster, url))
     other = RIGHT if carrier == LEFT else LEFT
     cluster.lose(carrier)
     cluster.trains_on()
-    until(lambda: _carries(cluster, cluster.nodes[other]), "the other node to carry the run on", WAIT_S)
+    until(lambda: _carries(cluster, cluster.servers[other]), "the other server to carry the run on", WAIT_S)
     promised = cluster.wait_safe(cluster.step(), other)
     cluster.lose(TRAINER)
     durable = LocalStore(cluster.run_dir)
     until(lambda: max((each.step for each in durable.survey().manifests), default=0) >= promised, "it there", WAIT_S)
     cluster.lose(other)
-    cluster.start_node(other)
-    cluster.start_node(carrier)
+    cluster.start_server(other)
+    cluster.start_server(carrier)
     cluster.train()
     assert cluster.resumed() >= promised
     cluster.lose(TRAINER)

@@ -55,7 +55,7 @@ LOST = ("a rank", "a machine", "the first machine", "a link")
 WHENS = (at_once, *PHASES, flushing)
 CELLS = [
     *((kind, what, when) for kind in list(KINDS)[:6] for what in (*LOST, KINDS[kind].third) for when in WHENS),
-    *((kind, what, at_once) for kind in list(KINDS)[6:] for what in (*LOST, "the first rank", "the first node")),
+    *((kind, what, at_once) for kind in list(KINDS)[6:] for what in (*LOST, "the first rank", "the first server")),
 ]
 EVERYDAY = [("ddp on two ranks", "the first machine", flushing)]
 
@@ -109,7 +109,7 @@ def test_machines_train_and_something_is_lost(machines: Machines, twin: Twin, wh
 def test_with_replicas_a_machine_and_a_server_are_lost_at_once(
     machines: Machines, twin: Twin, what: str, when: When
 ) -> None:
-    """It goes on from the nodes that are left, with what a resume found there."""
+    """It goes on from the servers that are left, with what a resume found there."""
     machines.train_slowly_to(8)
     when(machines)
     machines.network.lose("memory")

@@ -83,7 +83,6 @@ class Oracle(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start = self.spot.resumed_from
-        assert isinstance(pl_module, Counter)
         whole = pl_module.whole(trainer.global_step)
         self.say("attempt", self.spot.attempt)
         self.say("from", start.step if start else 0, start.tier if start else "nowhere", "whole" if whole else "TORN")
@@ -130,7 +129,7 @@ def train(
 
 
 def move(namespace: str, directory: str, environment: dict[str, str], python: str) -> None:
-    """Go on in another network namespace, as on another machine; its node is started there, by ``python``."""
+    """Go on in another network namespace, as on another machine; its server is started there, by ``python``."""
     sys.executable = python
     os.environ.update(environment)
     os.chdir(directory)

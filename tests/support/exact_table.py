@@ -400,7 +400,6 @@ LOADERS: dict[str, Case] = {
 }
 
 
-_Step = torch.optim.lr_scheduler.StepLR
 _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 LOOPS: dict[str, Case] = {

@@ -2,7 +2,7 @@
 
 ``faulty-objects://path`` is a directory that behaves like a bucket (an object appears when it is complete),
 ``faulty-s3://bucket`` is S3 itself. All count their calls and strike by a :class:`Plan`. In another
-process (a node) :func:`environment` makes them known and names a file with the plan.
+process (a server) :func:`environment` makes them known and names a file with the plan.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a test process keeps what must not outlive it: folders named by it, so that the next one can clear up.
 
-A test run that is killed leaves its runtime directories and slots behind. Whoever starts the next one ends the nodes
+A test run that is killed leaves its runtime directories and slots behind. Whoever starts the next one ends the servers
 that are noted there and removes the folders, of dead test processes of this machine only.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from lightning_spot.protocol.process import ProcessId
 
 SHM = Path("/dev/shm")
-RUNTIME, SLOTS, WARM = "ls-test-", "lightning-spot-test-", "ls-warm-"
+RUNTIME, SLOTS, WARM = "ls-test-", "lightning-spot-test-", "ls-python-"
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")
 _KILL_S = 30.0
 _SURELY_BEGUN_S = 60.0
@@ -61,7 +61,7 @@ def kept() -> Iterator[list[Path]]:
 
 
 def clear_up() -> None:
-    """Remove what dead test processes left, and end their nodes."""
+    """Remove what dead test processes left, and end their servers."""
     here = ProcessId.of(os.getpid())
     assert here is not None
     for home, prefix in homes():
@@ -70,22 +70,22 @@ def clear_up() -> None:
             if named is None or own_name(here).rpartition("-")[2] != named[3]:
                 continue  # of another process namespace: its numbers say nothing here
             if not ProcessId(int(named[1]), int(named[2]), here.namespace).alive:
-                end_nodes(folder)
+                end_servers(folder)
                 shutil.rmtree(folder, ignore_errors=True)
     for folder in Path(tempfile.gettempdir()).glob(f"{WARM}*"):
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - folder.stat().st_mtime > _SURELY_BEGUN_S and not _answers(folder / "nodes"):
+            if time.time() - folder.stat().st_mtime > _SURELY_BEGUN_S and not _answers(folder / "servers"):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_nodes(folder: Path) -> None:
-    """End the nodes whose records lie below ``folder``, also those of hosts that a test has made."""
+def end_servers(folder: Path) -> None:
+    """End the servers whose records lie below ``folder``, also those of hosts that a test has made."""
     for alive in files_below(folder):
         if alive.suffix != ".alive":
             continue
         with contextlib.suppress(FileNotFoundError):  # it ends by itself at this moment
-            if (node := ProcessId.from_json(alive.read_bytes())) is not None:
-                node.kill(_KILL_S)
+            if (server := ProcessId.from_json(alive.read_bytes())) is not None:
+                server.kill(_KILL_S)
 
 
 def _answers(path: Path) -> bool:

@@ -120,7 +120,7 @@ class Machines:
         """Something is lost. Training goes on without it, or is started again."""
         if what == "a link":
             self.cut_for_a_while()
-        elif what == "the first node":
+        elif what == "the first server":
             os.kill(self._processes("first", b"--embedded")[-1], signal.SIGKILL)  # the twin's may be there yet
         elif what == self.third:
             self.lose_third()
@@ -134,7 +134,7 @@ class Machines:
         else:
             self.network.lose("second" if what == "a machine" else "first")
             until(self.ended, "it to end", 100.0)
-        if what not in ("a link", "the first node", self.third) or self.ended():
+        if what not in ("a link", "the first server", self.third) or self.ended():
             self.end()
             self.train(steps=steps)
 

@@ -168,11 +168,11 @@ names of what is lost of modules | state.fit_state | exact_table::equal_or_warne
 -lost=sorted(parts.hooked.lost),
 +lost=[],
 # a snapshot that was said to be durable is lost with the machine's page cache
-fsync of files | store.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of files | store.posix | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -            write_parts(file, parts)
 -            os.fsync(file.fileno())
 +            write_parts(file, parts)
-fsync of directories | store.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of directories | store.posix | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 -    try:
 -        os.fsync(fd)
@@ -186,7 +186,7 @@ fsync of what is there | store.posix | on_disk::the_very_same_once_more_is_on_th
 +    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 +    try:
 +        pass
-fsync of a new folder's name | store.posix | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of a new folder's name | store.posix | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -        sync_directory(folder.parent)
 +        pass
 # a claim that fences is lost
@@ -227,16 +227,16 @@ fsync of a manifest out of the way | store.local | on_disk::no_old_manifest_stan
 +                    pass
 +            try
 # a manifest stands without its bytes
-fsync between bytes and manifest | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync between bytes and manifest | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -                posix.sync_directory(data.parent)
 -                os.replace(noted, commit)
 +                os.replace(noted, commit)
 # a snapshot that was said to be durable is lost with the machine's page cache
-fsync of the manifest's name | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of the manifest's name | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -        posix.sync_directory(commit.parent)
 -        if not
 +        if not
-fsync of the snapshot's name | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+fsync of the snapshot's name | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -            posix.sync_directory(self.root)
 -        for place
 +            pass
@@ -268,12 +268,12 @@ stop looks who listens | cli.stop | commands::stop_never_ends_a_process_that_doe
 -    return process if process is not None and _listens(process.pid, address.port) else None
 +    return process
 # half a file is taken for a whole one
-rename of bytes | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+rename of bytes | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -                    os.replace(temporary, place)
 -                posix
 +                    place.write_bytes(temporary.read_bytes())
 +                files
-rename of the manifest | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+rename of the manifest | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -                os.replace(noted, commit)
 +                commit.write_bytes(noted.read_bytes())
 rename of a host's file | store.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
@@ -290,7 +290,7 @@ exclusive claim without links | store.posix | directories::without_hard_links_cl
 -os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
 +os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666
 # half a file is taken for a whole one
-rename of a slot's record | server.area | ring::a_new_node_takes_over_what_a_killed_one_left[True]
+rename of a slot's record | server.area | ring::a_new_server_takes_over_what_a_killed_one_left[True]
 -            os.replace(temporary, self._here / name)
 +            (self._here / name).write_bytes(temporary.read_bytes())
 # a killed trainer loses rows of its log
@@ -298,7 +298,7 @@ rename of a log | state.loggers | loggers::no_row_is_lost_in_a_kill_while_a_colu
 -    temporary = file.with_name(f".{file.name}.tmp")
 +    temporary = file
 # a manifest stands without its bytes
-manifest last in a directory | store.local | crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & crash_points::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1]
+manifest last in a directory | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1]
 -            try:
 -                for temporary, place in zip
 +            try:
@@ -365,8 +365,8 @@ owner | store.fences | fences::nothing_is_changed_for_who_was_overtaken[local-sa
 claim of another | store.fences | stores::of_two_claims_of_a_number_the_first_holds[local]
 -    if existing is None or existing.digest != claim.digest:
 +    if False:
-# a node writes into a directory that its trainer never claimed
-unclaimed | store.fences | ownership::a_node_does_nothing_where_the_attempt_has_not_claimed
+# a server writes into a directory that its trainer never claimed
+unclaimed | store.fences | ownership::a_server_does_nothing_where_the_attempt_has_not_claimed
 -    if existing is None:
 -        raise TierError
 +    if existing is None:
@@ -443,7 +443,7 @@ owner before sweep in a bucket | store.objects | fences::nothing_is_changed_for_
 -
 +
 # an older file replaces a newer one
-fence of a file | store.store | fences::a_file_of_a_later_attempt_stays[local]
+fence of a file | store.store | stores::an_earlier_attempt_does_not_overwrite_a_later_ones_file[local]
 -                check_file_fence(manifest, self._manifest_at(manifest))
 +                pass
 # an attempt that was overtaken writes over the one that goes on
@@ -486,21 +486,21 @@ certificate of a client | http.limits | tls::clients_show_a_certificate
 -        elif context.verify_mode is not ssl.CERT_NONE and
 +        elif context.verify_mode is None and
 # damaged weights are taken for good ones
-checksum on arrival | http.upload_requests | node::a_part_that_came_damaged_is_never_committed
+checksum on arrival | http.upload_requests | server::a_part_that_came_damaged_is_never_committed
 -digest if digest == frame.digest != NO_DIGEST else None
 +digest if digest != NO_DIGEST else None
-checksum that a sender is told | client.part_streams | node::a_part_damaged_on_its_way_is_sent_again
+checksum that a sender is told | client.part_streams | server::a_part_damaged_on_its_way_is_sent_again
 -                if digest == part.digest:
 +                if True:
 checksum at the commit of a transfer | server.uploads | ring::parts_must_all_have_arrived
 -            if received.get(start) != (stop - start, noted):
 +            if False:
 # a damaged request is carried out
-checksum of a request | http.fields | node::a_request_that_came_damaged_is_refused
+checksum of a request | http.fields | server::a_request_that_came_damaged_is_refused
 -    if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
 +    if False:
 # damaged weights are taken for good ones
-checksum of what a node answers | client.remote | node::what_is_damaged_on_its_way_back_is_fetched_again
+checksum of what a server answers | client.remote | server::what_is_damaged_on_its_way_back_is_fetched_again
 -        self.client.receive(path, start, into)
 -        try:
 -            manifest.verify_range(start, into, self.url)
@@ -574,10 +574,10 @@ what is read stays | server.slots | ring::readers_are_safe_from_reuse
 -if slot in may_go and not slot.readers and
 +if slot in may_go and
 # the only copy of the newest snapshot is given away
-what is only here survives the node | server.ring | ring::an_orderly_end_keeps_what_is_safe_nowhere_else
+what is only here survives the server | server.ring | ring::an_orderly_end_keeps_what_is_safe_nowhere_else
 -{slot for view in self.views() for slot in view.only_here} if keep_unsafe else set()
 +set()
-what a tier has lost is owed again | server.ring | replicas::a_node_that_comes_back_empty_is_sent_the_newest
+what a tier has lost is owed again | server.ring | several_servers::a_server_that_comes_back_empty_is_sent_the_newest
 -                del slot.seen[url]
 -
 +

@@ -1,7 +1,7 @@
 """Helpers of the crash tests: what a whole snapshot looks like, processes to kill, and a tracer that strikes at a call.
 
 Run as a program it is a small server without torch. For each line it forks a child that runs a scenario with the real
-stores and nodes, and strikes it at its N-th call that changes files or directories.
+stores and servers, and strikes it at its N-th call that changes files or directories.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _worked(tell: Tell, action: Callable[..., Any], *arguments: Any, **more: Any
 
 
 def use_store(root: Path, tell: Tell) -> None:
-    """Claim, put, put again (as the heir of a killed node does), keep one."""
+    """Claim, put, put again (as the heir of a killed server does), keep one."""
     store = LocalStore(root / "durable")
     writer = 0
     for step in range(1, STEPS + 1):
@@ -281,41 +281,41 @@ def run_info(root: Path, *, attempt: int = 1, keep: int = 2, session: str = "") 
     return replace(run, keep=Keep(newest=keep), durable_url=url, session=session)
 
 
-def use_node(root: Path, tell: Tell) -> None:
+def use_server(root: Path, tell: Tell) -> None:
     """Seal into a ring in tmpfs, which has to let snapshots go and grow a slot, and flush."""
     try:
-        node = SnapshotServer(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
+        server = SnapshotServer(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
     except OSError:
-        tell("refused", "node")  # the program ends then, and says why
+        tell("refused", "server")  # the program ends then, and says why
         return
-    node.begin_session(_SESSION)
-    attempt = node.open_run(run_info(root, attempt=node.claimed("run") + 1, keep=1, session=_SESSION)).attempt
+    server.begin_session(_SESSION)
+    attempt = server.open_run(run_info(root, attempt=server.claimed("run") + 1, keep=1, session=_SESSION)).attempt
     for step in range(1, STEPS + 1):
-        if _worked(tell, _seal, node, attempt, step):
+        if _worked(tell, _seal, server, attempt, step):
             tell("committed", step)
             if step in (2, STEPS):
-                left = node.flush("run", 10.0)
+                left = server.flush("run", 10.0)
                 assert not left, f"never clean again: {left}"
                 tell("durable", step)
-    node.close(keep_unsafe=True)
+    server.close(keep_unsafe=True)
 
 
-def _seal(node: SnapshotServer, attempt: int, step: int) -> None:
+def _seal(server: SnapshotServer, attempt: int, step: int) -> None:
     image = image_of(step)
-    upload = node.lease("run", attempt, len(image), wait_s=20.0)
+    upload = server.lease("run", attempt, len(image), wait_s=20.0)
     with upload.slot.view(len(image)) as view:
         view[:] = image
     try:
-        node.seal(upload.id, manifest_of(step))
+        server.seal(upload.id, manifest_of(step))
     except BaseException:
-        node.abort(upload.id)  # as the trainer does
+        server.abort(upload.id)  # as the trainer does
         raise
 
 
 SCENARIOS = {
     "store": use_store,
     "file": use_file,
-    "node": use_node,
+    "server": use_server,
     "history": use_history,
     **shard_scenarios.SCENARIOS,
 }

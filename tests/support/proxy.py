@@ -15,7 +15,7 @@ KINDS = ("cut before", "cut within", "cut after", "delay", "corrupt")
 
 
 class Proxy:
-    """Stands before a node.
+    """Stands before a server.
 
     Args:
         target: its ``spot://`` URL, or that of an HTTP server.
@@ -24,9 +24,9 @@ class Proxy:
     Attributes:
         url: where to connect instead.
         delay_s: of every message.
-        cut_after: bytes of a connection towards the node after which it is cut.
+        cut_after: bytes of a connection towards the server after which it is cut.
         corruptions: how many more large messages to damage.
-        given_bytes, taken_bytes: that the node has sent, and was sent.
+        given_bytes, taken_bytes: that the server has sent, and was sent.
         silent: whether it takes connections and says nothing; see :meth:`fall_silent`.
     """
 
@@ -51,7 +51,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def strike(self, number: int, kind: str) -> None:
-        """From now on count messages towards the node, and do ``kind`` to that ``number``, from 1."""
+        """From now on count messages towards the server, and do ``kind`` to that ``number``, from 1."""
         self._messages, self._strike, self.struck = itertools.count(1), (number, kind), False
 
     def fall_silent(self, *, reads: bool = True) -> None:
@@ -92,7 +92,7 @@ class Proxy:
         self,
         source: socket.socket,
         sink: socket.socket,
-        towards_node: bool,
+        towards_server: bool,
         mute: threading.Event,
         lost: threading.Event,
     ) -> None:
@@ -103,7 +103,7 @@ class Proxy:
                     continue
                 time.sleep(self.delay_s)
                 moved += len(chunk)
-                if towards_node:
+                if towards_server:
                     if self.cut_after is not None and moved > self.cut_after:
                         break
                     chunk, goes_on = self._treat(chunk, mute)

@@ -198,8 +198,8 @@ class World:
     def open(self, place: Place, *, apart: bool) -> None:
         if place.info.servers:
             number = self.rings.index(place) if apart else 0
-            nodes = (*place.info.servers[number:], *place.info.servers[:number])
-            place.info = replace(place.info, servers=nodes)
+            servers = (*place.info.servers[number:], *place.info.servers[:number])
+            place.info = replace(place.info, servers=servers)
             place.servers = Servers(place.info)
         else:
             place.tiers = Tiers((STORAGE,))
@@ -494,9 +494,7 @@ class World:
 
     def ask(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
         server, servers = self.servers[base_of(action.url)], place.servers
-        assert servers is not None
         mine = servers.find(action.url)
-        assert mine is not None
         upload = mine.asked_to_upload
         server.info = replace(server.info, carry=upload or (server.info.carry and place is not self.rings[0]))
         server.tiers = Tiers((STORAGE,)) if server.info.carry else Tiers()
@@ -514,7 +512,6 @@ class World:
         return note
 
     def tell(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
-        assert place.servers is not None
         mine = place.servers.find(action.url)
         assert mine is not None
         facts = reconcile.untold(self.observed(place), mine)
@@ -524,7 +521,6 @@ class World:
         return lambda: mine.told.update((manifest.lineage, fact) for manifest, fact in facts)
 
     def learn(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
-        assert place.servers is not None
         mine = place.servers.find(action.url)
         assert mine is not None
         server, committed = self.servers[base_of(action.url)], set(self.storage.committed)
@@ -533,7 +529,6 @@ class World:
         def note() -> None:
             for slot in reconcile.unknown(self.desired(place), self.observed(place), mine):
                 manifest = slot.manifest
-                assert manifest is not None
                 there = listed.get(manifest.name)
                 is_safe = manifest.snapshot in committed if there is None else there.seen.get(STORAGE) is Mark.SAFE
                 if is_safe:
@@ -547,7 +542,6 @@ class World:
 
     def look(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
         servers, server = place.servers, self.servers[base_of(action.url)]
-        assert servers is not None
         mine = servers.find(action.url)
         assert mine is not None
         shown: dict[str, list[Manifest]] = {}

@@ -14,9 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.remote import ServerStore
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SnapshotNotFoundError
 from lightning_spot.http.routes import Service
+from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -31,15 +35,17 @@ from tests.support.waiting import DEADLINE_S, until
 
 MIB = 2**20
 RUN_ID, OTHER_ID = "0123456789ab", "ba9876543210"
+RUN = f"run@{RUN_ID}"
+FIRST, SECOND, THIRD = "spot://first:7070", "spot://second:7070", "spot://third:7070"
 
 
 class Bench:
-    """A node over gated stores, with one run or several."""
+    """A server over gated stores, with one run or several."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.stores: dict[str, GatedStore] = {}
         self.root = root
-        self.node = SnapshotServer(
+        self.server = SnapshotServer(
             **{"allow": None, "slots": 3, "memory_bytes": 64 * MIB, "open_store": self.store, **settings}
         )
 
@@ -50,7 +56,7 @@ class Bench:
         url = str(self.root / f"tier-{run_id}")
         info = RunInfo(name="run", id=run_id, location=f"file://{url}", attempt=attempt, token=f"token-{attempt}")
         info = replace(info, durable_url=url if durable else None, **more)
-        opened = self.node.open_run(info)
+        opened = self.server.open_run(info)
         if info.durable_url == url and (store := LocalStore(url)).claimed() < attempt:
             store.claim(info.claim())  # as the trainer of the attempt does
         return opened
@@ -70,34 +76,34 @@ class Bench:
         followed: bool = False,
         **fields: Any,
     ) -> Manifest:
-        upload = self.node.lease(f"run@{run_id}", attempt, nbytes, wait_s=wait_s)
+        upload = self.server.lease(f"run@{run_id}", attempt, nbytes, wait_s=wait_s)
         with upload.slot.view(nbytes) as view:
             view[:] = image_of(step, nbytes)
         manifest = manifest_of(step, attempt, nbytes, run_id, **fields)
-        return self.node.seal(upload.id, manifest, destinations, followed=followed)
+        return self.server.seal(upload.id, manifest, destinations, followed=followed)
 
     def file(self, name: str, step: int, **more: Any) -> Manifest:
         """Commit a user's file."""
         return self.save(step, name=name, file="", **more)
 
     def committed(self, run_id: str = RUN_ID) -> list[int]:
-        return [manifest.step for slot in self.node.committed(f"run@{run_id}") if (manifest := slot.manifest)]
+        return [manifest.step for slot in self.server.committed(f"run@{run_id}") if (manifest := slot.manifest)]
 
     def flush(self, wait_s: float = 30.0) -> list[str]:
-        return self.node.flush(None, wait_s)
+        return self.server.flush(None, wait_s)
 
     def die(self) -> None:
         """Leave everything as ``kill -9`` does: only the files remain, and nobody holds their lock."""
-        area = self.node.ring.area
+        area = self.server.ring.area
         assert area is not None
-        self.node.reconciler.close()
+        self.server.reconciler.close()
         area._lock_file.close()
 
     def close(self) -> None:
         for store in self.stores.values():
             store.open.set()
             store._pause.set()
-        self.node.close()
+        self.server.close()
 
 
 def image_of(step: int, nbytes: int) -> bytes:
@@ -111,11 +117,11 @@ def manifest_of(step: int, attempt: int = 1, nbytes: int = 1000, run_id: str = R
     return Manifest(**{**plain, "attempt": attempt, "nbytes": nbytes, **fields})
 
 
-class NodeBehind:
-    """The next node of a chain, in this process: what :class:`~lightning_spot.client.remote.ServerStore` is over HTTP.
+class ServerBehind:
+    """A snapshot server in this process: what :class:`~lightning_spot.client.remote.ServerStore` is over HTTP.
 
     Attributes:
-        node: the node itself; ``None`` while it does not answer.
+        server: the server itself; ``None`` while it does not answer.
         full: whether it has no slot.
         sent: received so far.
         opened: how often a run was opened.
@@ -125,10 +131,10 @@ class NodeBehind:
         known: what it would be told if it had forgotten the run.
     """
 
-    def __init__(self, url: str, node: SnapshotServer | None) -> None:
+    def __init__(self, url: str, server: SnapshotServer | None) -> None:
         self.url = url
         self.run = url.rpartition("/")[2]
-        self.node = node
+        self.server = server
         self.full = False
         self.sent = Sent()
         self.opened = 0
@@ -140,21 +146,21 @@ class NodeBehind:
 
     def open_run(self, info: RunInfo) -> Opened:
         self.opened += 1
-        return self._node().open_run(info)
+        return self._reached().open_run(info)
 
     def know(self, info: RunInfo) -> None:
         self.known = info
 
     def listing(self) -> list[Listed]:
-        node = self._node()
-        held = [(slot, slot.manifest) for slot in node.committed(self.run)]
-        return [Listed(manifest, node.ring.owed([slot]), slot.safe) for slot, manifest in held if manifest]
+        server = self._reached()
+        held = [(slot, slot.manifest) for slot in server.committed(self.run)]
+        return [Listed(manifest, server.ring.owed([slot]), slot.safe) for slot, manifest in held if manifest]
 
     def flush(self, wait_s: float) -> list[str]:
-        return self._node().flush(self.run, wait_s)
+        return self._reached().flush(self.run, wait_s)
 
     def settle(self, manifest: Manifest, attempt: int) -> None:
-        self._node().settle(self.run, attempt, manifest.name, manifest.lineage)
+        self._reached().settle(self.run, attempt, manifest.name, manifest.lineage)
 
     def send(
         self,
@@ -169,9 +175,9 @@ class NodeBehind:
         self.waiting = True
         assert self.open.wait(30)
         self.waiting = False
-        node = self._node()
+        server = self._reached()
         plain = replace(coming.manifest, checksums=())
-        upload = node.lease(self.run, attempt, plain.nbytes, manifest=plain, wait_s=5.0)
+        upload = server.lease(self.run, attempt, plain.nbytes, manifest=plain, wait_s=5.0)
         with upload.slot.view(plain.nbytes) as view:
             for start, stop, checksum in coming.sealed_parts():
                 upload.received.begin(start, stop)
@@ -179,27 +185,85 @@ class NodeBehind:
                 upload.received.end(start, checksum)
                 self.sent.whole_bytes += stop - start
         manifest = coming.committed()
-        self._node().commit(upload.id, manifest)
+        self._reached().commit(upload.id, manifest)
         self.arrived.append(manifest.step)
         return manifest
 
     def fail(self, manifest: Manifest) -> None:
-        self._node().fail(self.run, manifest.attempt, manifest)
+        self._reached().fail(self.run, manifest.attempt, manifest)
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         self.send(Coming(manifest, image), attempt=attempt)
 
     def delete(self, manifest: Manifest) -> None:
         with contextlib.suppress(SnapshotNotFoundError):
-            self._node().remove(self.run, manifest.name)
+            self._reached().remove(self.run, manifest.name)
 
     def claimed(self) -> int:
-        return self._node().claimed(self.run)
+        return self._reached().claimed(self.run)
 
-    def _node(self) -> SnapshotServer:
-        if self.node is None:
+    def _reached(self) -> SnapshotServer:
+        if self.server is None:
             raise ServerUnreachableError(f"nobody answers at {self.url}")
-        return self.node
+        return self.server
+
+
+class WithServers(Bench):
+    """A host whose runs have snapshot servers; each of them has stores of its own over the same directories."""
+
+    def __init__(self, root: Path, allow: list[str] | None) -> None:
+        self.behind: dict[str, ServerBehind] = {}
+        self.far: dict[str, dict[str, GatedStore]] = {FIRST: {}, SECOND: {}, THIRD: {}}
+        self.servers = {base: self.make_server(base, allow) for base in (FIRST, SECOND, THIRD)}
+        super().__init__(root, slots=4)
+        for base in (FIRST, SECOND, THIRD):
+            self.behind[base] = ServerBehind(f"{base}/{RUN}", self.servers[base])
+
+    def make_server(self, base: str, allow: list[str] | None) -> SnapshotServer:
+        stores = self.far[base]
+        return SnapshotServer(
+            slots=None,
+            memory_bytes=64 * MIB,
+            allow=allow,
+            open_store=lambda url: stores.setdefault(url, GatedStore(url)),
+        )
+
+    def store(self, url: str) -> Any:
+        return self.behind[url.rpartition("/")[0]] if url.startswith("spot://") else super().store(url)
+
+    def by_server(self, base: str) -> GatedStore:
+        """The durable tier as a snapshot server sees it."""
+        url = self.tier().url
+        return self.far[base].setdefault(url, GatedStore(url))
+
+    def durable(self) -> list[int]:
+        return [manifest.step for manifest in LocalStore(self.tier().url).survey().manifests]
+
+    def start(self, *servers: str, **more: Any) -> None:
+        self.open(servers=servers, **more)
+
+    def held(self, base: str) -> list[int]:
+        """Steps that a snapshot server has."""
+        return [slot.manifest.step for slot in self.servers[base].committed(RUN) if slot.manifest]
+
+    def close(self) -> None:
+        for stores in self.far.values():
+            for store in stores.values():
+                store.open.set()
+        for behind in self.behind.values():
+            behind.open.set()
+        super().close()
+        for server in self.servers.values():
+            server.close()
+
+
+class OverHttp(Bench):
+    """A host whose snapshot servers are processes."""
+
+    def store(self, url: str) -> Any:
+        if url.startswith("spot://"):
+            return ServerStore(url)
+        return super().store(url)
 
 
 _LAST_S = 60.0  # of what never takes so long
@@ -209,35 +273,35 @@ _LAST_S = 60.0  # of what never takes so long
 def snapshot_server(root: Path, **settings: Any) -> Iterator[tuple[SnapshotServer, str]]:
     """The usual snapshot server, which stores below ``root`` only; it, and its URL."""
     usual = {"slots": None, "memory_bytes": 64 * MIB, "open_store": open_store, "allow": [str(root)]}
-    node = SnapshotServer(**{**usual, **settings})
-    with served(node) as port:
-        yield node, f"spot://127.0.0.1:{port}"
+    server = SnapshotServer(**{**usual, **settings})
+    with served(server) as port:
+        yield server, f"spot://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager
 def served(
-    node: SnapshotServer,
+    server: SnapshotServer,
     port: int = 0,
     *,
     secrets: tuple[str, ...] = (),
     tls: Callable[[], ssl.SSLContext] | None = None,
     **service_fields: Any,
 ) -> Iterator[int]:
-    """Serve ``node`` as long as the context lasts; its port, which is any that is free by default."""
+    """Serve ``server`` as long as the context lasts; its port, which is any that is free by default."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     ends = contextlib.AsyncExitStack()
 
     async def begin() -> int:
-        service = Service(node, (lambda: secrets) if secrets else None, **service_fields)
+        service = Service(server, (lambda: secrets) if secrets else None, **service_fields)
         runner = service.runner(shutdown_timeout_s=0.0)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)
         assert runner.server is not None
-        server = await loop.create_server(service.connections(runner.server, tls), "127.0.0.1", port)
-        ends.callback(server.close)
-        return int(server.sockets[0].getsockname()[1])
+        listener = await loop.create_server(service.connections(runner.server, tls), "127.0.0.1", port)
+        ends.callback(listener.close)
+        return int(listener.sockets[0].getsockname()[1])
 
     try:
         yield asyncio.run_coroutine_threadsafe(begin(), loop).result(_LAST_S)
@@ -246,7 +310,7 @@ def served(
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-        node.close()
+        server.close()
 
 
 def named_run(name: str, durable: Path | str | None = None, **more: Any) -> RunInfo:
@@ -256,8 +320,8 @@ def named_run(name: str, durable: Path | str | None = None, **more: Any) -> RunI
     return RunInfo(name=name, **{**fields, **more})
 
 
-class RunningNode:
-    """A ``lightning-spot node`` process.
+class RunningServer:
+    """A ``lightning-spot server`` process.
 
     Attributes:
         python: the warm Python that it is forked from.
@@ -276,16 +340,29 @@ class RunningNode:
             )
         self.url = ""
 
-    def wait_listening(self) -> RunningNode:
+    def wait_listening(self) -> RunningServer:
         def announced() -> str:
             assert self.process.poll() is None, self.log.read_text()
             text = self.log.read_text()
             return text.split("server listening on ")[1].split(",")[0] if "server listening on " in text else ""
 
-        self.url = until(announced, "the node to listen")
+        self.url = until(announced, "the server to listen")
         return self
+
+    def client(self, token: str | None = None) -> ServerClient:
+        return ServerClient(parse_spot_url(self.url)[0], token)
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal_number)
         return self.process.wait(timeout=DEADLINE_S)
+
+
+def server_pid(host: EmbeddedHost) -> int:
+    """Of the local server of a host."""
+    return int(host.client.call("GET", "/v1/status")["pid"])
+
+
+StartServer = Callable[..., RunningServer]
+MakeBench = Callable[..., Bench]
+MakeWithServers = Callable[..., WithServers]

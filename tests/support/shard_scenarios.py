@@ -15,7 +15,7 @@ from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.commit import Look, put_shards
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
-from tests.support.server import RUN_ID
+from tests.support.server import RUN, RUN_ID
 from tests.support.shards import failed_shard, sealed_apart, sealed_shard, shard_image
 
 WRITERS, STEPS = 3, 4
@@ -23,7 +23,6 @@ ABORTED = 3
 """The step of which one writer fails."""
 FAILING = 1
 """That writer."""
-RUN = f"run@{RUN_ID}"
 PLACES = ((0, 2), (1,))
 """Writers of each host, where there are two."""
 
@@ -42,50 +41,50 @@ def claim(root: Path, attempt: int = 1) -> None:
         store.claim(run_info(root, attempt=attempt).claim())
 
 
-def node_of(root: Path) -> SnapshotServer:
+def server_of(root: Path) -> SnapshotServer:
     return SnapshotServer(slots=3, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
 
 
-def write(node: SnapshotServer, step: int, rank: int) -> None:
+def write(server: SnapshotServer, step: int, rank: int) -> None:
     """Have a rank write its shard of a step, or say that it never will, as a trainer does where a disk is full."""
     manifest = sealed_shard(step, rank, WRITERS)
     if (step, rank) == (ABORTED, FAILING):
-        node.fail(RUN, 1, failed_shard(step, rank, WRITERS))
+        server.fail(RUN, 1, failed_shard(step, rank, WRITERS))
         return
     upload = None
     try:
-        upload = node.lease(RUN, 1, manifest.nbytes, wait_s=20.0, session=f"rank-{rank}", writer=rank)
+        upload = server.lease(RUN, 1, manifest.nbytes, wait_s=20.0, session=f"rank-{rank}", writer=rank)
         with upload.slot.view(manifest.nbytes) as view:
             view[:] = shard_image(manifest)
-        node.seal(upload.id, manifest)
+        server.seal(upload.id, manifest)
     except SpotError as error:
         if upload is not None:
-            node.abort(upload.id)
+            server.abort(upload.id)
         with contextlib.suppress(SpotError):
-            node.fail(RUN, 1, failed_shard(step, rank, WRITERS, str(error)))
+            server.fail(RUN, 1, failed_shard(step, rank, WRITERS, str(error)))
 
 
 def use_ranks(root: Path, tell: Tell) -> None:
-    """Three ranks of a host fill slots of one node, which brings to storage what is whole."""
+    """Three ranks of a host fill slots of one server, which brings to storage what is whole."""
     try:
         claim(root)
-        node = node_of(root)
+        server = server_of(root)
     except (SpotError, OSError) as error:
         tell("refused", type(error).__name__)  # the trainer says why and ends
         return
     for rank in range(WRITERS):
-        node.begin_session(f"rank-{rank}")
-    node.open_run(run_info(root, session="rank-0"))
+        server.begin_session(f"rank-{rank}")
+    server.open_run(run_info(root, session="rank-0"))
     for step in range(1, STEPS + 1):
         for rank in range(WRITERS):
-            write(node, step, (rank + step) % WRITERS)
-        if node.status_of(RUN, snapshot_name(step, 1))[0] is Status.COMMITTED:
+            write(server, step, (rank + step) % WRITERS)
+        if server.status_of(RUN, snapshot_name(step, 1))[0] is Status.COMMITTED:
             tell("committed", step)
             if step in (2, STEPS):
-                left = node.flush("run", 10.0)
+                left = server.flush("run", 10.0)
                 assert not left, f"never clean: {left}"
                 tell("durable", step)
-    node.close(keep_unsafe=True)
+    server.close(keep_unsafe=True)
 
 
 def shards_of(step: int, writers: Iterable[int]) -> list[tuple[Manifest, memoryview]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -138,12 +139,24 @@ class Stop(Exception):
 class StopAt(pl.Callback):
     """Ends training in the middle of the forward pass after ``step``."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, error: type[BaseException] = Stop) -> None:
+        self.step, self.error = step, error
 
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
-            raise Stop
+            raise self.error
+
+
+class At(pl.Callback):
+    """Does something after ``step``: in the middle of the next one, or in another hook of callbacks."""
+
+    def __init__(self, step: int, act: Callable[[], Any], hook: str = "on_before_backward") -> None:
+        self.step, self.act = step, act
+        setattr(self, hook, self._look)
+
+    def _look(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act()
 
 
 class StopAfter(pl.Callback):

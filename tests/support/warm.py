@@ -1,12 +1,12 @@
 """Two Pythons that have imported what takes long, for tests that start processes: servers that fork.
 
 Importing torch and Lightning takes 3 s of a core and more, in every trainer, every rank of it and every worker of
-pytest; what a node imports takes half a second. A process that is forked is like any other: it has a number, is killed,
-leaves memory behind, and is torn from its threads.
+pytest; what a server imports takes half a second. A process that is forked is like any other: it has a number, is
+killed, leaves memory behind, and is torn from its threads.
 
 :func:`start` (the fixture ``warm_python``) makes an executable that is called like ``python``: with ``-m MODULE``,
 ``-c CODE`` or a script. It is ``warm_client.py``, which asks a server here for a fork with its own arguments,
-environment, directory, network and files, passes signals on, and ends as the fork ends. Nodes and commands are forked
+environment, directory, network and files, passes signals on, and ends as the fork ends. Servers and commands are forked
 from a server that has never seen torch; everything else from one that is started when it is first asked for.
 
 :class:`Fork` is such a process without the client between: its number is that of the fork.
@@ -42,9 +42,9 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 HOME = Path(__file__).resolve().parents[2]
-NODES, TRAINERS = "nodes", "trainers"
+SERVERS, TRAINERS = "servers", "trainers"
 PRELOADED = {
-    NODES: ("lightning_spot.cli", "lightning_spot.http.routes", "lightning_spot.http.flags", "s3fs"),
+    SERVERS: ("lightning_spot.cli", "lightning_spot.http.routes", "lightning_spot.http.flags", "s3fs"),
     TRAINERS: (
         *("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.support.exact_cases"),
         "s3fs",  # which Lightning's loggers and checkpoints look for
@@ -64,9 +64,9 @@ def start(folder: Path) -> str:
     python = folder / "python"
     python.write_text(f"#!{sys.executable} -SE\n{(HOME / 'tests' / 'support' / 'warm_client.py').read_text()}")
     python.chmod(0o755)
-    nodes, trainers = _listen(folder / NODES), _listen(folder / TRAINERS)
-    with nodes, trainers:
-        _serve(folder, NODES, nodes, trainers)
+    servers, trainers = _listen(folder / SERVERS), _listen(folder / TRAINERS)
+    with servers, trainers:
+        _serve(folder, SERVERS, servers, trainers)
     return str(python)
 
 
@@ -98,7 +98,7 @@ def hold(python: str) -> socket.socket | None:
     """A connection that keeps the servers of an executable alive; ``None`` if there are none, or no more."""
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(str(Path(python).with_name(NODES)) if python else "")
+        connection.connect(str(Path(python).with_name(SERVERS)) if python else "")
         connection.sendall(b"hold")
     except OSError:
         connection.close()
@@ -107,7 +107,7 @@ def hold(python: str) -> socket.socket | None:
 
 
 class Fork:
-    """A process forked from the server of nodes: of :class:`subprocess.Popen` what tests need.
+    """A process forked for a snapshot server: of :class:`subprocess.Popen` what tests need.
 
     It is killed when the process that asked for it ends.
     """
@@ -128,7 +128,7 @@ class Fork:
         request = {"arguments": list(arguments), "environment": dict(environment), "directory": directory}
         text = json.dumps(request).encode()
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(str(Path(python).with_name(NODES)))
+        self._server.connect(str(Path(python).with_name(SERVERS)))
         with open(os.devnull, "rb") as nothing:
             files = [(stdin or nothing).fileno(), stdout.fileno(), stdout.fileno()]
             socket.send_fds(self._server, [len(text).to_bytes(4, "big")], files)
@@ -408,7 +408,7 @@ def _look_up_once() -> None:
 
 
 def main() -> None:
-    """Serve in FOLDER as KIND (of nodes, of trainers) with two sockets.
+    """Serve in FOLDER as KIND (of servers, of trainers) with two sockets.
 
     The first is where requests come in. The second is where those for trainers come in, or who keeps this alive.
     """
@@ -420,11 +420,11 @@ def main() -> None:
         _look_up_once()
     gc.collect()
     gc.freeze()  # the collector of a fork does not touch, and so copy, what all have in common
-    server = Server(folder, listening, *((other, set()) if kind == NODES else (None, {other})))
+    server = Server(folder, listening, *((other, set()) if kind == SERVERS else (None, {other})))
     request = server.serve()
     if request is not None:
         become(request, str(folder / "python"))
-    elif kind == NODES:
+    elif kind == SERVERS:
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     if arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         os.execv(sys.executable, [sys.executable, *arguments])  # an option of Python's
     light = arguments[0] == "-m" and arguments[1].startswith(LIGHT) and not arguments[1].startswith(HEAVY)
-    kind = "nodes" if light else "trainers"
+    kind = "servers" if light else "trainers"
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
     request |= {"unbuffered": unbuffered, "network": f"/proc/{os.getpid()}/ns/net"}
     text = json.dumps(request).encode()

@@ -19,15 +19,14 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.protocol.wire import PartKind
 from lightning_spot.snapshot import packing
 from lightning_spot.store.local import LocalStore
-from tests.support.server import MIB, RUN_ID, Bench, manifest_of, served
+from tests.support.server import MIB, RUN, RUN_ID, Bench, manifest_of, served
 from tests.support.waiting import until
 
-RUN = f"run@{RUN_ID}"
 needs_zstd = pytest.mark.skipif(not packing.can_pack(), reason="this Python has no zstd")
 
 
 class Sender(Bench):
-    """The node on a trainer's host, which sends to a snapshot server."""
+    """The server on a trainer's host, which sends to a snapshot server."""
 
     def __init__(self, root: Path, url: str, **settings: Any) -> None:
         super().__init__(root, memory_bytes=512 * MIB, open_store=self._open, **{"slots": 4, **settings})
@@ -48,10 +47,10 @@ class Sender(Bench):
     def bring(self, step: int, image: bytes, **fields: Any) -> int:
         """Commit a snapshot here and have it sent; the bytes that took."""
         before = self.sent_bytes
-        upload = self.node.lease(RUN, 1, len(image), wait_s=5.0)
+        upload = self.server.lease(RUN, 1, len(image), wait_s=5.0)
         with upload.slot.view(len(image)) as view:
             view[:] = image
-        self.node.seal(upload.id, manifest_of(step, 1, len(image), **fields))
+        self.server.seal(upload.id, manifest_of(step, 1, len(image), **fields))
         assert self.flush() == []
         return self.sent_bytes - before
 
@@ -61,21 +60,21 @@ class Pair:
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.far = Bench(root / "far", slots=None, memory_bytes=512 * MIB)
-        self.url = f"spot://127.0.0.1:{stack.enter_context(served(self.far.node))}"
+        self.url = f"spot://127.0.0.1:{stack.enter_context(served(self.far.server))}"
         self.near = Sender(root / "near", self.url)
         stack.callback(self.near.close)
 
     def open(self, url: str = "", **more: Any) -> None:
         self.near.open(durable=False, servers=(url or self.url,), **more)
-        until(lambda: self.near.node.routes.status(RUN_ID)["server"], "the chain")
+        until(lambda: self.near.server.routes.status(RUN_ID)["server"], "the server")
 
     def check(self, step: int, image: bytes) -> None:
         """The receiver holds exactly this, and pins nothing any more."""
-        held = [(slot, slot.manifest) for slot in self.far.node.committed(RUN)]
+        held = [(slot, slot.manifest) for slot in self.far.server.committed(RUN)]
         slot, manifest = next((slot, found) for slot, found in held if found is not None and found.step == step)
         assert bytes(slot.view()) == image
         manifest.verify(slot.view(), "the receiver")
-        until(lambda: not any(slot.readers for slot in self.far.node.ring.slots), "nothing to be pinned")
+        until(lambda: not any(slot.readers for slot in self.far.server.ring.slots), "nothing to be pinned")
 
 
 @pytest.fixture

@@ -51,7 +51,21 @@ KINDS: dict[str, list[Any]] = {
     "size": [*OF_NO_USE, True, 0, -1, 1.5, "1.5", "much", "", "8 apples", float("nan"), float("inf"), "1e9", 10**30],
     "choice": [*OF_NO_USE, True, 3, "other", "", []],
     "place": [*OF_NO_USE, None, 3, "", " ", [], "spot://h:1/run", "s3:/bucket/run"],
-    "nodes": [*OF_NO_USE, True, 3, "", "atuo", "10.0.0.5:7070", [], (), ["auto"], [None], [3], "spot://", "spot://h:0"],
+    "servers": [
+        *OF_NO_USE,
+        True,
+        3,
+        "",
+        "atuo",
+        "10.0.0.5:7070",
+        [],
+        (),
+        ["auto"],
+        [None],
+        [3],
+        "spot://",
+        "spot://h:0",
+    ],
     "name": [*OF_NO_USE, 3, "", "a/b", " ", []],
     "metric": [*OF_NO_USE, 3, "", []],
     "policy": [*OF_NO_USE, 30, "EverySteps(3)", EverySteps, []],
@@ -67,7 +81,7 @@ KINDS: dict[str, list[Any]] = {
 """What each kind of setting cannot be."""
 
 TOLD = {"on_event": "function", "webhook": "webhook"}
-RUN = {"dirpath": "place", "servers": "nodes", "local_server": "flag", "run_name": "name"}
+RUN = {"dirpath": "place", "servers": "servers", "local_server": "flag", "run_name": "name"}
 SNAPSHOTS = {
     **RUN,
     "replicas": "count",
@@ -175,7 +189,7 @@ def test_numpys_numbers_are_numbers(kind: type, name: str, of_what: str) -> None
     made = kind(**{**needed, name: NUMPYS[of_what]})
     held = asdict(made) if isinstance(made, Keep) else vars(made)
     kept = [value for value in held.values() if not isinstance(value, np.generic)]
-    assert len(kept) == len(held), "a snapshot, or a node, would be told a number that is no plain one"
+    assert len(kept) == len(held), "a snapshot, or a server, would be told a number that is no plain one"
     if isinstance(made, SpotCheckpoint | RemoteSnapshot):
         snapshots = made.snapshots if isinstance(made, SpotCheckpoint) else made
         json.dumps(asdict(snapshots._settings.ring))

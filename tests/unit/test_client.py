@@ -1,4 +1,4 @@
-"""The client of a node: its calls end in time, its connections stay its own, and nothing is asked twice by accident."""
+"""The client of a server: its calls end in time, its connections stay its own, nothing is asked twice by accident."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, Sn
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.parts import checksum
-from tests.support.server import RunningNode, image_of, manifest_of
+from tests.support.server import StartServer, image_of, manifest_of
 from tests.support.waiting import until
 
-StartNode = Callable[..., RunningNode]
 GOOD = f"HTTP/1.1 200 OK\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\nContent-Length: 2\r\n\r\n{{}}".encode()
 
 
@@ -105,7 +104,7 @@ def test_only_harmless_requests_are_sent_twice(serve: Callable[..., Peer], metho
     client.close()
 
 
-def test_a_connection_that_the_node_closed_meanwhile_is_not_used(serve: Callable[..., Peer]) -> None:
+def test_a_connection_the_server_closed_meanwhile_is_not_used(serve: Callable[..., Peer]) -> None:
     peer = serve([GOOD], [GOOD])
     client = ServerClient(peer.address)
     client.call("GET", "/")
@@ -138,15 +137,15 @@ def descriptors() -> int:
 
 
 def test_an_unknown_page_at_a_stranger_does_not_mean_no_snapshot(serve: Callable[..., Peer]) -> None:
-    # What stands in front of a node that is gone for a moment answers so: a run must not start afresh over it.
+    # What stands in front of a server that is gone for a moment answers so: a run must not start afresh over it.
     client = ServerClient(serve([b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"]).address)
     with pytest.raises(ServerRefusedError, match=r"answered 404.*right address"):
         client.call("GET", "/v1/runs")
     client.close()
 
 
-def test_nothing_leaks(start_node: StartNode) -> None:
-    address = parse_spot_url(start_node().url)[0]
+def test_nothing_leaks(start_server: StartServer) -> None:
+    address = parse_spot_url(start_server().url)[0]
     client = ServerClient(address)
     gc.collect()
     gc.disable()
@@ -168,8 +167,8 @@ def test_nothing_leaks(start_node: StartNode) -> None:
         gc.enable()
 
 
-def test_a_fork_shares_no_connection(start_node: StartNode) -> None:
-    client = ServerClient(parse_spot_url(start_node().url)[0])
+def test_a_fork_shares_no_connection(start_server: StartServer) -> None:
+    client = start_server().client()
     client.call("GET", "/v1/status")
     pid = os.fork()
     try:
@@ -200,15 +199,15 @@ def test_closing_ends_a_call_under_way(serve: Callable[..., Peer]) -> None:
     assert time.monotonic() - began_s < 60.0
 
 
-def test_what_a_newer_node_tells_besides_of_a_tier_is_left_out() -> None:
+def test_what_a_newer_server_tells_besides_of_a_tier_is_left_out() -> None:
     told = TierHealth(kind="server", flushed=3, drain_s=0.5)
-    answer = {"tiers": {"spot://node": {**asdict(told), "of_another_day": {"x": 1}}}}
+    answer = {"tiers": {"spot://server": {**asdict(told), "of_another_day": {"x": 1}}}}
     host: Any = SimpleNamespace(_call=lambda *_: answer)
-    assert EmbeddedHost.tiers(host) == {"spot://node": told}
+    assert EmbeddedHost.tiers(host) == {"spot://server": told}
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["says-little", "says-nothing"])
-def test_a_node_that_does_not_begin_to_receive_is_not_waited_for(
+def test_a_server_that_begins_to_receive_nothing_is_not_awaited(
     serve: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """Each byte of its answer was given a minute, three times over. A slot was held for that long, and nothing sent."""
@@ -276,9 +275,9 @@ def _upgraded_and_left(listener: socket.socket) -> list[socket.socket]:
     return taken
 
 
-def test_a_client_that_is_gone_leaves_no_connection_open(start_node: Callable[..., RunningNode]) -> None:
+def test_a_client_that_is_gone_leaves_no_connection_open(start_server: StartServer) -> None:
     """Each resume over a snapshot server left one, until it was collected with a ResourceWarning."""
-    client = ServerClient(parse_spot_url(start_node().url)[0])
+    client = start_server().client()
     client.call("GET", "/v1/runs")
     (connection,) = client._pool._idle
     connected = connection.sock

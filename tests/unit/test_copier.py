@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,9 @@ import torch
 from lightning_spot.capture import batch as batch_module
 from lightning_spot.capture import copier as copier_module
 from lightning_spot.capture import cuda
-from lightning_spot.capture.batch import Batch, SlotView
+from lightning_spot.capture.batch import Batch, SlotView, batches_of
 from lightning_spot.capture.copier import Copier, Watches
-from lightning_spot.capture.cuda import CudaCopier
+from lightning_spot.capture.cuda import CudaCopier, Lane
 from lightning_spot.capture.device import DeviceClock
 from lightning_spot.capture.partitions import Span
 from lightning_spot.capture.schedule import Schedule
@@ -358,3 +360,56 @@ def test_what_shares_the_memory_of_a_slot_keeps_it_mapped() -> None:
     assert shared[64:128] == b"\7" * 64
     del part
     shared.close()
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (64,), (64, 64, 0, 64), (63, 1, 64), (1000,), (1, 200, 3, 128, 5)])
+def test_batches_end_where_they_are_full(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of what is left each, and 64 bytes at least; the last may have less."""
+    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
+    slot = SlotView(mmap.mmap(-1, 4096))
+    source = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
+    starts = [0, *accumulate(sizes)]
+    pieces = [
+        Piece(source.untyped_storage(), start, nbytes, start=start)
+        for start, nbytes in zip(starts, sizes, strict=False)
+    ]
+    left, filled = sum(sizes), 0
+    for number, batch in enumerate(batches_of(pieces, slot, 0, 0.0, 0.0)):
+        full = max(left // 3, 64)
+        before = slot.tensor.clone()
+        (batch.helping if number % 2 else batch.at_once)()
+        wrote = min(full, left)
+        assert torch.equal(slot.tensor[filled : filled + wrote], source[filled : filled + wrote])
+        slot.tensor[filled : filled + wrote] = before[filled : filled + wrote]
+        assert torch.equal(slot.tensor, before)
+        slot.tensor[filled : filled + wrote] = source[filled : filled + wrote]
+        left, filled = left - wrote, filled + wrote
+    assert left == 0
+
+
+def test_the_event_of_the_last_order_is_the_one_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the optimizer would overwrite what is still to be copied."""
+    device, slot = FakeDevice(), torch.zeros(8192, dtype=torch.uint8)
+    tensors = [torch.full((1024,), value) for value in (1.0, 2.0)]
+    device.own(tensors)
+    lane = Lane(0, device, 0)
+    record, recorded, goes_on = device.record, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        event = record(*arguments, **named)
+        if threading.current_thread() is late:
+            recorded.set()
+            goes_on.wait(0.5)  # the other one has come by then, if nothing keeps it
+        return event
+
+    def order(number: int) -> None:
+        lane.order_beside([Piece(tensors[number].untyped_storage(), 4096 * number, 4096)], slot)
+        goes_on.set()
+
+    monkeypatch.setattr(device, "record", slowly)
+    late = threading.Thread(target=order, args=(0,))
+    late.start()
+    assert recorded.wait(10)
+    order(1)
+    late.join()
+    assert lane.read.number == lane.done.number == len(lane.read.stream.work)

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.guarantee("G15")
 
 THERE, DATA = snapshot(5)
 OTHER, MORE = snapshot(6)
-FILE, OF_FILE = snapshot(9, attempt=2, name="mine.ckpt", file="")
 
 
 @pytest.fixture(params=["local", "kept"])
@@ -90,17 +89,6 @@ def test_without_an_owner_the_number_counts(url: str, change: str) -> None:
     with pytest.raises(FencedError):
         CHANGES[change](store)
     assert store.survey().manifests == []
-
-
-def test_a_file_of_a_later_attempt_stays(url: str) -> None:
-    store = open_store(url)
-    store.put(FILE, memoryview(OF_FILE), attempt=2)
-    older, data = snapshot(7, name="mine.ckpt", file="")
-    with pytest.raises(FencedError):
-        store.put(older, memoryview(data), attempt=1)
-    with pytest.raises(FencedError):
-        store.put_parts(replace(older, checksums=()), parts(data), attempt=1)
-    assert fetched(store, FILE) == OF_FILE
 
 
 def test_who_is_overtaken_while_its_bytes_come_leaves_none(url: str) -> None:

@@ -19,13 +19,12 @@ from lightning_spot.session import snapshotter
 from lightning_spot.session.snapshotter import _SEAMS, Pacing
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
-from tests.support.server import RUN_ID, Bench
+from tests.support.server import RUN, RUN_ID, Bench
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G19")
 
-RUN = f"run@{RUN_ID}"
 TRAINER = "trainer"
 FOLLOWED_S = reconcile.FOLLOWED_S  # which the tests change
 
@@ -34,18 +33,18 @@ class Followed(Bench):
     """A bench whose trainer is connected, and takes a snapshot every few moments."""
 
     def open(self, **more: Any) -> Any:
-        self.node.begin_session(TRAINER)
+        self.server.begin_session(TRAINER)
         return super().open(session=TRAINER, **more)
 
     def newest(self) -> Slot:
-        return self.node.committed(RUN)[0]
+        return self.server.committed(RUN)[0]
 
     def keep_apart(self) -> None:
         """Save a first one that took the durable tier so long that it takes no other one that is followed."""
         self.save(1)
         until(lambda: self.newest().safe, "the tier to take it")
-        with self.node.ring.changed:
-            self.node.reconciler.place(self.tier().url).took_s[RUN_ID] = 1e6
+        with self.server.ring.changed:
+            self.server.reconciler.place(self.tier().url).took_s[RUN_ID] = 1e6
 
 
 @pytest.fixture
@@ -89,11 +88,11 @@ def test_storage_leaves_out_most_snapshots_in_quick_succession(
         assert time.monotonic() - began_s < 60
     monkeypatch.setattr(reconcile, "MOST_APART_S", 3600.0)
     bench.save(step + 1, followed=True)
-    assert bench.node.ring.owed([bench.newest()])
+    assert bench.server.ring.owed([bench.newest()])
     bench.save(step + 2)  # an ordinary one
     until(lambda: bench.tier().puts()[-1] == step + 2, "the tier to take it")
     bench.save(step + 3, followed=True)
-    assert bench.node.ring.owed([bench.newest()])
+    assert bench.server.ring.owed([bench.newest()])
     assert bench.flush() == []  # who waits for it does not wait for its turn
     assert bench.tier().puts()[-1] == step + 3
 
@@ -104,7 +103,7 @@ def test_one_that_none_has_followed_in_time_is_taken(
     bench = make()
     bench.keep_apart()
     bench.save(2, followed=True)
-    assert bench.node.ring.owed([bench.newest()])
+    assert bench.server.ring.owed([bench.newest()])
     monkeypatch.setattr(reconcile, "FOLLOWED_S", 0.2)
     bench.save(3, followed=True)
     until(lambda: bench.newest().safe, "the tier to take it")
@@ -115,8 +114,8 @@ def test_of_a_trainer_that_has_gone_nothing_is_expected(make: Callable[..., Foll
     bench = make()
     bench.keep_apart()
     bench.save(2, followed=True)
-    assert bench.node.ring.owed([bench.newest()])
-    bench.node.end_session(TRAINER)
+    assert bench.server.ring.owed([bench.newest()])
+    bench.server.end_session(TRAINER)
     until(lambda: bench.newest().safe, "the tier to take it", deadline_s=reconcile.FOLLOWED_S / 2)
 
 

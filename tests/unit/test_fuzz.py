@@ -1,6 +1,6 @@
-"""Requests and streams that are wrong in every way: a node lives, answers others, and keeps what it has.
+"""Requests and streams that are wrong in every way: a server lives, answers others, and keeps what it has.
 
-Mutations of every request that a node knows, over TCP and over a Unix socket, and of the frames of part streams.
+Mutations of every request that a server knows, over TCP and over a Unix socket, and of the frames of part streams.
 Each test prints its seed; ``--seed`` runs it again.
 """
 
@@ -34,7 +34,7 @@ from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum
-from tests.support.server import RunningNode
+from tests.support.server import RunningServer
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.waiting import until
 
@@ -44,8 +44,8 @@ TOKEN = "a-token-that-is-long-enough"
 KEPT, FUZZED = "kept@0123456789ab", "fuzzed@ba9876543210"
 MIB = 2**20
 
-PLACES = ("durable_url", "location", "at", "destinations", "nodes", "via")
-"""Fields that name places: nothing is made up for them, since a node writes where a trainer of its host says."""
+PLACES = ("durable_url", "location", "at", "destinations", "servers", "via")
+"""Fields that name places: nothing is made up for them, since a server writes where a trainer of its host says."""
 
 ODD = [None, True, 0, 1, -1, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), "", "x", "\0", "é" * 300]
 ODD += [
@@ -88,7 +88,7 @@ HEADERS = [
 
 @dataclass
 class Request:
-    """One that a node knows, or what a mutation made of it."""
+    """One that a server knows, or what a mutation made of it."""
 
     method: str
     path: str
@@ -130,7 +130,7 @@ def register_of(step: int, writer: int, nbytes: int = 100) -> Manifest:
 
 
 def requests(uploads: list[str], chance: random.Random, *, near: bool, session: str) -> list[Request]:
-    """Every request that a node knows, as it is meant."""
+    """Every request that a server knows, as it is meant."""
     step = chance.randrange(1, 5)
     name = snapshot_name(step, 1)
     manifest = Manifest(run="fuzzed", run_id="ba9876543210", name=name, step=step, attempt=1, nbytes=100).to_dict()
@@ -182,8 +182,8 @@ class Mutations:
 
     Args:
         chance: what is made.
-        near: whether they come from the node's own host.
-        token: that the node asks for.
+        near: whether they come from the server's own host.
+        token: that the server asks for.
         session: of a trainer on this host, if there is one.
     """
 
@@ -250,7 +250,7 @@ def _names_places(body: Any) -> bool:
     return isinstance(body, dict) and any(name in body for name in PLACES)
 
 
-# -- the node ----------------------------------------------------------------------------------------------------------
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
 def manifest_of(run: str, step: int, data: bytes) -> Manifest:
@@ -282,7 +282,7 @@ def commit_in_place(client: ServerClient, channel: Path, run: str, step: int, da
 
 
 class Target:
-    """A node in a process of its own, that has a snapshot which nobody may change.
+    """A server in a process of its own, that has a snapshot which nobody may change.
 
     It may leave memory for storage, where there is any: leases that nobody fills take the memory for two minutes.
     """
@@ -332,7 +332,7 @@ class Target:
             return got
 
     def check(self) -> None:
-        """The node is as well as before, has said no word of an error of its own, and has the snapshot bit for bit."""
+        """The server is as well as before, says nothing of an error of its own, and has the snapshot bit for bit."""
         print(dict(self.answers))
         assert self.process.is_running()
         assert self.client.call("GET", "/healthz") == {"status": "ok"}
@@ -364,7 +364,7 @@ def is_ours(got: bytes) -> bool:
 
 
 def is_cut_short(sent: bytes) -> bool:
-    """Whether a request says that more follows: the node waits for it, half a minute long."""
+    """Whether a request says that more follows: the server waits for it, half a minute long."""
     head, _, body = sent.partition(b"\r\n\r\n")
     lengths = re.findall(rb"(?im)^content-length: *(\d+)\s*$", head)
     chunked = re.search(rb"(?i)transfer-encoding: *chunked", head) and not body.endswith(b"0\r\n\r\n")
@@ -380,9 +380,9 @@ def environment(root: Path) -> dict[str, str]:
 @pytest.fixture
 def over_tcp(tmp_path: Path) -> Iterator[Target]:
     flags = ["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", str(tmp_path / "below")]
-    node = RunningNode(flags, tmp_path / "node.log", environment(tmp_path)).wait_listening()
-    yield Target(parse_spot_url(node.url)[0], node.process.pid, node.log, storage=tmp_path / "below")
-    node.stop(9)
+    server = RunningServer(flags, tmp_path / "server.log", environment(tmp_path)).wait_listening()
+    yield Target(parse_spot_url(server.url)[0], server.process.pid, server.log, storage=tmp_path / "below")
+    server.stop(9)
 
 
 @pytest.fixture
@@ -390,10 +390,10 @@ def over_unix(tmp_path: Path) -> Iterator[Target]:
     """An local server writes wherever a trainer says: no request here names a place."""
     record = ServerRecord(tmp_path, "0" * 16)
     flags = ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"]
-    node = RunningNode(flags, tmp_path / "node.log", environment(tmp_path))
-    until(lambda: _listens(record.http), "the node to listen")
-    yield Target(Address(socket_path=str(record.http)), node.process.pid, node.log, record.fds)
-    node.stop(9)
+    server = RunningServer(flags, tmp_path / "server.log", environment(tmp_path))
+    until(lambda: _listens(record.http), "the server to listen")
+    yield Target(Address(socket_path=str(record.http)), server.process.pid, server.log, record.fds)
+    server.stop(9)
 
 
 def _listens(path: Path) -> bool:
@@ -422,13 +422,13 @@ def fuzz_requests(target: Target, chance: random.Random, count: int, *, near: bo
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [1500, pytest.param(42_000, marks=pytest.mark.soak)])
-def test_no_request_harms_a_node(over_tcp: Target, chance: random.Random, count: int) -> None:
+def test_no_request_harms_a_server(over_tcp: Target, chance: random.Random, count: int) -> None:
     fuzz_requests(over_tcp, chance, count, near=False)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_no_request_of_its_host_harms_a_node(over_unix: Target, chance: random.Random, count: int) -> None:
+def test_no_request_of_its_host_harms_a_server(over_unix: Target, chance: random.Random, count: int) -> None:
     fuzz_requests(over_unix, chance, count, near=True)
 
 

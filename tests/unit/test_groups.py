@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from lightning_spot.snapshot.manifest import Manifest, Order, shard_name, snapsh
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store import commit
 from lightning_spot.store.local import LocalStore
-from tests.support.server import RUN_ID, Bench, manifest_of
+from tests.support.server import RUN_ID, MakeBench, manifest_of
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, sealed_shard, shard_image, shard_manifest
 from tests.support.waiting import until
 
@@ -247,11 +247,9 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
 
     assert room(0) is None  # its newest, and what may become so
     found = room(1)
-    assert found is not None
     assert found.is_new
     slots.add(2, 1)
     found = room(0)
-    assert found is not None
     assert found.slot is slots.all[0]  # and not the other writer's
 
 
@@ -259,7 +257,6 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
 
 
 def put(ring: Ring, manifest: Manifest) -> None:
-    assert manifest.shard is not None
     slot = ring.try_lease(RUN_ID, manifest.nbytes, writer=manifest.shard.writer)
     assert slot is not None
     ring.commit(slot, manifest)
@@ -336,17 +333,17 @@ def test_shards_that_fail_one_after_the_other_do_not_pile_up(ring: Ring) -> None
     assert ring.readable(RUN_ID, snapshot_name(1, 1))
 
 
-def test_a_writer_waits_for_no_memory_that_only_its_shard_frees(make_bench: Callable[..., Bench]) -> None:
+def test_a_writer_waits_for_no_memory_that_only_its_shard_frees(make_bench: MakeBench) -> None:
     """Else training would stand as long as it may wait for a slot."""
     bench = make_bench(memory_bytes=2**21)
     bench.open(durable=False)
     first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    bench.node.seal(bench.node.lease(run, 1, first.nbytes).id, first)
+    bench.server.seal(bench.server.lease(run, 1, first.nbytes).id, first)
     with pytest.raises(SnapshotFailedError) as caught:
-        bench.node.lease(run, 1, 2**21, writer=1, wait_s=30.0, cancelled=lambda: pytest.fail("it waits"))
+        bench.server.lease(run, 1, 2**21, writer=1, wait_s=30.0, cancelled=lambda: pytest.fail("it waits"))
     assert caught.value.reason is FailureReason.TOO_LARGE
-    bench.node.fail(run, 1, failed_shard(1, 1))
-    assert bench.node.lease(run, 1, 2**21, writer=1, wait_s=30.0)
+    bench.server.fail(run, 1, failed_shard(1, 1))
+    assert bench.server.lease(run, 1, 2**21, writer=1, wait_s=30.0)
 
 
 def test_a_writer_that_only_fails_takes_few_slots(ring: Ring) -> None:
@@ -362,16 +359,16 @@ def test_a_writer_that_only_fails_takes_few_slots(ring: Ring) -> None:
     assert len(ring.committed(RUN_ID)) == len(steps)  # of the run, not of each writer
 
 
-def test_shards_of_a_rank_that_ended_are_not_waited_for(make_bench: Callable[..., Bench]) -> None:
+def test_shards_of_a_rank_that_ended_are_not_waited_for(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.open(durable=False)
-    bench.node.begin_session("rank 1")
+    bench.server.begin_session("rank 1")
     first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    bench.node.seal(bench.node.lease(run, 1, first.nbytes).id, first)
-    bench.node.lease(run, 1, first.nbytes, writer=1, session="rank 1")
-    assert bench.node.ring.status_of(RUN_ID, first.snapshot)[0] is Status.PENDING
-    bench.node.end_session("rank 1")
-    state, why = bench.node.ring.status_of(RUN_ID, first.snapshot)
+    bench.server.seal(bench.server.lease(run, 1, first.nbytes).id, first)
+    bench.server.lease(run, 1, first.nbytes, writer=1, session="rank 1")
+    assert bench.server.ring.status_of(RUN_ID, first.snapshot)[0] is Status.PENDING
+    bench.server.end_session("rank 1")
+    state, why = bench.server.ring.status_of(RUN_ID, first.snapshot)
     assert state is Status.ABORTED
     assert "rank 1: it ended" in why
 
@@ -387,74 +384,75 @@ def test_a_rank_that_ends_may_drop_an_older_failure(ring: Ring) -> None:
     assert ring.status_of(RUN_ID, snapshot_name(1, 1))[0] is Status.ABORTED
 
 
-def test_why_a_shard_failed_outlives_a_killed_server(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
+def test_why_a_shard_failed_outlives_a_killed_server(make_bench: MakeBench, runtime_dir: Path) -> None:
     """The next one waited for what would never come."""
     killed = make_bench(area=runtime_dir / "area")
     killed.open(durable=False)
     first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    killed.node.seal(killed.node.lease(run, 1, first.nbytes).id, first)
-    killed.node.fail(run, 1, failed_shard(1, 1))
+    killed.server.seal(killed.server.lease(run, 1, first.nbytes).id, first)
+    killed.server.fail(run, 1, failed_shard(1, 1))
     killed.die()
     heir = make_bench(area=runtime_dir / "area")
-    assert heir.node.ring.status_of(RUN_ID, first.snapshot) == (Status.ABORTED, "rank 1: no memory")
+    assert heir.server.ring.status_of(RUN_ID, first.snapshot) == (Status.ABORTED, "rank 1: no memory")
 
 
-def test_an_orphan_keeps_no_server_of_a_complete_run(make_bench: Callable[..., Bench]) -> None:
+def test_an_orphan_keeps_no_server_of_a_complete_run(make_bench: MakeBench) -> None:
     """It lived for as long as a shard was put off that nobody waits for."""
     bench = make_bench()
-    bench.node.begin_session("rank 0")
+    bench.server.begin_session("rank 0")
     bench.open(session="rank 0")
     first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    bench.node.seal(bench.node.lease(run, 1, first.nbytes).id, first)
-    bench.node.end_session("rank 0")
-    assert not bench.node.finished
-    bench.node.close_run(run, "rank 0", complete=True)
-    assert bench.node.finished
+    bench.server.seal(bench.server.lease(run, 1, first.nbytes).id, first)
+    bench.server.end_session("rank 0")
+    assert not bench.server.finished
+    bench.server.close_run(run, "rank 0", complete=True)
+    assert bench.server.finished
 
 
-def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: Callable[..., Bench]) -> None:
+def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: MakeBench) -> None:
     """Its server ended before it saw that another host had committed it, and left it in shared memory for a day."""
     bench = make_bench()
-    bench.node.begin_session("rank 0")
+    bench.server.begin_session("rank 0")
     bench.open(session="rank 0", hosts=2)
     names = [shard_name(snapshot_name(9, 1, complete=True), writer) for writer in (0, 1)]
     first = apart_shard(9, 0, name=names[0], complete=True)
     second = sealed_apart(9, 1, name=names[1], complete=True)
-    run, upload = f"run@{RUN_ID}", bench.node.lease(f"run@{RUN_ID}", 1, first.nbytes)
+    run, upload = f"run@{RUN_ID}", bench.server.lease(f"run@{RUN_ID}", 1, first.nbytes)
     upload.slot.view(first.nbytes)[:] = shard_image(first)
-    bench.node.seal(upload.id, first)
+    bench.server.seal(upload.id, first)
     folder = Path(bench.tier().url) / first.snapshot
     until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
-    bench.node.end_session("rank 0")
-    bench.node.close_run(run, "rank 0", complete=True)
-    until(lambda: bench.node.settled, "nobody to wait for it")
-    assert not bench.node.finished
+    bench.server.end_session("rank 0")
+    bench.server.close_run(run, "rank 0", complete=True)
+    until(lambda: bench.server.settled, "nobody to wait for it")
+    assert not bench.server.finished
     commit.put_shards(
         LocalStore(bench.tier().url), [(second, memoryview(shard_image(second)))], attempt=1
     )  # as another host
-    until(lambda: bench.node.finished, "it to be seen complete")
-    assert bench.node.ring.view(RUN_ID).only_here == set()
+    until(lambda: bench.server.finished, "it to be seen complete")
+    assert bench.server.ring.view(RUN_ID).only_here == set()
 
 
 def test_nothing_of_an_aborted_snapshot_stays_at_storage(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reconcile, "SURPASSED_S", 0.1)
     bench = make_bench()
-    bench.node.begin_session("rank 0")
+    bench.server.begin_session("rank 0")
     bench.open(session="rank 0", hosts=2)
     first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
     first = replace(first, files=(FileSpan("rank-00000.pt", 0, first.nbytes),))
     folder = Path(bench.tier().url) / first.snapshot
-    upload = bench.node.lease(run, 1, first.nbytes)
+    upload = bench.server.lease(run, 1, first.nbytes)
     upload.slot.view(first.nbytes)[:] = shard_image(first)
-    bench.node.seal(upload.id, first)
-    bench.node.fail(run, 1, failed_shard(2, 0))
+    bench.server.seal(upload.id, first)
+    bench.server.fail(run, 1, failed_shard(2, 0))
     until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
     other = [(failed_shard(1, 1), memoryview(b""))]
     commit.put_shards(LocalStore(bench.tier().url), other, attempt=1)  # as the other host does
     until(lambda: not (folder / "shard-00000.json").exists(), "it to go")
-    until((folder.with_name(snapshot_name(2, 1)) / "failed-00000.json").exists, "why the next one failed")
+    failed = folder.with_name(snapshot_name(2, 1)) / "failed-00000.json"
+    until(failed.exists, "why the next one failed")
     bench.save(3)
     until(lambda: not [*Path(bench.tier().url).glob("step-000000002-*/*")], "that to go as well")
     assert not folder.exists()  # no other host is to see it

@@ -134,7 +134,7 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def test_nodes_never_unpickle() -> None:
+def test_servers_never_unpickle() -> None:
     assert {path.parent.name for path in NODES} == {"server", "protocol", "client", "http"}
     forbidden = {"pickle", "torch", "marshal", "shelve", "dill", "cloudpickle"}
     assert {path.name: found for path in NODES if (found := _imported(path) & forbidden)} == {}
@@ -298,7 +298,7 @@ def _logged(path: Path) -> set[tuple[str, str]]:
 
 
 def test_the_changelog_names_the_formats_that_change_together() -> None:
-    """A node of an earlier protocol would refuse manifests of a later format one by one, and keep nothing."""
+    """A server of an earlier protocol would refuse manifests of a later format one by one, and keep nothing."""
     table = (REPOSITORY / "CHANGELOG.md").read_text().partition("### Formats")[2]
     named = tuple(int(re.search(rf"\| {what}[^|]*\| (\d+)", table)[1]) for what in ("`manifest", "protocol"))  # type: ignore[index]
     assert named == (MANIFEST_VERSION, PROTOCOL_VERSION)

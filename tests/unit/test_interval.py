@@ -321,7 +321,6 @@ def test_coci_fits_a_long_run() -> None:
     """``curve_fit`` from its default start silently returns (1, 1) there."""
     policy = COCI()
     schedule(policy, falling)
-    assert policy._theta is not None
     assert policy._theta[0] == pytest.approx(-6 / (STEPS * STEP_S), rel=0.01)
 
 

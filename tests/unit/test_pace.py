@@ -16,9 +16,7 @@ from lightning_spot.server import worker
 from lightning_spot.server.reconcile import LAST_RETRY_S, BackOff
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.retention import Keep
-from tests.integration.test_chain import FIRST, RUN
-from tests.support.chain import Chained
-from tests.support.server import MIB, OTHER_ID, RUN_ID, Bench
+from tests.support.server import FIRST, MIB, OTHER_ID, RUN, RUN_ID, Bench, WithServers
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G19")
@@ -86,7 +84,7 @@ def test_a_damaged_newest_makes_the_one_before_it_owed_again(bench: Bench, monke
     until(lambda: bench.tier().tries, "the tier to be at it")
     bench.save(2)
     bench.save(3)
-    slot = bench.node.ring.find(RUN_ID, snapshot_name(3, 1))
+    slot = bench.server.ring.find(RUN_ID, snapshot_name(3, 1))
     with slot.view() as image:
         image[7] ^= 1
     bench.tier().open.set()
@@ -115,16 +113,16 @@ def test_how_long_a_tier_takes_is_measured(bench: Bench) -> None:
     for step in (1, 2):
         bench.save(step)
         assert bench.flush() == []
-    until(lambda: bench.node.reconciler.health[bench.tier().url].flushed == 2, "it to be noted, after it has come")
+    until(lambda: bench.server.reconciler.health[bench.tier().url].flushed == 2, "it to be noted, after it has come")
     took_s = time.monotonic() - began_s
-    health = bench.node.reconciler.health[bench.tier().url]
+    health = bench.server.reconciler.health[bench.tier().url]
     assert (health.kind, health.flushed, health.flushed_bytes) == ("durable", 2, 2000)
     assert 0.2 <= health.drain_s <= took_s - 0.2  # of one of the two
     assert 0.4 <= health.flush_s <= took_s
 
 
 def test_a_thread_with_nothing_to_do_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node serves thousands of runs over its life."""
+    """A server serves thousands of runs over its life."""
     monkeypatch.setattr(worker, "_IDLE_S", 0.1)
     bench.open()
     for step in (1, 2):
@@ -151,7 +149,7 @@ def test_every_kind_of_error_is_counted_shown_and_retried(bench: Bench, kind: ty
     until(lambda: len(bench.tier().tries) >= 3, "two tries more")
     tries = len(bench.tier().tries)
     assert time.monotonic() - began_s > 1.4  # half a second before the first, a second before the other
-    health = bench.node.reconciler.health[bench.tier().url]
+    health = bench.server.reconciler.health[bench.tier().url]
     assert health.failures_total >= tries - 1
     assert "the bucket does not exist" in health.error
     assert snapshot_name(1, 1) in health.error
@@ -167,13 +165,13 @@ def test_one_file_that_fails_holds_nothing_else_up(tmp_path: Path) -> None:
     bench.open()
     bench.tier().errors = errors_for("put bad.ckpt", OSError("name too long"))
     bench.file("bad.ckpt", 1)
-    until(lambda: bench.node.reconciler.health[bench.tier().url].failures_total >= 2, "it to fail twice")
+    until(lambda: bench.server.reconciler.health[bench.tier().url].failures_total >= 2, "it to fail twice")
     for step in range(2, 6):
         bench.save(step)
         until(lambda step=step: step in bench.tier().puts(), "the snapshot to be taken")
     bench.file("good.ckpt", 6)
     until(lambda: "put good.ckpt" in bench.tier().tries, "the other file to be taken")
-    health = bench.node.reconciler.health[bench.tier().url]
+    health = bench.server.reconciler.health[bench.tier().url]
     assert "bad.ckpt: name too long" in health.error  # and it is still said
     (line,) = bench.flush(0.1)
     assert "bad.ckpt" in line
@@ -196,8 +194,8 @@ def test_a_deletion_that_fails_is_retried_by_itself(bench: Bench) -> None:
     bench.save(2)
     assert bench.flush() == []
     bench.tier().errors = errors_for("delete", PermissionError("not allowed"))
-    bench.node.remove(RUN, snapshot_name(2, 1))
-    until(lambda: bench.node.reconciler.health[bench.tier().url].failures_total, "the deletion to fail")
+    bench.server.remove(RUN, snapshot_name(2, 1))
+    until(lambda: bench.server.reconciler.health[bench.tier().url].failures_total, "the deletion to fail")
     bench.save(3)
     until(lambda: 3 in bench.tier().puts(), "the next snapshot to go on")
     (line,) = bench.flush(0.2)
@@ -216,7 +214,7 @@ def test_an_earlier_deletion_spares_a_file_written_again(bench: Bench) -> None:
     bench.file("last.ckpt", 1)
     assert bench.flush() == []
     bench.tier().errors = errors_for("delete", OSError("later"))
-    bench.node.remove(RUN, "last.ckpt")
+    bench.server.remove(RUN, "last.ckpt")
     until(lambda: "delete last.ckpt" in bench.tier().tries, "the deletion to fail")
     bench.file("last.ckpt", 2)
     bench.tier().fail(None)
@@ -232,7 +230,7 @@ def test_a_deletion_waits_for_what_was_committed_before_it(bench: Bench) -> None
     tier = bench.tier()
     tier.errors = errors_for("put new.ckpt", TierError("the disk fails"))
     bench.file("new.ckpt", 2)
-    bench.node.remove(RUN, "old.ckpt")
+    bench.server.remove(RUN, "old.ckpt")
     until(lambda: tier.tries.count("put new.ckpt") >= 2, "the new one to fail twice")
     assert "delete old.ckpt" not in tier.tries
     assert (Path(tier.url) / "old.ckpt").exists()
@@ -250,7 +248,7 @@ def test_a_deletion_does_not_wait_for_later_commits(bench: Bench) -> None:
     tier.open.clear()
     bench.file("last.ckpt", 2)
     until(lambda: "put last.ckpt" in tier.tries, "the tier to be at it")
-    bench.node.remove(RUN, "old.ckpt")
+    bench.server.remove(RUN, "old.ckpt")
     tier.errors = lambda kind, manifest: TierError("slow") if manifest.step == 3 else None
     bench.file("last.ckpt", 3)  # written anew while it is put: the first of the two is enough
     tier.open.set()
@@ -266,7 +264,7 @@ def test_a_failed_retention_is_retried_without_a_new_snapshot(bench: Bench) -> N
         bench.save(step)
         bench.flush(2.0)
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [2, 1]
-    until(lambda: "retain" in bench.node.reconciler.health[bench.tier().url].error, "it to be noted, too")
+    until(lambda: "retain" in bench.server.reconciler.health[bench.tier().url].error, "it to be noted, too")
     bench.tier().fail(None)
     until(lambda: len(bench.tier().survey().manifests) == 1, "the old one to go", 40)
 
@@ -290,8 +288,8 @@ def test_one_tier_that_fails_holds_no_other_up(bench: Bench) -> None:
     bench.tier().fail(TierError("disk full"))
     bench.save(1)
     bench.save(2, run_id=OTHER_ID)
-    assert bench.node.flush(f"run@{OTHER_ID}", 20) == []
-    assert bench.node.flush(RUN, 0.1) != []
+    assert bench.server.flush(f"run@{OTHER_ID}", 20) == []
+    assert bench.server.flush(RUN, 0.1) != []
 
 
 def test_back_off_of_things_and_of_the_tier() -> None:
@@ -334,24 +332,24 @@ def lags(save: Callable[[int], Any], newest: Callable[[], int], *, steps: int, s
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_slow_bucket_does_not_slow_the_memory_node_down(tmp_path: Path, allowed: bool) -> None:
+def test_a_slow_bucket_does_not_slow_the_server_down(tmp_path: Path, allowed: bool) -> None:
     """In small: a durable tier that takes as long as 200 steps for one snapshot. It was 143 steps behind."""
-    bench = Chained(tmp_path, [str(tmp_path)] if allowed else [])
+    bench = WithServers(tmp_path, [str(tmp_path)] if allowed else [])
     try:
         bench.open(servers=(FIRST,))
-        until(lambda: bench.node.status()["runs"][RUN]["server"], "the chain")
+        until(lambda: bench.server.status()["runs"][RUN]["server"], "the server")
         nbytes, step_s = 100_000, 0.01
-        for store in (bench.by_node(FIRST), bench.tier()):
+        for store in (bench.by_server(FIRST), bench.tier()):
             store.bytes_per_s = nbytes / (200 * step_s)
 
         def newest() -> int:
-            held = [manifest.step for slot in bench.nodes[FIRST].committed(RUN) if (manifest := slot.manifest)]
+            held = [manifest.step for slot in bench.servers[FIRST].committed(RUN) if (manifest := slot.manifest)]
             return max(held, default=0)
 
         measured = lags(lambda step: bench.save(step, nbytes=nbytes), newest, steps=500, step_s=step_s)
         print(f"median {statistics.median(measured)}, most {max(measured)}")
         assert statistics.median(measured) <= 100  # 7 on a quiet machine; the bucket takes 200 steps for one
-        assert (bench.by_node(FIRST) if allowed else bench.tier()).puts()
-        assert sum(slot.capacity for slot in bench.node.ring.slots) <= 64 * MIB
+        assert (bench.by_server(FIRST) if allowed else bench.tier()).puts()
+        assert sum(slot.capacity for slot in bench.server.ring.slots) <= 64 * MIB
     finally:
         bench.close()

@@ -97,7 +97,7 @@ def bench(make_bench: Callable[..., Bench]) -> Bench:
 
 @pytest.fixture
 def browser(bench: Bench, clock: SimpleNamespace) -> Iterator[Browser]:
-    with served(bench.node, secrets=(TOKEN,), clock=lambda: clock.now_s) as port:
+    with served(bench.server, secrets=(TOKEN,), clock=lambda: clock.now_s) as port:
         yield Browser(port)
 
 
@@ -160,7 +160,7 @@ async def _opened(shown: Page, **more: Any) -> web.Response:
 
 def test_over_tls_the_cookie_never_goes_in_clear(bench: Bench) -> None:
     async def cookie(**more: Any) -> str:
-        return (await _opened(Page(bench.node, list), **more)).cookies.output()
+        return (await _opened(Page(bench.server, list), **more)).cookies.output()
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     assert "Secure" in asyncio.run(cookie(sslcontext=context))
@@ -173,7 +173,7 @@ def test_the_cookie_is_for_the_page_only(bench: Bench, browser: Browser) -> None
     bench.save(1)
     browser.enter()
     got = {}
-    for route in Service(bench.node, TOKEN).application().router.routes():
+    for route in Service(bench.server, TOKEN).application().router.routes():
         assert route.resource is not None
         path = re.sub(r"{path[^}]*}", "step-000000001-attempt-0001/model.ckpt", route.resource.canonical)
         path = path.replace("{run}", "run").replace("{upload}", "0" * 32).replace("{id}", "0" * 32)
@@ -189,7 +189,7 @@ def test_the_cookie_is_for_the_page_only(bench: Bench, browser: Browser) -> None
 
 
 def test_without_a_token_the_page_is_for_this_host_only(bench: Bench) -> None:
-    with served(bench.node) as port:
+    with served(bench.server) as port:
         browser = Browser(port, token=None)
         assert browser.ask("/v1/links", "POST", accept="*/*").status == 403
         browser.enter()
@@ -241,7 +241,7 @@ def test_the_document_says_what_there_is(bench: Bench, browser: Browser) -> None
     tier.open.clear()
     bench.save(2, attempt=2, nbytes=2000, created_unix_s=time.time())
     coming = manifest_of(3, 2, 4000)
-    bench.node.lease(f"run@{RUN_ID}", 2, 4000, manifest=coming)
+    bench.server.lease(f"run@{RUN_ID}", 2, 4000, manifest=coming)
     shown = browser.enter().document()
     (run,) = shown["runs"]
     assert (run["name"], run["attempt"], run["state"]) == ("run", 2, "training")
@@ -260,8 +260,8 @@ def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browse
     """A server that has one of two shards, and stored that, knows nothing of the other one."""
     bench.open()
     one = shard_manifest(1, writer=0)
-    upload = bench.node.lease(f"run@{RUN_ID}", 1, one.nbytes)
-    bench.node.seal(upload.id, one)
+    upload = bench.server.lease(f"run@{RUN_ID}", 1, one.nbytes)
+    bench.server.seal(upload.id, one)
 
     def shown() -> tuple[str, list[int]]:
         (snapshot,) = browser.document()["runs"][0]["snapshots"]
@@ -269,17 +269,17 @@ def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browse
 
     browser.enter()
     assert shown() == ("incomplete", [1, 2])
-    (slot,) = bench.node.ring.committed(RUN_ID)
+    (slot,) = bench.server.ring.committed(RUN_ID)
     assert slot.manifest is not None
-    bench.node.ring.mark(Held.of([slot]), str(bench.root / f"tier-{RUN_ID}"), Mark.SAFE)
-    bench.node.ring.mark_committed(RUN_ID, one.lineage, one.order)
+    bench.server.ring.mark(Held.of([slot]), str(bench.root / f"tier-{RUN_ID}"), Mark.SAFE)
+    bench.server.ring.mark_committed(RUN_ID, one.lineage, one.order)
     until(lambda: shown() == ("replicated", [1, 2]), "the page to show it")
-    bench.node.ring.settle(RUN_ID, one.lineage, one.order)
+    bench.server.ring.settle(RUN_ID, one.lineage, one.order)
     until(lambda: shown() == ("persisted", [1, 2]), "the page to show it")
 
 
 def test_secrets_in_urls_are_not_shown(bench: Bench, browser: Browser) -> None:
-    bench.node.open_run(named_run("run", "s3://key:hush@bucket/run"))
+    bench.server.open_run(named_run("run", "s3://key:hush@bucket/run"))
     answer = browser.enter().ask("/v1/page", accept="*/*")
     assert b"bucket/run" in answer.body
     assert b"hush" not in answer.body
@@ -336,10 +336,10 @@ def test_nothing_is_read_where_the_attempt_may_not(tmp_path: Path, make_bench: C
     bench.open()
     record = AttemptRecord(attempt=1, begun_unix_s=1000.0, trained_unix_s=1000.0, step=50, unix_s=1100.0)
     write_record(url, 1, record.as_dict())
-    info = bench.node.registry.info(RUN_ID)
+    info = bench.server.registry.info(RUN_ID)
     assert info is not None
     with pytest.raises(SpotError):
-        bench.node.routes.storage(info)
+        bench.server.routes.storage(info)
 
 
 def test_only_the_latest_messages_are_kept() -> None:
@@ -352,7 +352,7 @@ def test_only_the_latest_messages_are_kept() -> None:
 
 def test_a_server_gives_a_link_to_itself_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
-    with served(bench.node, secrets=(TOKEN,)) as port:
+    with served(bench.server, secrets=(TOKEN,)) as port:
         made = link(f"spot://127.0.0.1:{port}")
         assert re.fullmatch(rf"http://127\.0\.0\.1:{port}/open/[\w-]{{43}}", made)
         assert Browser(port).open(made.removeprefix(f"http://127.0.0.1:{port}")).status == 200
@@ -366,5 +366,5 @@ def test_an_impostor_leads_nowhere(
         return web.json_response({"path": path})
 
     monkeypatch.setattr(Page, "link", lie)
-    with served(make_bench().node) as port, pytest.raises(ServerRefusedError):
+    with served(make_bench().server) as port, pytest.raises(ServerRefusedError):
         link(f"spot://127.0.0.1:{port}")

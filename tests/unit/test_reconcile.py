@@ -283,21 +283,19 @@ class Situation:
             getattr(self, what)(words, fields)
 
     def run(self, words: list[str], fields: dict[str, str]) -> None:
-        nodes = tuple(f"spot://{name}" for name in fields.get("servers", "").split(",") if name)
+        servers = tuple(f"spot://{name}" for name in fields.get("servers", "").split(",") if name)
         info = RunInfo(
-            name="run", id=RUN_ID, location=STORAGE, attempt=1, token="t", durable_url=STORAGE, servers=nodes
+            name="run", id=RUN_ID, location=STORAGE, attempt=1, token="t", durable_url=STORAGE, servers=servers
         )
         every = float(fields["every"]) if "every" in fields else None
         info = replace(info, session="live" if "live" in words else "", hosts=int(fields.get("hosts", 1)))
         info = replace(info, replicas=int(fields.get("replicas", 1)), min_upload_interval_s=every)
-        self.servers = Servers(info) if nodes else None
+        self.servers = Servers(info) if servers else None
         asked_s = float(fields.get("asked", self.now_s))
         self.desired = Desired(info=info, left_s=left_s(info, asked_s, None), urgent="urgent" in words)
 
     def server(self, words: list[str], fields: dict[str, str]) -> None:
-        assert self.servers is not None
         server = self.servers.find(self.url(words[0]))
-        assert server is not None
         server.used, server.uploads = "used" in words, "uploads" in words
         server.why_not = "it may not" if "refuses" in words else ""
         server.asked_s, server.learned_s = float(fields.get("asked", 0)), float(fields.get("learned", 0))
@@ -405,7 +403,6 @@ def test_what_was_put_off_comes_later() -> None:
 
 def test_the_first_server_uploads_whichever_is_asked_first() -> None:
     servers = Situation(["run live servers=a,b,c replicas=2"]).servers
-    assert servers is not None
     first, second, third = servers.all
     assert not servers.asks(second, 1000.0)
     assert servers.asks(first, 1000.0)
@@ -421,7 +418,6 @@ def test_the_first_server_uploads_whichever_is_asked_first() -> None:
 def test_one_that_is_not_asked_now_keeps_no_other_from_uploading() -> None:
     """It did not show its registers, and was never asked for anything else."""
     servers = Situation(["run live servers=a,b"]).servers
-    assert servers is not None
     servers.all[0].away_until_s = 1010.0
     assert servers.asks(servers.all[1], 1000.0)
 

@@ -16,10 +16,15 @@ from tests.support.reconcile_model import simulate
 pytestmark = pytest.mark.guarantee("G3")
 
 SEEDS = 200
+THOUSANDS = [
+    pytest.param(range(first, first + 1000), marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+    for first in range(0, 10_000, 1000)
+]
 
 
-def test_whatever_happens_nothing_is_lost_mixed_or_left_over() -> None:
-    assert [problem for seed in range(SEEDS) if (problem := simulate(seed))] == []
+@pytest.mark.parametrize("seeds", [range(SEEDS), *THOUSANDS], ids=str)
+def test_whatever_happens_nothing_is_lost_mixed_or_left_over(seeds: range) -> None:
+    assert [problem for seed in seeds if (problem := simulate(seed))] == []
 
 
 def nothing(*_: Any, **__: Any) -> list[Any]:

@@ -78,7 +78,6 @@ INERT = {
 }
 ENDLESS = 30_000_000
 EXPANDED = tensor(4, ENDLESS, 0)
-PARAMETER = call("torch._utils._rebuild_parameter", tensor(4, 4), FALSE, b"}")
 SPARSE = tensor(4, ENDLESS, 0), items(number(4)), FALSE
 TAKING = ("builtins.set", "collections.Counter", "collections.OrderedDict", "torch.Size")
 GROWING = ("torch.Tensor", "torch.FloatTensor", "torch.storage.TypedStorage", "torch.storage.UntypedStorage")

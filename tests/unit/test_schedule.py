@@ -8,7 +8,6 @@ import pytest
 
 from lightning_spot.capture.partitions import LEAST_BYTES, Drift, Mode, ModeTrial, check_copy_mode
 from lightning_spot.capture.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
-from lightning_spot.errors import SettingsError
 
 MIB = LEAST_BYTES
 GRADIENTS = [30 * MIB, 10 * MIB, 30 * MIB, 2 * MIB]  # of parameters 0 to 3; ready from the last to the first
@@ -314,8 +313,3 @@ def test_a_point_that_few_iterations_reach_is_no_place() -> None:
     profile = profiler.profile()
     assert list(profile.places) == [START, Point(0, PlaceKind.FORWARD)]
     assert profile.length_s == 2.0
-
-
-def test_an_unknown_setting_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"copy_mode='lazy'.*'auto', 'asymmetric', 'backward', 'eager', 'blocking'"):
-        check_copy_mode("lazy")

@@ -123,19 +123,32 @@ def test_only_digits_of_ascii_name_a_file(name: str) -> None:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
+MODELS = {
+    "one server": Model(writers=2, servers=1, snapshots=2, attempts=1),
+    "two servers": Model(writers=2, servers=2, snapshots=2, attempts=2, values=("a", "b", "")),
+    "three writers": Model(writers=3, servers=2, snapshots=2, attempts=2),
+}
+LARGER = {
+    "one server, two attempts": Model(writers=2, servers=1, snapshots=3, attempts=2, values=("a", "b", "")),
+    "two servers, three attempts": Model(writers=2, servers=2, snapshots=3, attempts=3),
+    "three writers, three snapshots": Model(writers=3, servers=2, snapshots=3, attempts=2),
+}
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "most"),
     [
-        Model(writers=2, servers=1, snapshots=2, attempts=1),
-        Model(writers=2, servers=2, snapshots=2, attempts=2, values=("a", "b", "")),
-        Model(writers=3, servers=2, snapshots=2, attempts=2),
+        *(pytest.param(model, 15_000, id=name) for name, model in MODELS.items()),
+        *(
+            pytest.param(model, 1_000_000, id=name, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
+            for name, model in LARGER.items()
+        ),
     ],
-    ids=["one server", "two servers", "three writers"],
 )
-def test_no_state_loses_or_mixes_a_snapshot(model: Model) -> None:
-    seen, problem = search(model, most=15_000)
+def test_no_state_loses_or_mixes_a_snapshot(model: Model, most: int) -> None:
+    seen, problem = search(model, most=most)
     assert not problem
-    assert seen >= 15_000
+    assert seen >= most
 
 
 def at_the_watermark(order: Order, state: Status, watermark: Order | None) -> bool:

@@ -161,7 +161,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_command_says_that_no_memory_node_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_says_that_no_server_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--server-speed", "100MB/s", "--server-price", "5", "--price", "1", "--policy", "YoungDaly"]
     assert main([*QUICK, *arguments]) == 0
     assert "you need no snapshot server" in capsys.readouterr().out

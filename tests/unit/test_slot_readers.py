@@ -23,15 +23,12 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import Holdings
 from tests.distributed.test_restore import LARGE, restored
-from tests.support.server import RUN_ID, Bench, image_of, manifest_of
+from tests.support.server import RUN, Bench, MakeBench, image_of, manifest_of
 from tests.support.waiting import until
-
-RUN = f"run@{RUN_ID}"
-AHEAD = "spot-slot-ahead"
 
 
 @pytest.fixture
-def make(tmp_path: Path, runtime_dir: Path) -> Iterator[Callable[..., Bench]]:
+def make(tmp_path: Path, runtime_dir: Path) -> Iterator[MakeBench]:
     made: list[Bench] = []
 
     def bench(**settings: Any) -> Bench:
@@ -45,12 +42,12 @@ def make(tmp_path: Path, runtime_dir: Path) -> Iterator[Callable[..., Bench]]:
 
 @pytest.fixture
 def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Bench], None]]:
-    """Makes a node of this process that of this host: trainers get at its slots by descriptor, as they always do."""
+    """Makes a server of this process that of this host: trainers get at its slots by descriptor, as they always do."""
     channels: list[program.DescriptorChannel] = []
 
     def attach(bench: Bench) -> None:
         path = runtime_dir / "channel"
-        channels.append(program.DescriptorChannel(bench.node, path))
+        channels.append(program.DescriptorChannel(bench.server, path))
 
         def host(_url: str, run: str) -> SimpleNamespace:
             session = Session(path, 10.0)
@@ -68,10 +65,10 @@ def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
 
 def test_a_slot_replaced_while_handed_over_maps_no_other_file(
-    make: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of its descriptor goes to the next file that is opened: a trainer would have written there."""
-    ring = make(slots=1).node.ring
+    ring = make(slots=1).server.ring
     slot = ring.try_lease(RUN, 1000)
     slot.memory.map[:4] = b"mine"
     nbytes, send, others = slot.capacity, program._send, []
@@ -85,7 +82,7 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
         send(connection, told, fd)
 
     monkeypatch.setattr(program, "_send", replaced_first)
-    listening = program.DescriptorChannel(make().node, tmp_path / "channel")
+    listening = program.DescriptorChannel(make().server, tmp_path / "channel")
     listening._server = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
     session = Session(tmp_path / "channel", 10.0)
     mapped = session.map_slot(slot.index, slot.buffer.generation)
@@ -97,10 +94,10 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
     others[0].close()
 
 
-def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: Callable[..., Bench], tmp_path: Path) -> None:
+def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: MakeBench, tmp_path: Path) -> None:
     bench = make(slots=1)
-    slot = bench.node.ring.try_lease(RUN, 1000)
-    listening = program.DescriptorChannel(bench.node, tmp_path / "channel")
+    slot = bench.server.ring.try_lease(RUN, 1000)
+    listening = program.DescriptorChannel(bench.server, tmp_path / "channel")
     session = Session(tmp_path / "channel", 10.0)
     session.map_slot(slot.index, slot.buffer.generation).close()
     with pytest.raises(ServerUnreachableError, match="as it was leased"):
@@ -110,16 +107,16 @@ def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: Callable[...
 
 
 def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
-    make: Callable[..., Bench], attached: Callable[[Bench], None], tmp_path: Path
+    make: MakeBench, attached: Callable[[Bench], None], tmp_path: Path
 ) -> None:
     bench = make(slots=2)
     bench.open()
     file = io.BytesIO()
     torch.save({"step": 1, "large": torch.arange(LARGE)}, file)
-    upload = bench.node.lease(RUN, 1, len(file.getvalue()))
+    upload = bench.server.lease(RUN, 1, len(file.getvalue()))
     with upload.slot.view(upload.nbytes) as view:
         view[:] = file.getvalue()
-    sealed = bench.node.seal(upload.id, manifest_of(1, 1, upload.nbytes))
+    sealed = bench.server.seal(upload.id, manifest_of(1, 1, upload.nbytes))
     attached(bench)
 
     def look(location: Any) -> Survey:
@@ -132,7 +129,7 @@ def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
     for step in range(2, 6):
         bench.save(step, nbytes=upload.nbytes, wait_s=30)
         assert bench.flush() == []
-    assert len(bench.node.ring.slots) == 2
+    assert len(bench.server.ring.slots) == 2
     for rank, (resumed, checkpoint) in enumerate(found):
         assert (resumed.step, resumed.tier) == (1, "host")
         assert torch.equal(checkpoint["large"], torch.arange(LARGE))
@@ -141,12 +138,12 @@ def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
 
 
 def test_shared_data_is_read_only_and_data_read_alone_not_copied(
-    make: Callable[..., Bench], attached: Callable[[Bench], None]
+    make: MakeBench, attached: Callable[[Bench], None]
 ) -> None:
     bench = make()
     bench.open()
     manifest = bench.save(1)
-    (slot,) = bench.node.committed(RUN)
+    (slot,) = bench.server.committed(RUN)
     attached(bench)
     source = MemorySource("", RUN)
     snapshot = source.open(manifest, shared=True)
@@ -162,13 +159,11 @@ def test_shared_data_is_read_only_and_data_read_alone_not_copied(
     alone.close()
 
 
-def test_a_slot_that_is_damaged_is_found_as_it_is_copied(
-    make: Callable[..., Bench], attached: Callable[[Bench], None]
-) -> None:
+def test_a_slot_that_is_damaged_is_found_as_it_is_copied(make: MakeBench, attached: Callable[[Bench], None]) -> None:
     bench = make()
     bench.open()
     manifest = bench.save(1)
-    (slot,) = bench.node.committed(RUN)
+    (slot,) = bench.server.committed(RUN)
     with slot.view(1000) as view:
         view[500] ^= 1
     attached(bench)

@@ -142,7 +142,6 @@ def test_a_ctrl_c_on_the_terminal_comes_once(tmp_path: Path) -> None:
 def test_a_signal_ends_the_pause(tmp_path: Path) -> None:
     command = [*COMMAND, "--pause", "1h", "--", "bash", "-c", f"touch {tmp_path}/ran; exit 1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     assert "Starting again" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait(BOUND_S) == 143

@@ -27,10 +27,9 @@ from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_o
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
-from tests.support.chain import FIRST, chained
 from tests.support.filled import check_archive
 from tests.support.said import said
-from tests.support.server import MIB, RUN_ID, image_of, manifest_of
+from tests.support.server import FIRST, MIB, RUN_ID, MakeWithServers, image_of, manifest_of
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Pair, Sender, floats, pair
 
@@ -51,16 +50,16 @@ def moved(image: bytes, step: int) -> bytes:
 
 
 def commit(pair: Pair, step: int, image: bytes, numbers: Any = NUMBERS, **fields: Any) -> Manifest:
-    """Commit a snapshot at the trainer's node, and wait for nothing."""
-    upload = pair.near.node.lease(RUN, 1, len(image), wait_s=10.0)
+    """Commit a snapshot at the trainer's server, and wait for nothing."""
+    upload = pair.near.server.lease(RUN, 1, len(image), wait_s=10.0)
     with upload.slot.view(len(image)) as view:
         view[:] = image
-    return pair.near.node.seal(upload.id, manifest_of(step, 1, len(image), **fields), floats=numbers)
+    return pair.near.server.seal(upload.id, manifest_of(step, 1, len(image), **fields), floats=numbers)
 
 
 def at_far(pair: Pair, step: int, *, exact: bool) -> Slot | None:
     name = snapshot_name(step, 1, exact=exact)
-    return pair.far.node.ring.find(RUN_ID, name)
+    return pair.far.server.ring.find(RUN_ID, name)
 
 
 def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
@@ -69,7 +68,7 @@ def arrive(pair: Pair, step: int, *, exact: bool) -> bytes:
     slot = at_far(pair, step, exact=exact)
     assert slot.manifest.exact is exact
     slot.manifest.verify(slot.view(), "the snapshot server")
-    until(lambda: not any(slot.readers for slot in pair.near.node.ring.slots), "the sender")
+    until(lambda: not any(slot.readers for slot in pair.near.server.ring.slots), "the sender")
     assert at_far(pair, step, exact=not exact) is None
     return bytes(slot.view())
 
@@ -103,10 +102,12 @@ def test_one_number_in_a_hundred_is_sent_and_the_rest_is_exact(topk: Pair) -> No
         assert 0.009 < np.mean(there != before) < 0.011
         assert np.abs(wanted - there).mean() < np.abs(wanted - before).mean()
         had = got
-        slot = topk.near.node.ring.find(RUN_ID, manifest.name)
-        assert (slot.safe, topk.near.node.ring.owed([slot])) == ([], [f"{topk.url}/{RUN}"])
-    until(lambda: [tier["inexact"] for tier in topk.near.node.status()["tiers"].values()] == [3], "it to be noted, too")
-    (tier,) = topk.near.node.status()["tiers"].values()
+        slot = topk.near.server.ring.find(RUN_ID, manifest.name)
+        assert (slot.safe, topk.near.server.ring.owed([slot])) == ([], [f"{topk.url}/{RUN}"])
+    until(
+        lambda: [tier["inexact"] for tier in topk.near.server.status()["tiers"].values()] == [3], "it to be noted, too"
+    )
+    (tier,) = topk.near.server.status()["tiers"].values()
     assert (tier["flushed"], tier["inexact"]) == (1, 3)
 
 
@@ -123,8 +124,8 @@ def test_who_waits_for_safety_gets_the_exact_one(topk: Pair) -> None:
 def test_the_end_of_a_run_is_exact(topk: Pair) -> None:
     image = begun(topk)
     last = commit(topk, 2, moved(image, 2), complete=True)
-    until(lambda: topk.far.node.ring.find(RUN_ID, last.name), "the end")
-    slot = topk.far.node.ring.find(RUN_ID, last.name)
+    until(lambda: topk.far.server.ring.find(RUN_ID, last.name), "the end")
+    slot = topk.far.server.ring.find(RUN_ID, last.name)
     assert bytes(slot.view()) == moved(image, 2)
 
 
@@ -132,7 +133,7 @@ def test_when_the_trainer_has_gone_the_newest_follows_exactly(topk: Pair) -> Non
     image = begun(topk)
     commit(topk, 2, moved(image, 2))
     arrive(topk, 2, exact=False)
-    topk.near.node.end_session("a trainer that lives")
+    topk.near.server.end_session("a trainer that lives")
     until(lambda: at_far(topk, 2, exact=True), "the exact one")
 
 
@@ -158,13 +159,13 @@ def test_now_and_then_one_is_exact(topk: Pair, monkeypatch: pytest.MonkeyPatch) 
         assert (arrive(topk, step, exact=step in (1, 4, 7)) == image) is (step in (1, 4, 7))
 
 
-def test_a_node_that_has_something_else_gets_an_exact_one(topk: Pair) -> None:
+def test_a_server_that_has_something_else_gets_an_exact_one(topk: Pair) -> None:
     image = begun(topk)
     commit(topk, 2, moved(image, 2))
     arrive(topk, 2, exact=False)
     slot = at_far(topk, 2, exact=False)
     assert slot is not None
-    topk.far.node.remove(RUN, snapshot_name(2, 1, exact=False))  # as a node that was restarted has lost it
+    topk.far.server.remove(RUN, snapshot_name(2, 1, exact=False))  # as a server that was restarted has lost it
     commit(topk, 3, moved(image, 3))
     assert arrive(topk, 3, exact=True) == moved(image, 3)
     commit(topk, 4, moved(image, 4))
@@ -194,7 +195,7 @@ def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: 
 
     monkeypatch.setattr(ServerStore, "_send", breaking)
     commit(topk, 2, moved(image, 2))
-    assert arrive(topk, 2, exact=True) == moved(image, 2)  # the next try; what is here is not what the node has
+    assert arrive(topk, 2, exact=True) == moved(image, 2)  # the next try; what is here is not what the server has
     assert broken.is_set()
 
 
@@ -219,8 +220,8 @@ def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path)
         writer.copied()
         done.result(30)
         name = snapshot_name(step, 2, exact=step == 1)
-        until(lambda name=name: topk.far.node.ring.find(RUN_ID, name), name)  # type: ignore[misc]
-    slot = topk.far.node.ring.find(RUN_ID, name)
+        until(lambda name=name: topk.far.server.ring.find(RUN_ID, name), name)  # type: ignore[misc]
+    slot = topk.far.server.ring.find(RUN_ID, name)
     check_archive(slot.view())
     loaded = torch.load(io.BytesIO(bytes(slot.view())), weights_only=True)
     for name in ("small", "foreign", "counts", "step"):
@@ -302,17 +303,16 @@ def inexact(step: int) -> dict[str, Any]:
     return {"exact": False, "name": snapshot_name(step, 1, exact=False)}
 
 
-def test_a_node_that_sends_it_on_to_the_next_one_does_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with chained(tmp_path, monkeypatch) as make:
-        bench = make()
-        bench.start(FIRST)
-        for step, fields in ((1, {}), (2, inexact(2)), (3, inexact(3)), (3, {})):
-            bench.save(step, wait_s=10.0, **fields)
-            assert bench.flush() == []
-        assert bench.behind[FIRST].arrived == [1, 2, 3, 3]
-        assert bench.durable().count(3) == 2
-        health = bench.node.status()["tiers"][f"{FIRST}/{RUN}"]
-        assert (health["flushed"], health["inexact"]) == (2, 2)
+def test_a_server_that_sends_it_on_to_the_next_one_does_so_once(with_servers: MakeWithServers) -> None:
+    bench = with_servers()
+    bench.start(FIRST)
+    for step, fields in ((1, {}), (2, inexact(2)), (3, inexact(3)), (3, {})):
+        bench.save(step, wait_s=10.0, **fields)
+        assert bench.flush() == []
+    assert bench.behind[FIRST].arrived == [1, 2, 3, 3]
+    assert bench.durable().count(3) == 2
+    health = bench.server.status()["tiers"][f"{FIRST}/{RUN}"]
+    assert (health["flushed"], health["inexact"]) == (2, 2)
 
 
 def test_approximations_of_two_replicas_are_never_mixed_silently(
@@ -344,27 +344,26 @@ def test_approximations_of_two_replicas_are_never_mixed_silently(
     assert into == images[0]
 
 
-def test_that_it_is_durable_lets_no_exact_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(kind: str, manifest: Manifest) -> Exception | None:
-        return TierError("full") if kind == "put" and manifest.name == snapshot_name(2, 1) else None
+def test_that_it_is_durable_lets_no_exact_one_go(
+    with_servers: MakeWithServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = with_servers(allow=[])  # the server behind does not write there: it is told
+    bench.start(FIRST)
+    told = bench.behind[FIRST].settle
+    names: list[str] = []
 
-    with chained(tmp_path, monkeypatch) as make:
-        bench = make(allow=[])  # the node behind does not write there: it is told
-        bench.start(FIRST)
-        told = bench.behind[FIRST].settle
-        names: list[str] = []
+    def settle(manifest: Manifest, attempt: int) -> None:
+        told(manifest, attempt)
+        names.append(manifest.name)
 
-        def settle(manifest: Manifest, attempt: int) -> None:
-            told(manifest, attempt)
-            names.append(manifest.name)
-
-        monkeypatch.setattr(bench.behind[FIRST], "settle", settle)
-        bench.tier().errors = fails
-        bench.save(2, wait_s=10.0)
-        until(lambda: bench.behind[FIRST].arrived == [2], "the node behind to have it")
-        bench.save(3, wait_s=10.0, **inexact(3))
-        until(lambda: bench.durable() == [3], "the other one to be durable")
-        bench.tier().errors = lambda _kind, _manifest: None
-        assert bench.flush() == []
-        until(lambda: names, "the node behind to be told")
-        assert names == [snapshot_name(2, 1)]
+    monkeypatch.setattr(bench.behind[FIRST], "settle", settle)
+    failing = snapshot_name(2, 1)
+    bench.tier().errors = lambda kind, it: TierError("full") if (kind, it.name) == ("put", failing) else None
+    bench.save(2, wait_s=10.0)
+    until(lambda: bench.behind[FIRST].arrived == [2], "the server behind to have it")
+    bench.save(3, wait_s=10.0, **inexact(3))
+    until(lambda: bench.durable() == [3], "the other one to be durable")
+    bench.tier().fail(None)
+    assert bench.flush() == []
+    until(lambda: names, "the server behind to be told")
+    assert names == [snapshot_name(2, 1)]

@@ -61,8 +61,10 @@ def test_the_status_tells_what_was_sent_and_what_was_not(pair: Pair) -> None:
     pair.near.bring(1, bytes(image))
     image[:1000] = random.Random(2).randbytes(1000)
     changed = pair.near.bring(2, bytes(image))
-    until(lambda: any(tier["same_bytes"] for tier in pair.near.node.status()["tiers"].values()), "it to be noted, too")
-    (tier,) = pair.near.node.status()["tiers"].values()
+    until(
+        lambda: any(tier["same_bytes"] for tier in pair.near.server.status()["tiers"].values()), "it to be noted, too"
+    )
+    (tier,) = pair.near.server.status()["tiers"].values()
     assert (tier["whole_bytes"], tier["same_bytes"]) == (24 * MIB, 16 * MIB)
     assert 1000 <= tier["delta_bytes"] == changed < 1100
 
@@ -102,7 +104,7 @@ def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
     assert kinds == {"WHOLE": 2}
 
 
-def test_the_setting_goes_from_node_to_node(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_goes_from_server_to_server(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[RunInfo] = []
     opened = SnapshotServer.open_run
 

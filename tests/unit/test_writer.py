@@ -51,14 +51,13 @@ def test_a_snapshot_nobody_asks_about_leaves_nothing_in_memory(desk: Desk) -> No
     assert len(desk.writer._pending) == 1
 
 
-def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk) -> None:
     desk.writer.close()
-    monkeypatch.setattr(Copier, "_work", lambda _self: None)  # nothing is copied in the background
-    desk.writer = SnapshotWriter(desk.host)
+    desk.writer = SnapshotWriter(desk.host, copier=Copier(threads=0))  # nothing is copied in the background
     done = desk.begin(0, desk.checkpoint())
     desk.weights[1].add_(1)  # before anyone said that it may change
     desk.writer.copied()
-    with pytest.raises(SnapshotFailedError, match="1 tensors", check=FailureReason.TORN.caused):
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
         done.result(30)
     assert desk.writer.torn == 1
     done = desk.begin(1, desk.checkpoint())

@@ -106,36 +106,36 @@ def test_memory_that_was_changed_by_others_is_found_in_its_turn() -> None:
     assert found == [17]
 
 
-def test_a_node_reads_all_of_it_before_it_writes_it_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_reads_all_of_it_before_it_writes_it_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it took over may have been damaged since: this one is dropped, and nothing in its slot is known any more."""
     bench = Bench(tmp_path, slots=1)
     bench.open()
     slot, layouter = Slot(), Layouter()
     layout = layouter.lay_out({"w": torch.rand(100_000), "last": torch.rand(3)})
     slot.write(layout, set())
-    held = seal(bench.node, slot, manifest_of(1, layout.nbytes), None)
+    held = seal(bench.server, slot, manifest_of(1, layout.nbytes), None)
     assert held == ""
     assert bench.flush() == []
-    (ring_slot,) = bench.node.ring.slots
+    (ring_slot,) = bench.server.ring.slots
     with ring_slot.view() as view:
         view[17 * PART_BYTES] ^= 1
     ring_slot.buffer.seals = 0  # part 17 has its turn at the third one
-    assert seal(bench.node, slot, manifest_of(2, layout.nbytes), ()) != ""
+    assert seal(bench.server, slot, manifest_of(2, layout.nbytes), ()) != ""
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]
-    assert seal(bench.node, slot, manifest_of(3, layout.nbytes), None) == ""
+    assert seal(bench.server, slot, manifest_of(3, layout.nbytes), None) == ""
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [3, 1]
     bench.close()
 
 
-def seal(node: SnapshotServer, slot: Slot, manifest: Manifest, written: Ranges | None) -> str:
+def seal(server: SnapshotServer, slot: Slot, manifest: Manifest, written: Ranges | None) -> str:
     """Commit what a slot holds; as what it was filled before."""
-    upload = node.lease(f"run@{RUN_ID}", 1, manifest.nbytes)
+    upload = server.lease(f"run@{RUN_ID}", 1, manifest.nbytes)
     if written is None:
         with upload.slot.view(manifest.nbytes) as view:
             view[:] = slot.memory[: manifest.nbytes]
-    node.seal(upload.id, manifest, None, (), written)
+    server.seal(upload.id, manifest, None, (), written)
     return upload.held
 
 

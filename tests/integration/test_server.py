@@ -1,7 +1,8 @@
-"""The node as a program: HTTP, tokens, protocol, draining, the local server, and ``spot://``."""
+"""The server as a program: HTTP, tokens, protocol, draining, the local server, and ``spot://``."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,15 +37,15 @@ from lightning_spot.errors import (
     SettingsError,
     TierReason,
 )
+from lightning_spot.http import program
 from lightning_spot.http.program import main
 from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
 from lightning_spot.server.runs import RunInfo, parse_run
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
-from tests.support.server import RunningNode, manifest_of, named_run
+from tests.support.server import RunningServer, StartServer, manifest_of, named_run, server_pid
 from tests.support.waiting import until
 
-StartNode = Callable[..., RunningNode]
 OURS = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
 
 
@@ -55,7 +57,7 @@ def checkpoint_bytes(step: int, nbytes: int = 20_000) -> bytes:
     return buffer.getvalue()
 
 
-def put(node: RunningNode, step: int, *, attempt: int = 1, run: str = "run", data: bytes | None = None) -> Manifest:
+def put(server: RunningServer, step: int, *, attempt: int = 1, run: str = "run", data: bytes | None = None) -> Manifest:
     data = data if data is not None else checkpoint_bytes(step)
     manifest = Manifest(
         run=run,
@@ -65,24 +67,20 @@ def put(node: RunningNode, step: int, *, attempt: int = 1, run: str = "run", dat
         nbytes=len(data),
         created_unix_s=time.time(),
     ).sealed(memoryview(data))
-    ServerStore(f"{node.url}/{run}").put(manifest, memoryview(data), attempt=attempt)
+    ServerStore(f"{server.url}/{run}").put(manifest, memoryview(data), attempt=attempt)
     return manifest
 
 
-def put_file(node: RunningNode, run: str, name: str, data: bytes, info: RunInfo | None = None) -> None:
-    """As the node on a trainer's host brings a file that its user saved."""
+def put_file(server: RunningServer, run: str, name: str, data: bytes, info: RunInfo | None = None) -> None:
+    """As the server on a trainer's host brings a file that its user saved."""
     name_of_run, identity = parse_run(run)
     manifest = Manifest(
         run=name_of_run, run_id=identity, name=name, file="", step=0, attempt=1, nbytes=len(data), created_unix_s=1.0
     )
-    store = ServerStore(f"{node.url}/{run}")
+    store = ServerStore(f"{server.url}/{run}")
     if info is not None:
         store.know(info)
     store.put(manifest.sealed(memoryview(data)), memoryview(data), attempt=1)
-
-
-def client_of(node: RunningNode, token: str | None = None) -> ServerClient:
-    return ServerClient(parse_spot_url(node.url)[0], token)
 
 
 # -- flags ------------------------------------------------------------------------------------------------------------
@@ -111,31 +109,23 @@ def test_bad_flags_are_one_line(flags: list[str], complaint: str, capsys: pytest
 
 
 @pytest.mark.parametrize(("listen", "reached"), [("[::1]:0", ["[::1]"]), ("[::]:0", ["[::1]", "127.0.0.1"])])
-def test_it_listens_by_ipv6_and_says_so_in_a_url(
-    start_node: Callable[..., RunningNode], listen: str, reached: list[str]
-) -> None:
-    node = start_node(listen=listen, environment={**os.environ, "LIGHTNING_SPOT_TOKEN": "secret"})
-    address = parse_spot_url(node.url)[0]
+def test_it_listens_by_ipv6_and_says_so_in_a_url(start_server: StartServer, listen: str, reached: list[str]) -> None:
+    server = start_server(listen=listen, environment={**os.environ, "LIGHTNING_SPOT_TOKEN": "secret"})
+    address = parse_spot_url(server.url)[0]
     assert address.host == listen.removesuffix(":0")
     for host in reached:
         client = ServerClient(parse_spot_url(f"spot://{host}:{address.port}")[0], "secret")
         assert client.call("GET", "/v1/status")["slots"] == []
 
 
-def test_port_in_use_is_said(start_node: StartNode, capsys: pytest.CaptureFixture[str]) -> None:
-    node = start_node()
-    assert main(["--listen", node.url.removeprefix("spot://")]) == 2
-    assert "in use" in capsys.readouterr().err
-
-
 # -- HTTP -------------------------------------------------------------------------------------------------------------
 
 
-def test_curl_can_read_a_snapshot(start_node: StartNode) -> None:
-    node = start_node()
+def test_curl_can_read_a_snapshot(start_server: StartServer) -> None:
+    server = start_server()
     data = checkpoint_bytes(3)
-    put(node, 3, data=data)
-    address = f"{node.url.replace('spot://', 'http://')}/v1/files/run"
+    put(server, 3, data=data)
+    address = f"{server.url.replace('spot://', 'http://')}/v1/files/run"
 
     def read(path: str, **headers: str) -> tuple[int, bytes]:
         request = urllib.request.Request(f"{address}/{path}", headers={**OURS, **headers})
@@ -148,47 +138,49 @@ def test_curl_can_read_a_snapshot(start_node: StartNode) -> None:
     assert json.loads(read(f"{snapshot_name(3, 1)}/manifest.json")[1])["step"] == 3
 
 
-def test_a_request_that_came_damaged_is_refused(start_node: StartNode) -> None:
-    node, said = start_node(), b'{"attempt": 1}'
-    url = node.url.replace("spot://", "http://") + "/v1/runs/run/open"
+def test_a_request_that_came_damaged_is_refused(start_server: StartServer) -> None:
+    server, said = start_server(), b'{"attempt": 1}'
+    url = server.url.replace("spot://", "http://") + "/v1/runs/run/open"
     headers = {**OURS, DIGEST_HEADER: checksum(said[::-1])}
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(urllib.request.Request(url, data=said, headers=headers, method="POST"))
     assert caught.value.code == 400
-    assert client_of(node).call("GET", "/v1/runs")["runs"] == []
+    assert server.client().call("GET", "/v1/runs")["runs"] == []
 
 
-def test_from_another_host_nobody_seals_or_awaits_a_snapshot(start_node: StartNode) -> None:
-    node = client_of(start_node())
-    node.call("POST", "/v1/runs/run/open", {"attempt": 1})
+def test_from_another_host_nobody_seals_or_awaits_a_snapshot(start_server: StartServer) -> None:
+    server = start_server().client()
+    server.call("POST", "/v1/runs/run/open", {"attempt": 1})
     with pytest.raises(ServerRefusedError, match="own host") as caught:
-        node.call("POST", "/v1/runs/run/awaited", {})
+        server.call("POST", "/v1/runs/run/awaited", {})
     assert caught.value.status == 403
-    upload = node.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9})["upload"]
+    upload = server.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9})["upload"]
     filled = manifest_of(1, nbytes=9, run_id="").sealed(memoryview(bytes(9)))
     with pytest.raises(CorruptSnapshotError):  # nothing of it has come
-        node.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": filled.to_dict(), "written": []})
+        server.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": filled.to_dict(), "written": []})
 
 
-def test_every_request_needs_the_token(start_node: StartNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_request_needs_the_token(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     secret = tmp_path / "token"
     secret.write_text("correct-horse-battery\n")
-    node = start_node(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret)})
+    server = start_server(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret)})
     for path in ("/v1/status", "/v1/runs/run/snapshots", "/v1/files/run/last.ckpt"):
         for token in (None, "wrong"):
             with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_TOKEN") as caught:
-                client_of(node, token).call("GET", path)
+                server.client(token).call("GET", path)
             assert caught.value.status == 401
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct-horse-battery")
-    put(node, 1)
-    assert [manifest.step for manifest in ServerStore(f"{node.url}/run").survey().manifests] == [1]
+    put(server, 1)
+    assert [manifest.step for manifest in ServerStore(f"{server.url}/run").survey().manifests] == [1]
 
 
-def test_another_protocol_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = start_node()
+def test_another_protocol_is_named(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server()
     monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 1)
     with pytest.raises(ServerRefusedError, match=f"{PROTOCOL_VERSION}.*1", check=TierReason.PROTOCOL.caused):
-        client_of(node).call("GET", "/v1/status")
+        server.client().call("GET", "/v1/status")
 
 
 def test_something_else_at_the_port() -> None:
@@ -203,15 +195,10 @@ def test_something_else_at_the_port() -> None:
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Other)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(ServerRefusedError, match="check the address", check=TierReason.PROTOCOL.caused):
+    with pytest.raises(ServerRefusedError, check=TierReason.PROTOCOL.caused):
         ServerClient(parse_spot_url(f"spot://127.0.0.1:{server.server_port}")[0]).call("GET", "/v1/status")
     server.shutdown()
     server.server_close()
-
-
-def test_nobody_there(port: int) -> None:
-    with pytest.raises(ServerUnreachableError, match=f"127.0.0.1:{port}"):
-        ServerClient(parse_spot_url(f"spot://127.0.0.1:{port}")[0]).call("GET", "/v1/status")
 
 
 @pytest.mark.parametrize(
@@ -223,9 +210,9 @@ def test_malformed_urls(url: str) -> None:
     assert "secret@" not in str(caught.value)
 
 
-def test_a_given_up_stream_cannot_reach_the_next_snapshot(start_node: StartNode) -> None:
-    node = start_node("--slots", "1")
-    client = client_of(node)
+def test_a_given_up_stream_cannot_reach_the_next_snapshot(start_server: StartServer) -> None:
+    server = start_server("--slots", "1")
+    client = server.client()
     body = {"attempt": 1, "nbytes": 2**20}
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
@@ -233,11 +220,11 @@ def test_a_given_up_stream_cannot_reach_the_next_snapshot(start_node: StartNode)
     stream._socket.sendall(Frame(PartKind.WHOLE, 0, 2**20, 2**20, NO_DIGEST).pack() + b"first half")
     client.call("DELETE", f"/v1/uploads/{upload}")
     assert client.call("POST", "/v1/runs/run/uploads", {**body, "wait_s": 20.0})["upload"] != upload
-    assert stream._socket.recv(1) == b""  # the node has hung up
+    assert stream._socket.recv(1) == b""  # the server has hung up
 
 
-def test_a_part_that_came_damaged_is_never_committed(start_node: StartNode) -> None:
-    client, data = client_of(start_node()), random.Random(1).randbytes(2**16)
+def test_a_part_that_came_damaged_is_never_committed(start_server: StartServer) -> None:
+    client, data = start_server().client(), random.Random(1).randbytes(2**16)
     client.call("POST", "/v1/runs/run/open", {"attempt": 1})
     upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": len(data)})["upload"]
     stream = PartStream(client, upload)
@@ -250,8 +237,8 @@ def test_a_part_that_came_damaged_is_never_committed(start_node: StartNode) -> N
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})
 
 
-def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = start_node()
+def test_a_part_damaged_on_its_way_is_sent_again(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server()
     real = PartStream.send
     sent = []
 
@@ -265,19 +252,19 @@ def test_a_part_damaged_on_its_way_is_sent_again(start_node: StartNode, monkeypa
 
     monkeypatch.setattr(PartStream, "send", damaging)
     data = checkpoint_bytes(1)
-    manifest = put(node, 1, data=data)
+    manifest = put(server, 1, data=data)
     assert sent == [1, 1]
     buffer = bytearray(len(data))
-    ServerStore(f"{node.url}/run").fetch(manifest, memoryview(buffer))
+    ServerStore(f"{server.url}/run").fetch(manifest, memoryview(buffer))
     assert bytes(buffer) == data
 
 
 def test_what_is_damaged_on_its_way_back_is_fetched_again(
-    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = start_node()
+    server = start_server()
     data = checkpoint_bytes(1)
-    manifest = put(node, 1, data=data)
+    manifest = put(server, 1, data=data)
     real = ServerClient.receive
     damaged: list[int] = []
 
@@ -288,7 +275,7 @@ def test_what_is_damaged_on_its_way_back_is_fetched_again(
             into[0] ^= 1
 
     monkeypatch.setattr(ServerClient, "receive", damaging)
-    store, buffer, most = ServerStore(f"{node.url}/run"), bytearray(len(data)), 1
+    store, buffer, most = ServerStore(f"{server.url}/run"), bytearray(len(data)), 1
     store.fetch(manifest, memoryview(buffer))
     assert damaged == [0]
     assert bytes(buffer) == data
@@ -297,22 +284,22 @@ def test_what_is_damaged_on_its_way_back_is_fetched_again(
         store.fetch(manifest, memoryview(buffer))
 
 
-def test_a_line_that_damages_everything_is_named(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = start_node()
+def test_a_line_that_damages_everything_is_named(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server()
     monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(part, "wrong") for part in parts])
     with pytest.raises(CorruptSnapshotError, match="damaged"):
-        put(node, 1)
-    assert ServerStore(f"{node.url}/run").survey().manifests == []
+        put(server, 1)
+    assert ServerStore(f"{server.url}/run").survey().manifests == []
 
 
-def test_sigterm_says_what_it_could_not_flush(start_node: StartNode, tmp_path: Path) -> None:
+def test_sigterm_says_what_it_could_not_flush(start_server: StartServer, tmp_path: Path) -> None:
     target = tmp_path / "durable"
-    node = start_node("--storage", str(target), "--drain-timeout", "1s")
-    target.rmdir()  # the node has made it, to see whether it can
+    server = start_server("--storage", str(target), "--drain-timeout", "1s")
+    target.rmdir()  # the server has made it, to see whether it can
     target.write_text("a file in the way")
-    put(node, 4)
-    assert node.stop() == 1
-    assert "not stored" in node.log.read_text()
+    put(server, 4)
+    assert server.stop() == 1
+    assert "not stored" in server.log.read_text()
 
 
 def test_a_directory_that_is_not_writable_is_an_error_at_start(
@@ -330,10 +317,10 @@ def test_a_bucket_that_is_not_there_is_an_error_at_the_start(s3: str, capsys: py
     assert url in line
 
 
-def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
-    node = start_node("--storage", s3)
-    manifest = put(node, 4)
-    assert client_of(node).call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
+def test_a_server_flushes_to_s3(start_server: StartServer, s3: str) -> None:
+    server = start_server("--storage", s3)
+    manifest = put(server, 4)
+    assert server.client().call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
     from lightning_spot.client.stores import open_store
 
     assert open_store(f"{s3}/run").survey().manifests == [manifest]
@@ -344,14 +331,10 @@ def test_a_node_flushes_to_s3(start_node: StartNode, s3: str) -> None:
 SETTINGS: dict[str, Any] = {"slots": 2, "memory_bytes": 2**26, "server_idle_timeout_s": 60.0}
 
 
-def node_pid(host: EmbeddedHost) -> int:
-    return int(host.client.call("GET", "/v1/status")["pid"])
-
-
-def test_two_trainers_at_once_get_one_node(tmp_path: Path) -> None:
+def test_two_trainers_at_once_get_one_server(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         hosts = list(pool.map(lambda index: starting.start(str(tmp_path), f"run-{index}", **SETTINGS), range(4)))
-    assert len({node_pid(host) for host in hosts}) == 1
+    assert len({server_pid(host) for host in hosts}) == 1
 
 
 def test_the_token_is_handed_over_and_in_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,8 +344,8 @@ def test_the_token_is_handed_over_and_in_no_environment(tmp_path: Path, monkeypa
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "second-secret-of-a-trainer")
     later = starting.attach(str(tmp_path), "run")
     assert later is not None
-    assert node_pid(later) == node_pid(host)
-    process = Path(f"/proc/{node_pid(host)}")
+    assert server_pid(later) == server_pid(host)
+    process = Path(f"/proc/{server_pid(host)}")
     assert b"secret" not in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
 
 
@@ -373,7 +356,7 @@ def test_it_ends_when_idle(tmp_path: Path) -> None:
     time.sleep(1.0)
     assert record.running()  # a connected trainer keeps it
     host.session.close()
-    until(lambda: not record.running(), "the node to end")
+    until(lambda: not record.running(), "the server to end")
 
 
 @pytest.mark.parametrize("when", ["its answer is under way", "its memory is mapped"])
@@ -420,11 +403,11 @@ def test_a_server_that_ends_and_removes_its_log_has_not_started(
         starting.start(str(tmp_path), "run", **SETTINGS)
 
 
-def test_a_node_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests fork theirs."""
     monkeypatch.setattr(starting, "subprocess", subprocess)
     host = starting.start(str(tmp_path), "run", **SETTINGS)
-    command = Path(f"/proc/{node_pid(host)}/cmdline").read_text().split("\0")
+    command = Path(f"/proc/{server_pid(host)}/cmdline").read_text().split("\0")
     assert command[:3] == [sys.executable, "-m", "lightning_spot.http.program"]
     host.disconnect()
 
@@ -448,7 +431,7 @@ def test_abandoned_slots_are_removed_after_a_day(tmp_path: Path) -> None:
     assert fresh.exists()
 
 
-def test_files_of_a_node_that_was_killed_are_removed_after_a_day(tmp_path: Path, runtime_dir: Path) -> None:
+def test_files_of_a_killed_server_are_removed_after_a_day(tmp_path: Path, runtime_dir: Path) -> None:
     for key, age in (("0" * 16, 0.0), ("1" * 16, time.time())):
         for ending in ("http", "fds", "log", "alive"):
             (runtime_dir / f"{key}.{ending}").touch()
@@ -458,10 +441,56 @@ def test_files_of_a_node_that_was_killed_are_removed_after_a_day(tmp_path: Path,
     assert len(list(runtime_dir.glob("1111*"))) == 4
 
 
-def test_a_runtime_dir_that_others_can_write_to(runtime_dir: Path) -> None:
-    runtime_dir.chmod(0o777)
-    with pytest.raises(SettingsError, match="others can write"):
-        starting.find_record("run")
+class Asked:
+    """Stands for a server that a trainer uses, and counts how often it is asked whether it is busy."""
+
+    def __init__(self) -> None:
+        self.is_busy, self.finished = True, False
+        self.asked, self.ring = 0, self
+        self.changed: Callable[[], None] = lambda: None
+        self.watched = threading.Event()
+
+    @property
+    def busy(self) -> bool:
+        self.asked += 1
+        return self.is_busy
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        self.changed = callback
+        self.watched.set()
 
 
-# -- spot:// ----------------------------------------------------------------------------------------------------------
+async def until_unneeded(server: Any, server_idle_timeout_s: float = 600.0) -> None:
+    service: Any = SimpleNamespace(last_request_s=0.0)
+    await asyncio.wait_for(program._until_unneeded(server, service, server_idle_timeout_s, program._Signals()), 60)
+
+
+def test_an_unneeded_server_ends_as_soon_as_it_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_LOOK_S", 600.0)
+    monkeypatch.setattr(program, "_CHECK_S", 0.0)
+    server = Asked()
+
+    def ends() -> None:
+        assert server.watched.wait(30)
+        server.is_busy, server.finished = False, True
+        server.changed()
+
+    other = threading.Thread(target=ends)
+    other.start()
+    asyncio.run(until_unneeded(server))
+    other.join()
+
+
+def test_the_idle_time_begins_when_the_last_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when the server was last seen busy, which may be long before."""
+    now_s = [1000.0]
+    server = Asked()
+
+    async def passes(_event: asyncio.Event, within_s: float) -> None:
+        now_s[0] += within_s
+        server.is_busy = now_s[0] < 1007
+
+    monkeypatch.setattr(program, "_wait", passes)
+    monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    asyncio.run(until_unneeded(server, server_idle_timeout_s=20.0))
+    assert 1027 <= now_s[0] <= 1027 + program._LOOK_S + 1

@@ -1,4 +1,4 @@
-"""The node on the trainer's host dies, hangs or is too small: training goes on, and its end is durable or is named."""
+"""The server on the trainer's host dies, hangs or is too small: training goes on, and its end is durable or named."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import Holdings, Store
 from tests.support.filled import check_archive, fill
-from tests.support.said import said
-from tests.support.server import RUN_ID, RunningNode, image_of, manifest_of
+from tests.support.said import informed, said
+from tests.support.server import RUN_ID, StartServer, image_of, manifest_of
 from tests.support.snapshots import check_all, spot
 from tests.support.store import GatedStore
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
@@ -53,15 +53,14 @@ from tests.support.waiting import lives, new_process, until
 pytestmark = pytest.mark.guarantee("G24")
 
 
-def node_pid(callback: SpotCheckpoint) -> int:
+def server_pid(callback: SpotCheckpoint) -> int:
     snapshotter = callback.snapshots.snapshotter
     host = snapshotter.writing.attempt.writer.host
-    assert isinstance(host, EmbeddedHost)
     return int(host.client.call("GET", "/v1/status")["pid"])
 
 
 class Strike(pl.Callback):
-    """Sends the node a signal at a step, before the last snapshot, or after it. Notes how long each batch took."""
+    """Sends the server a signal at a step, before the last snapshot, or after it. Notes how long each batch took."""
 
     def __init__(self, callback: SpotCheckpoint, number: int, when: int | str) -> None:
         self.callback, self.number, self.when = callback, number, when
@@ -71,7 +70,7 @@ class Strike(pl.Callback):
 
     def strike(self) -> None:
         if not self.struck:
-            self.struck.append(node_pid(self.callback))
+            self.struck.append(server_pid(self.callback))
             os.kill(self.struck[0], self.number)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -105,7 +104,7 @@ STRIKES = [
 
 
 @pytest.mark.parametrize(("when", "number", "memory_file"), STRIKES)
-def test_the_end_is_durable_although_the_node_is_lost(
+def test_the_end_is_durable_although_the_server_is_lost(
     tmp_path: Path,
     when: str,
     number: int,
@@ -115,14 +114,14 @@ def test_the_end_is_durable_although_the_node_is_lost(
 ) -> None:
     """Step 40 of 40 was lost without a word, and ``fit`` returned."""
     if memory_file:
-        monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", "")  # what the node held goes with it
+        monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", "")  # what the server held goes with it
     caplog.set_level("INFO")
     probe, callback = Probe(), spot(tmp_path, server_call_timeout_s=1.0, notices=None)
     strike = Strike(callback, number, when)
     trainer(callback, probe, strike).fit(Net(), data())
     assert check_all(tmp_path, probe)[0].complete
-    assert "is complete at step 40; its last snapshot is in" in caplog.text
-    until(lambda: not lives(strike.struck[0]), "the lost node to be gone")
+    assert informed(caplog)["run-complete"]["about"] == str(tmp_path / "run-1")
+    until(lambda: not lives(strike.struck[0]), "the lost server to be gone")
     new_process()
     again = spot(tmp_path, notices=None)
     trainer(again).fit(Net(), data())
@@ -171,11 +170,11 @@ def test_who_only_looks_leaves_a_server_of_another_version(
 
 
 @pytest.mark.parametrize("when", [7, 20])
-def test_of_a_node_that_is_lost_there_is_one_warning(
+def test_of_a_server_that_is_lost_there_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, when: int
 ) -> None:
     """Three said the same."""
-    # Where a machine is slow, the next node may be silent for a second, too; that this one is killed is seen at once.
+    # Where a machine is slow, the next server may be silent for a second, too; that this one is killed is seen at once.
     callback = spot(tmp_path, server_call_timeout_s=20.0, notices=None, min_upload_interval_s=0)
     trainer(callback, Strike(callback, signal.SIGKILL, when)).fit(Net(), data())
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -190,15 +189,15 @@ def test_a_server_lost_before_the_attempt_begins_is_replaced(
 
     def kill_behind(beginning: Coordinator) -> Survey:
         found = look(beginning)
-        node = find_record(callback.location.url).process()
-        assert node.kill(30.0)
+        server = find_record(callback.location.url).process()
+        assert server.kill(30.0)
         return found
 
     monkeypatch.setattr(Coordinator, "look", kill_behind)
     probe = Probe()
     trainer(callback, probe).fit(Net(), data())
     assert check_all(tmp_path, probe)[0].complete
-    assert "the snapshot server on this host is lost" in caplog.text
+    assert said(caplog, "local-server-lost")
 
 
 def test_a_hung_server_blocks_training_only_for_its_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,7 +210,7 @@ def test_a_hung_server_blocks_training_only_for_its_timeout(tmp_path: Path, capl
     assert strike.longest_s < 30.0  # on a machine that does much else; a few seconds on a quiet one
     assert "did not answer within server_call_timeout_s=1.0 s" in str(said(caplog, "local-server-lost")[0]["why"])
     assert check_all(tmp_path, probe)[0].complete
-    until(lambda: not lives(strike.struck[0]), "the node that hung to be gone")
+    until(lambda: not lives(strike.struck[0]), "the server that hung to be gone")
 
 
 @pytest.mark.parametrize("local_server", [True, False])
@@ -233,12 +232,12 @@ def test_a_state_that_fits_no_memory_is_streamed(
     trainer(again).fit(Net(), data())
     assert again.resumed_from.step == 30
     assert [manifest.step for manifest in LocalStore(tmp_path / "run-1").survey().manifests] == [40, 39]
-    assert "is complete at step 40" in caplog.text
+    assert "run-complete" in informed(caplog)
 
 
-def test_a_state_too_large_for_memory_goes_to_storage(tmp_path: Path, start_node: Callable[..., RunningNode]) -> None:
-    node = start_node("--allow-storage", str(tmp_path))
-    probe, callback = Probe(), spot(tmp_path, servers=node.url, memory_limit=1000, notices=None)
+def test_a_state_too_large_for_memory_goes_to_storage(tmp_path: Path, start_server: StartServer) -> None:
+    server = start_server("--allow-storage", str(tmp_path))
+    probe, callback = Probe(), spot(tmp_path, servers=server.url, memory_limit=1000, notices=None)
     trainer(callback, probe, max_epochs=1).fit(Net(), data())
     found = check_all(tmp_path, probe)
     assert (found[0].step, found[0].complete) == (20, True)
@@ -256,8 +255,8 @@ class Parts:
         return stored
 
 
-def told(durable: Path, *nodes: str) -> RunInfo:
-    return RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), servers=nodes)
+def told(durable: Path, *servers: str) -> RunInfo:
+    return RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), servers=servers)
 
 
 def past_memory(durable: Path) -> PastMemory:
@@ -301,7 +300,7 @@ def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> None:
-    """Another thread may be asking the node something at that moment; its connection is closed under it."""
+    """Another thread may be asking the server something at that moment; its connection is closed under it."""
     past, found = past_memory(tmp_path / "durable"), []
 
     def leave(*, complete: bool) -> None:
@@ -316,7 +315,7 @@ def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> 
             leave=leave, flush=lambda _wait_s: [], tiers=dict, server_call_timeout_s=5.0, disconnect=found.clear
         ),
     )
-    link = HostLink(host, lambda: cast(Host, found.append("a new node")))
+    link = HostLink(host, lambda: cast(Host, found.append("a new server")))
     writer = SimpleNamespace(host=host, link=link, committed=None, settle=lambda _wait_s: None)
     ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), told(tmp_path / "durable"), None)
     assert ending.bring(0.1) is None
@@ -519,7 +518,7 @@ def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) ->
             stores[durable].fail(TierError("full"))
     save(50, 2, [str(tmp_path / "files")], name="best.ckpt", file="")
     until(lambda: (tmp_path / "files" / "best.ckpt").exists(), "the file")
-    until(lambda: len([slot for slot in host._server.ring.committed() if slot.safe]) == 2, "the node to know")
+    until(lambda: len([slot for slot in host._server.ring.committed() if slot.safe]) == 2, "the server to know")
     assert host.safe_step() is None
     newest = manifest_of(50, 2)
     writer = SimpleNamespace(committed=newest, past_memory=None, host=host, settle=lambda _wait_s: None)
@@ -548,24 +547,11 @@ def test_streamed_parts_are_the_file_with_right_checksums() -> None:
         assert torch.equal(loaded["weights"][3], state["weights"][3])
 
 
-def test_nothing_of_ours_is_left_after_fit(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    callback = spot(tmp_path, server_call_timeout_s=1.0, notices=None)
-    strike = Strike(callback, signal.SIGKILL, 30)
-    trainer(callback, strike).fit(Net(), data())
-
-    def left() -> list[threading.Thread]:
-        return [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("spot-")]
-
-    until(lambda: not left(), "our threads to end")
-    until(lambda: not find_record(str(tmp_path / "run-1")).running(), "the node to end")
-
-
 @pytest.mark.parametrize("asked", ["runs", "snapshots"])
 def test_a_server_lost_while_a_resume_asks_it_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """It alone has the newest snapshot, and the next node takes that over."""
+    """It alone has the newest snapshot, and the next server takes that over."""
     with pytest.raises(Stop):
         trainer(spot(tmp_path), StopAt(10)).fit(Net(), data())
     record, left = find_record(str(tmp_path / "run-1")), [True]
@@ -576,8 +562,8 @@ def test_a_server_lost_while_a_resume_asks_it_is_asked_again(
     def is_lost(real: Callable[..., Any]) -> Callable[..., Any]:
         def ask(*arguments: Any) -> Any:
             if left and left.pop():
-                node = record.process()
-                node.kill(5.0)
+                server = record.process()
+                server.kill(5.0)
             return real(*arguments)
 
         return ask

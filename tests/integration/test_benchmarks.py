@@ -1,0 +1,337 @@
+"""The benchmarks: what re-implementations save, how ways take turns, what is compared, one server with many clients."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import scale
+from benchmarks.baselines.asymcheck import cut_by_share
+from benchmarks.baselines.baseline import Baseline
+from benchmarks.blocking import Idle
+from benchmarks.measure import Result
+from benchmarks.peers import command, turns
+from benchmarks.peers import compare as comparing
+from benchmarks.peers.cell import Cell
+from benchmarks.peers.plan import Found
+from benchmarks.peers.turns import Training
+from benchmarks.peers.ways import BASELINES
+from benchmarks.regressions import as_json, matched, rows, worse
+from lightning_spot.http.upload_requests import MOST_STREAMS
+
+STEPS = 14  # AsymCheck measures ten
+
+
+class Net(pl.LightningModule):
+    """Buffers that forward changes, tied weights, a parameter without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = torch.nn.Linear(8, 160), torch.nn.BatchNorm1d(160), torch.nn.Linear(160, 8)
+        self.tied, self.unused = self.first, torch.nn.Linear(3, 3)
+        self.wide = torch.nn.Parameter(torch.randn(20_000))
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return self.second(self.norm(self.first(batch[0]))).square().mean() + self.wide.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Oracle(pl.Callback):
+    """Copies of the checkpoint of each step."""
+
+    def __init__(self) -> None:
+        self.of_step: dict[int, dict[str, Any]] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.of_step[trainer.global_step] = copy.deepcopy(trainer._checkpoint_connector.dump_checkpoint(False))
+
+
+def train(saving: Baseline, steps: int = STEPS, start: dict[str, Any] | None = None) -> Oracle:
+    torch.manual_seed(1)
+    oracle = Oracle()
+    trainer = pl.Trainer(
+        max_steps=steps,
+        callbacks=[oracle, saving],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(400, 8)), 4))
+    return oracle
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    mine, others = one["state_dict"], other["state_dict"]
+    return sum(float((mine[name].float() - others[name].float()).square().sum()) for name in others)
+
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    (mine, spec), (others, other_spec) = tree_flatten_with_path(one), tree_flatten_with_path(other)
+    assert spec == other_spec
+    return [
+        keystr(path)
+        for (path, a), (_, b) in zip(mine, others, strict=True)
+        if not (torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b)
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, kind in BASELINES.items() if kind.exact])
+def test_a_baseline_restores_the_state_of_its_step_bit_for_bit(name: str, tmp_path: Path) -> None:
+    saving = BASELINES[name](tmp_path, 3)
+    oracle = train(saving)
+    step, checkpoint = saving.restore()
+    saving.close()
+    assert step == 12
+    wrong = differences(checkpoint, oracle.of_step[12])
+    assert [path for path in wrong if saving.exact_buffers or not any(name in path for name in BUFFERS)] == []
+    assert sorted(saving.begun) == [3, 6, 9, 12]
+    assert {step for step, _, _ in saving.safe} >= {12}
+    assert all(at >= saving.begun[step] for step, _, at in saving.safe)
+
+
+@pytest.mark.parametrize("name", ["oteacheck", "asymcheck"])
+def test_partitions_are_released_before_the_next_optimizer_waits(name: str, tmp_path: Path) -> None:
+    saving = BASELINES[name](tmp_path, 1)
+    released: list[int] = []
+    wait = saving.wait
+
+    def looked_at() -> None:
+        released.append(sum(map(bool, saving.partitions.values())))  # what is left when the optimizer comes
+        wait()
+
+    saving.wait = looked_at  # type: ignore[method-assign]
+    train(saving)
+    last = released[12:14]  # after AsymCheck's warm-up
+    assert all(left <= 1 for left in last), released  # those without a gradient
+
+
+def test_top_k_is_not_exact_and_is_nearer_than_its_base(tmp_path: Path) -> None:
+    saving = BASELINES["asymcheck-topk"](tmp_path, 1)
+    oracle = train(saving)
+    step, checkpoint = saving.restore()
+    base = int(next(tmp_path.glob("base-*")).stem.removeprefix("base-"))
+    assert not saving.exact
+    assert (base, step) == (1, 14)
+    left = distance(checkpoint, oracle.of_step[14])
+    assert 0 < left < 0.9 * distance(oracle.of_step[base], oracle.of_step[14])
+    assert checkpoint["global_step"] == 14
+
+
+@pytest.mark.parametrize("shares", [[1.0], [0.0, 0.0], [3.0, 0.0, 1.0, 2.0], [0.1] * 50])
+def test_each_element_is_in_one_partition(shares: list[float]) -> None:
+    sources = [torch.randn(1), torch.randn(100), torch.randn(10, 3).T, torch.randn(7).double(), torch.randn(0)]
+    pairs = [(torch.zeros_like(source), source) for source in sources]
+    partitions = cut_by_share(pairs, shares)
+    assert sum(source.numel() for part in partitions.values() for _, source in part) == 138
+    for part in partitions.values():
+        for target, source in part:
+            target.copy_(source)
+    assert all(torch.equal(target, source) for target, source in pairs)
+    if len(shares) == 4:
+        sizes = [sum(source.nbytes for _, source in part) for part in partitions.values()]
+        assert sizes[0] > sizes[3] > sizes[2]
+
+
+def test_a_failing_training_or_cell_is_named_and_others_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no room")
+
+    def one(cell: Cell, folder: Path, limit_s: float) -> dict[str, Any]:
+        return fail() if cell.way == "dash" else {"way": cell.way}  # type: ignore[return-value]
+
+    monkeypatch.setattr(comparing, "measure_in_turns", fail)
+    monkeypatch.setattr(comparing, "measure", one)
+    monkeypatch.setattr(comparing.processes, "adopt_orphans", lambda: None)
+    arguments = ["--models", "plain", "--intervals", "1,10", "--ways", "none,dash,gemini", "--scale", "tiny"]
+    comparing.compare(command.parser().parse_args(arguments), tmp_path / "found.json")
+    found = Found(**json.loads((tmp_path / "found.json").read_text()))
+    failed = sorted((missed["interval"], missed["way"], missed["error"]) for missed in found.failed)
+    assert failed == [(n, way, "OSError('no room')") for n, way in ((1, "all of it"), (1, "dash"), (10, "all of it"))]
+    assert sorted(cell["way"] for cell in found.cells) == ["gemini", "none"]
+    assert not found.missing
+
+
+def test_of_an_optimizer_that_does_nothing_all_counts_as_written() -> None:
+    """Else ours would copy nothing again, and be measured without its copies."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = Idle([parameter])
+    optimizer.step()
+    owned = [parameter, *optimizer.state[parameter].values()]
+    before = [tensor._version for tensor in owned]
+    optimizer.step()
+    assert all(tensor._version > version for tensor, version in zip(owned, before, strict=True))
+
+
+@pytest.fixture
+def turns_here(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Turns run in this process, and change nothing in it for good: neither where threads run, nor what is logged."""
+    monkeypatch.setattr(turns, "bind_team", lambda: [])
+    caplog.set_level(logging.ERROR, "lightning.pytorch")
+
+
+@pytest.mark.usefixtures("turns_here")
+def test_methods_of_others_take_turns_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ("ModelCheckpoint", "AsyncCheckpointIO", "oteacheck", "DCP thread")
+    modules: list[torch.nn.Module] = []
+    build = turns.build
+
+    def kept(*arguments: Any) -> Any:
+        module, data = build(*arguments)
+        modules.append(module)
+        return module, data
+
+    monkeypatch.setattr(turns, "build", kept)
+    told: list[dict[str, Any]] = []
+
+    def tell(said: dict[str, Any]) -> None:
+        assert "failed" not in said, said
+        assert not any(weight._post_accumulate_grad_hooks for weight in modules[0].parameters())
+        told.extend([said["turn"]] if "turn" in said else [])
+
+    training = Training(model="plain", interval=2, ways=ways, scale="tiny", device="cpu", rounds=1, warm_up=4)
+    turns.run(training, tmp_path, os.getpid(), tell)
+    for one in told:
+        durable = {step for step, tier, _ in one["safe"] if tier == "durable"}
+        assert (set(one["begun"]) if one["way"] != "none" else set()) >= durable
+        assert len(one["begun"]) == (0 if one["way"] == "none" else one["steps"] // 2), one
+        if one["way"] in ("ModelCheckpoint", "AsyncCheckpointIO", "DCP thread"):
+            assert durable == set(one["begun"]), one
+        assert (one["blocked_s"] > 0) == (one["way"] != "none")
+    assert {one["way"] for one in told if one["round"] == 0} == {"none", *ways}
+
+
+@pytest.mark.soak
+def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path) -> None:
+    disk = tempfile.TemporaryDirectory(prefix="ls-test-", dir="/var/tmp")  # what is written to memory is not counted
+    run = [sys.executable, "-m", "benchmarks", "peers", "--quick", "--out", str(tmp_path), "--folder", disk.name]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(run, cwd=root, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "peers.json").read_text())
+    assert {cell["way"] for cell in found["cells"]} == {
+        "none",
+        "ours",
+        "ModelCheckpoint",
+        "AsyncCheckpointIO",
+        "dash",
+        "oteacheck",
+    }
+    assert {entry["way"] for entry in found["turns"]} == {cell["way"] for cell in found["cells"]}
+    assert all(entry["taken"] == 1 for entry in found["turns"] if entry["way"] != "none" and entry["round"] == 0)
+    for one in found["cells"]:
+        if one["way"] != "none":
+            assert one["equal"] is True, one
+            # Ours passes over a step while its slots are being made, or are all busy, and takes the next one.
+            assert one["way"] == "ours" or one["inside"] == 2, one
+            assert one["way"] == "ours" or one["safe_after_s"]["durable"], one
+            assert one["snapshots"] >= 1, one
+            assert one["restore_s"] > 0
+            assert one["written_bytes"] > 0
+        assert not one["killed"], one
+        assert one["cpu_s"] > 0
+        assert one["peak_bytes"] > 2**20
+    assert list(Path(disk.name).iterdir()) == []
+    done = subprocess.run([*run, "--budget", "0"], cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "Not measured within the budget:\n\n- plain, every 10: all of it\n" in done.stdout
+    assert "- plain, every 10: AsyncCheckpointIO, ModelCheckpoint, dash, none, oteacheck, ours\n" in done.stdout
+    disk.cleanup()
+
+
+def test_reworded_figures_match_by_unit_direction_and_order() -> None:
+    old = [
+        Result("server over TCP", [1.0], 2),
+        Result("same", [2.0], 2),
+        Result("server's rate", [3.0], 2, at_most=False),
+        Result("server, seconds", [4.0], None, unit="s"),
+        Result("gone", [5.0], None, unit="MiB"),
+    ]
+    new = [
+        Result("added", [6.0], None, unit="%"),
+        Result("server's rate", [3.0], 2, at_most=False),
+        Result("same", [2.0], 2),
+        Result("server over TCP", [1.0], 2),
+        Result("server, seconds", [4.0], None, unit="s"),
+    ]
+    assert [(before.name, now.name) for before, now in matched(old, new)] == [
+        ("server over TCP", "server over TCP"),
+        ("same", "same"),
+        ("server's rate", "server's rate"),
+        ("server, seconds", "server, seconds"),
+    ]
+
+
+def test_no_figure_is_matched_twice() -> None:
+    old = [Result("one", [1.0], None), Result("two", [1.0], None)]
+    assert len(matched(old, [Result("another", [1.0], None)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at_most", "expected"),
+    [(2.0, 3.0, True, 1.5), (2.0, 3.0, False, 2 / 3), (-0.1, 3.0, True, None), (2.0, 0.0, False, None)],
+)
+def test_above_one_is_worse_in_either_direction(old: float, new: float, at_most: bool, expected: float | None) -> None:
+    assert worse(Result("a", [old], None, at_most), Result("a", [new], None, at_most)) == expected
+
+
+def test_a_row_has_the_ratio_of_each_round() -> None:
+    def side(value: float) -> dict[str, Any]:
+        return {"results": [asdict(Result("a", [value, value], 2))]}
+
+    failed: dict[str, Any] = {"results": []}
+    rounds = [{"old": side(1), "new": side(2)}, {"old": side(2), "new": side(1)}, {"old": side(1), "new": failed}]
+    found = {"b": rounds}
+    assert json.loads(as_json(found))["rounds"] == found
+    (row,) = rows(found)
+    assert (row.old, row.new, row.worse) == (1.5, 1.5, [2.0, 0.5])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_64_clients_are_served_alike_and_within_bounds(tmp_path: Path) -> None:
+    memory_bytes = scale.CLIENTS * scale.SLOTS * scale.NBYTES * 2
+    with scale.server(tmp_path, memory_bytes) as (url, process):
+        load = scale.measure(url, process, clients=scale.CLIENTS, seconds=20.0)
+        assert load.errors == []
+        assert load.fairness >= 0.9
+        assert min(load.commits) >= 1
+        assert load.p99_s <= 3 * load.clients * scale.NBYTES / load.bytes_per_s
+        assert load.own_bytes < 256 * 2**20
+        assert load.threads < MOST_STREAMS + 64
+        assert process.memory_info().shared <= memory_bytes + 64 * 2**20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_clients_of_a_server_without_room_for_all_take_turns(tmp_path: Path) -> None:
+    """The newest of each has room, and half as many more: senders wait for slots, and all get some."""
+    slot_bytes = scale.NBYTES * 5 // 4
+    with scale.server(tmp_path, 24 * slot_bytes) as (url, process):
+        load = scale.measure(url, process, clients=16, seconds=20.0)
+        assert min(load.commits) >= 1
+        assert load.fairness >= 0.5
+        assert all(error.startswith("SnapshotFailedError") for error in load.errors)
+        assert process.memory_info().shared <= 24 * slot_bytes + 64 * 2**20
