@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -101,13 +102,18 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def exposition(server: SnapshotServer) -> bytes:
-    """The metrics of a server and of the runs that it knows, which are bounded in number."""
+def exposition(server: SnapshotServer, covers: Callable[[str], bool] | None = None) -> bytes:
+    """The metrics of a server and of the runs that it knows, which are bounded in number.
+
+    Args:
+        server: whose.
+        covers: whether a run is shown, by its name; default: all are.
+    """
     found = _Exposition()
     found.add("build_info", 1, __version__, str(PROTOCOL_VERSION))
     _add_ring(found, server)
     with server.registry.lock:
-        runs = list(server.registry.runs.values())
+        runs = [run for run in server.registry.runs.values() if covers is None or covers(run.info.name)]
     health = server.tiers()
     for run in runs:
         _add_run(found, server, run)

@@ -29,7 +29,7 @@ GET        /v1/files/RUN/PATH                  read what is in memory (ranges to
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
-A scoped token covers requests of its runs only; of those that name no run, ``status``, ``runs`` and ``flush``.
+A scoped token covers requests of its runs only; of those that name no run, ``metrics``, ``status``, ``runs`` and ``flush``.
 ``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
 shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
 Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
@@ -138,7 +138,12 @@ SCOPE = web.RequestKey("scope", Scope)
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 _METRICS = "/metrics"
-_SHOW_WHAT_IS_COVERED = ("/v1/status", "/v1/runs", "/v1/flush")  # by themselves, of what a scoped token covers
+_SHOW_WHAT_IS_COVERED = (
+    _METRICS,
+    "/v1/status",
+    "/v1/runs",
+    "/v1/flush",
+)  # by themselves, of what a scoped token covers
 _READ_BUFFER_BYTES = 256 * 1024
 _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
@@ -420,8 +425,9 @@ class Service:
         reasons = await asyncio.to_thread(not_ready, self.server)
         return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        body = await asyncio.to_thread(exposition, self.server)
+    async def _metrics(self, request: web.Request) -> web.Response:
+        covers = request[SCOPE].covers if SCOPE in request else None
+        body = await asyncio.to_thread(exposition, self.server, covers)
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def _status(self, request: web.Request) -> web.Response:

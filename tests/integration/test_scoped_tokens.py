@@ -164,8 +164,10 @@ def routes() -> list[tuple[str, str]]:
 
 
 OPEN_TO_ALL = {"/healthz", "/readyz"}
-OF_SOME_RUNS = {"/v1/runs", "/v1/status"}
+OF_SOME_RUNS = {"/metrics", "/v1/runs", "/v1/status"}
 """What every valid token may ask: it shows what that covers."""
+OF_THE_SERVER = {"/", "/open/{link}", "/v1/links", "/v1/page"}
+"""The status page, which shows all runs."""
 
 
 def asked(port: int, token: str, method: str, path: str, body: object = None) -> tuple[int, str]:
@@ -188,11 +190,11 @@ def wanted(kind: str, method: str, path: str) -> int:
         return 401
     if kind == "read" and method not in ("GET", "HEAD"):
         return 403
-    return 403 if kind == "other" and path not in OF_SOME_RUNS else 0
+    return 403 if path in OF_THE_SERVER or (kind == "other" and path not in OF_SOME_RUNS) else 0
 
 
 @pytest.mark.parametrize("kind", TOKENS)
-@pytest.mark.parametrize(("method", "route"), routes(), ids="{0[0]} {0[1]}".format)
+@pytest.mark.parametrize(("method", "route"), routes(), ids=str)
 def test_each_request_is_denied_to_whom_it_should(
     shared: tuple[SnapshotServer, int], method: str, route: str, kind: str
 ) -> None:
@@ -217,7 +219,7 @@ def test_each_request_is_denied_to_whom_it_should(
 def test_the_table_knows_a_request_without_a_run() -> None:
     """Those that name none are denied unless they show what a token covers, whatever is added."""
     without = {path for _, path in routes() if "{" not in path} - OPEN_TO_ALL
-    assert without == OF_SOME_RUNS | {"/v1/flush"}
+    assert without == OF_SOME_RUNS | OF_THE_SERVER - {"/open/{link}"} | {"/v1/flush"}
 
 
 @pytest.mark.parametrize("kind", ["read", "write", "secret"])
@@ -270,13 +272,14 @@ def test_listings_show_what_a_token_covers(shared: tuple[SnapshotServer, int], k
     _, port = shared
     everything = [asked(port, SECRET, "GET", path)[1] for path in sorted(OF_SOME_RUNS)]
     assert all("team-a-1" in text and "team-b-1" in text for text in everything)
-    runs, status = (asked(port, TOKENS[kind], "GET", path)[1] for path in sorted(OF_SOME_RUNS))
+    metrics, runs, status = (asked(port, TOKENS[kind], "GET", path)[1] for path in sorted(OF_SOME_RUNS))
     assert [run["name"] for run in json.loads(runs)["runs"]] == [name]
     shown = json.loads(status)
     assert [run.partition("@")[0] for run in shown["runs"]] == [name]
     assert {slot["run"] for slot in shown["slots"]} == {name}
     assert len(shown["tiers"]) == 1
-    assert ({"team-a-1": "team-b-1", "team-b-1": "team-a-1"}[name]) not in runs + status
+    assert ({"team-a-1": "team-b-1", "team-b-1": "team-a-1"}[name]) not in metrics + runs + status
+    assert name in metrics
 
 
 def test_each_denied_request_is_in_the_log(start_server: StartServer) -> None:
