@@ -29,7 +29,8 @@ GET        /v1/files/RUN/PATH                  read what is in memory (ranges to
 DELETE     /v1/files/RUN/PATH                  remove a snapshot or file
 =========  ==================================  =================================================================
 
-A scoped token covers requests of its runs only; of those that name no run, ``metrics``, ``status``, ``runs`` and ``flush``.
+A scoped token covers requests of its runs only, and of those that name no run, ``metrics``, ``status``, ``runs`` and
+``flush``.
 ``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
 shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
 Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
