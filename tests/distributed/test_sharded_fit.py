@@ -83,7 +83,7 @@ def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for other, is_equal in ((last, True), (first, False)):
         capsys.readouterr()
         assert compare_files([last, other]) == 0
-        kinds = {line.partition(".")[0] for line in json.loads(capsys.readouterr().out)["different"]}
+        kinds = {path.partition(".")[0] for path, _ in json.loads(capsys.readouterr().out)["different"]}
         assert is_equal == (not kinds)
         assert is_equal or {"state_dict", "optimizer_0", "ranks"} <= kinds
     # Lightning alone reads the same directory.

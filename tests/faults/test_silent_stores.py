@@ -79,7 +79,7 @@ def test_commands_do_not_wait_for_a_store_that_says_nothing(
     """``doctor`` took four minutes, and asked again to delete what it had not written."""
     monkeypatch.setattr(fsspec_client, "SILENT_S", 60.0)
     monkeypatch.setattr(doctor, "DEFAULT_POLICY", RetryPolicy(silent_s=0.5))
-    monkeypatch.setattr(snapshots, "_ONCE", RetryPolicy(tries=1, silent_s=0.5))
+    monkeypatch.setattr(snapshots, "ONCE", RetryPolicy(tries=1, silent_s=0.5))
     monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     proxy.fall_silent()
     begun_s = time.monotonic()

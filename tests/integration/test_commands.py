@@ -9,12 +9,15 @@ import select
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -308,9 +311,16 @@ def test_stop_keeps_what_is_stored_nowhere(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "file").touch()
     record = left_by_a_killed_server(run := tmp_path / "run", str(tmp_path / "file" / "run"))
 
+    def is_draining() -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, suppress(OSError):
+            asking.connect(str(record.http))
+            asking.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+            return b"shutting down" in b"".join(iter(partial(asking.recv, 4096), b""))
+        return False
+
     def end_the_waiting() -> None:
         """It would go on for five minutes."""
-        until(record.ending.exists, "SIGTERM")
+        until(is_draining, "SIGTERM")
         process = record.process()
         assert process is not None
 

@@ -199,7 +199,7 @@ def test_512_ranks_of_a_host_may_connect_at_once(tmp_path: Path) -> None:
         server = stack.enter_context(
             contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None))
         )
-        channel = stack.enter_context(contextlib.closing(DescriptorChannel(server, tmp_path / "fds", None)))
+        channel = stack.enter_context(contextlib.closing(DescriptorChannel(server, tmp_path / "fds")))
         ranks = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(512)]
         for rank in ranks:
             rank.setblocking(False)
@@ -211,9 +211,7 @@ def test_512_ranks_of_a_host_may_connect_at_once(tmp_path: Path) -> None:
         channel.close()
 
 
-def test_a_server_without_a_thread_for_one_trainer_serves_the_next(
-    tmp_path: Path, lacking: Callable[[str, int], None]
-) -> None:
+def test_a_server_without_a_thread_for_one_serves_the_next(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
     """It accepted nobody any more."""
     with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
         channel = DescriptorChannel(server, tmp_path / "fds")

@@ -121,15 +121,15 @@ def test_a_training_resumes_from_servers_by_tls(
     monkeypatch.setenv("LIGHTNING_SPOT_CA", CA)
     monkeypatch.setenv("LIGHTNING_SPOT_CLIENT_CERT", CLIENT)
     servers = [start_tls("--client-ca", str(certs / CA)) for _ in range(2)]
-    servers = [server.url for server in servers]
-    stopped(tmp_path, servers=servers, replicas=2, run_name="run")
-    for server in servers:
-        store = ServerStore(f"{server}/run")
-        until(lambda: 15 in {each.step for each in store.survey().manifests}, f"step 15 at {server}")  # noqa: B023
+    urls = [server.url for server in servers]
+    stopped(tmp_path, servers=urls, replicas=2, run_name="run")
+    for url in urls:
+        store = ServerStore(f"{url}/run")
+        until(lambda: 15 in {each.step for each in store.survey().manifests}, f"step 15 at {url}")  # noqa: B023
     folders.end_servers(runtime_dir)
     shutil.rmtree(tmp_path / "run-1")
     servers[0].stop(9)
-    probe, callback = Probe(), spot(tmp_path, servers=servers, replicas=2, run_name="run")
+    probe, callback = Probe(), spot(tmp_path, servers=urls, replicas=2, run_name="run")
     trainer(callback, probe).fit(Net(), data())
     assert min(probe.states) == 15
 

@@ -619,7 +619,7 @@ storage read for its owner only | server.snapshot_server | page::nothing_is_read
 -            self.check_owner(info.key)
 +            pass
 # an impostor leads a browser to another host
-link of the server asked | cli.status_link | page::an_impostor_leads_nowhere
+link of the server asked | cli.status | page::an_impostor_leads_nowhere
 -if not _PATH.fullmatch(path)
 +if False
 '''
