@@ -267,7 +267,7 @@ def test_a_regular_snapshot_at_a_notice_is_compared_on_each_rank(
     monkeypatch.setattr(Dtensors, "frozen", frozen)
     ranks = make(at)
     found = [False] * 4
-    for step in range(1, 30):
+    for step in range(1, 100):
         ranks.frozen[RANGES[who][0]] = 1000.0 + step
         ranks.trainers[who].lightning_module.f.data[0] = 1000.0 + step
         ranks.write(step)
