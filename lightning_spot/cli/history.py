@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_spot.cli.arguments import LATEST, add_run, location_of, split_run
 from lightning_spot.cli.output import add_output, plain_table, print_answer, print_line
@@ -19,7 +19,7 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_bytes
+from lightning_spot.config import LARGEST, format_bytes
 from lightning_spot.errors import RunBusyError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.goodput.records import completed, newest_record
 from lightning_spot.run.identity import ServerRun
@@ -232,6 +232,7 @@ def rm(arguments: argparse.Namespace) -> int:
                 run.check_not_begun()
                 run.store.delete(manifest)
         if arguments.all:
+            run.check_not_begun()
             _remove_rest(run)
     _show(run.location.url, sorted(gone, key=lambda manifest: manifest.order, reverse=True), at, arguments)
     return 0
@@ -268,7 +269,11 @@ def _forget_at(server: EmbeddedHost | ServerStore, client: ServerClient, text: s
 
 
 def _begin(run: _Run, known: ServerRun) -> RunInfo:
-    """Claim the next attempt: no earlier one brings to a server what is removed there."""
+    """Claim the next attempt: no earlier one brings to a server what is removed there.
+
+    What the server stores meanwhile takes nothing else away: the run's rules are not known here. And the claim is no
+    sign of life of a trainer.
+    """
     run.check_not_begun()
     info = RunInfo(
         name=known.name,
@@ -276,12 +281,13 @@ def _begin(run: _Run, known: ServerRun) -> RunInfo:
         location=run.location.canonical,
         attempt=run.attempt + 1,
         token=secrets.token_hex(8),
+        keep=Keep(newest=LARGEST),
         durable_url=run.location.url,
         pid=os.getpid(),
         host=os.uname().nodename,
     )
-    run.store.claim(info.claim())
-    run.seen.claim = info.claim()
+    run.seen.claim = replace(info.claim(), started_unix_s=0.0)
+    run.store.claim(run.seen.claim)
     return info
 
 

@@ -20,14 +20,14 @@ from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import write_record
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.snapshot.manifest import snapshot_name
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
 from lightning_spot.store.store import Store
 from tests.conftest import Cli
 from tests.integration.test_stores import put
 from tests.support.oracle import claim_of
-from tests.support.server import RunningServer
+from tests.support.server import RUN_ID, RunningServer, image_of, manifest_of, named_run, snapshot_server
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, equal, state_of, trainer
 from tests.support.waiting import new_process
@@ -197,6 +197,21 @@ def test_nothing_is_changed_while_a_trainer_may_be_at_work(store: Store, command
     cli(command, f"{store.url}@3")
 
 
+def test_who_begins_with_the_last_deletion_keeps_the_claim(
+    store: Store, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = type(store).delete
+
+    def begins(self: Any, manifest: Manifest) -> None:
+        real(self, manifest)
+        if not there(store):
+            begin(open_store(store.url), 3)
+
+    monkeypatch.setattr(type(store), "delete", begins)
+    cli("rm", store.url, "--all", code=2)
+    assert store.claimed() == 3
+
+
 @pytest.mark.parametrize("command", ["rewind", "rm"])
 def test_who_begins_meanwhile_is_not_disturbed(
     store: Store, command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
@@ -348,6 +363,33 @@ def test_snapshot_servers_hold_what_is_set_aside(
     assert begins_at(run, **how) == 3
     cli("rewind", run, "--undo", "--server", server)
     assert begins_at(run, **how) >= 9
+
+
+def test_rm_at_a_server_takes_nothing_else_away(tmp_path: Path, cli: Cli) -> None:
+    """The server stores what is newest now, by rules that the command does not know; the next command need not wait."""
+    run = tmp_path / "run"
+    store, keep = LocalStore(str(run)), Keep(newest=3, every_n_steps=10)
+    with snapshot_server(tmp_path) as (server, url):
+        info = replace(named_run("run", run), id=RUN_ID, location=Location.of(str(run)).canonical, token="1", keep=keep)
+        store.claim(replace(info.claim(), started_unix_s=1.0))
+
+        def save(step: int) -> None:
+            upload = server.lease(f"run@{RUN_ID}", 1, 1000)
+            with upload.slot.view(1000) as view:
+                view[:] = image_of(step, 1000)
+            server.seal(upload.id, manifest_of(step, created_unix_s=1.0))
+
+        server.open_run(info)
+        for step in (10, 20, 30, 40):
+            save(step)
+            assert server.flush(None, 30.0) == []
+        server.open_run(replace(info, min_upload_interval_s=3600.0))
+        save(45)
+        save(46)
+        cli("rm", f"{run}@46", "--server", url)
+        assert {step for _, step in there(store)} >= {10, 20, 30, 40}
+        cli("rm", f"{run}@40", "--server", url)
+        assert {step for _, step in there(store)} >= {10, 20, 30}
 
 
 @pytest.mark.parametrize("servers", [0, 1], ids=["local", "server"])
