@@ -211,7 +211,7 @@ def test_512_ranks_of_a_host_may_connect_at_once(tmp_path: Path) -> None:
         channel.close()
 
 
-def test_a_server_without_a_thread_for_one_trainer_serves_the_next(
+def test_a_server_without_a_thread_for_a_trainer_serves_the_next(
     tmp_path: Path, lacking: Callable[[str, int], None]
 ) -> None:
     """It accepted nobody any more."""
