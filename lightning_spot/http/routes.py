@@ -158,7 +158,7 @@ _NO_SESSION = """\
 <h1>Snapshot server</h1>
 <p>This is a snapshot server of lightning_spot. Its status page is opened by a link, which works once, for a minute. The
 link gives this browser access for 12 hours, or until the server ends. To make one:</p>
-<pre>{token}lightning-spot status --open --server spot://HOST:PORT</pre>
+<pre>{token}lightning-spot status --open --server {scheme}://HOST:PORT</pre>
 <p>To list the snapshots of a run that this server holds:</p>
 <pre>{token}lightning-spot ls {scheme}://HOST:PORT/RUN</pre>
 </body>
@@ -353,7 +353,7 @@ class Service:
         elif (upload := request.match_info.get("upload")) is not None:
             self._check_key(scope, self.server.find_upload(upload).run)
         elif resource is None or resource.canonical not in _SHOW_WHAT_IS_COVERED:
-            raise ServerRefusedError("this token is for some runs only: this request is for none", status=403)
+            raise ServerRefusedError("this token is for some runs only: use the server's secret", status=403)
 
     def _check_covers(self, scope: Scope, run: str) -> None:
         """A run is found by its identity, whatever name stands before that: both names must be covered."""
@@ -534,12 +534,14 @@ class RunRequests:
         least = {"location": "", "attempt": 0, "token": ""}
         info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
         info = replace(info, committed=committed(body, info.attempt))
+        before = self._server.registry.runs.get(info.key)
         opened = await asyncio.to_thread(self._server.open_run, info, client_of(request))
         if near:
             await asyncio.to_thread(self._take_environment, body.get("environment"))
-        where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
-        line = "attempt {attempt} of run {about} is served: {where}"
-        say(logging.INFO, "run-opened", line, about=info.key, attempt=info.attempt, where=where)
+        if before is None or before.info.attempt != info.attempt:  # its hosts open it again every few seconds
+            where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
+            line = "attempt {attempt} of run {about} is served: {where}"
+            say(logging.INFO, "run-opened", line, about=info.text, attempt=info.attempt, where=where)
         return web.json_response(asdict(opened))
 
     def _take_environment(self, given: object) -> None:

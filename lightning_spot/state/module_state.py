@@ -530,6 +530,8 @@ def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozen
             name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
             if name in without or attribute in saved:
                 continue
+            if attribute == "_hparams" and not value:
+                continue  # Lightning makes an empty one where it is first read
             if is_value(value):
                 yield name, detector.stamp(value)
     yield from ((name, value) for name, value in _put_together(trainer) if name not in without)

@@ -64,7 +64,8 @@ def test_changes_no_checkpoint_holds_are_named_before_resuming(tmp_path: Path) -
         with pytest.raises(Stop):
             train(case, tmp_path, StopAfter(3), seed=12, told=told)
         (said,) = (text for text in told if "state_dict" in text)
-        assert "Folds.fold, Folds.sizes, StopAfter.left, Tally#2.counts, Tally#2.rng, Tally.counts, Tally.rng. " in said
+        lost = "Folds.fold, Folds.sizes, StopAfter.left, Tally#2.counts, Tally#2.rng, Tally.counts, Tally.rng"
+        assert f"begin anew: {lost}. " in said
         told.clear()
 
 

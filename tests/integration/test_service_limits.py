@@ -408,6 +408,14 @@ def test_a_token_is_all_that_is_asked_for_where_there_is_one(start_server: Start
 _BROWSER = "Host: server.example\r\nAccept: text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8\r\n"
 
 
+def test_a_run_opened_again_is_logged_once(start_server: StartServer) -> None:
+    server = start_server("--log-format", "json")
+    for attempt in (1, 1, 2, 2):
+        open_run(server.client(), attempt=attempt)
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    assert [line["attempt"] for line in lines if line.get("key") == "run-opened"] == ["1", "2"]
+
+
 @pytest.mark.parametrize("token", [None, "0123456789abcdef"])
 def test_a_browser_shows_what_this_is_and_nothing_else(
     start_server: StartServer, tmp_path: Path, token: str | None
