@@ -30,11 +30,9 @@ from lightning_spot.config import LARGEST, MOST_SERVERS, names_server, read_envi
 from lightning_spot.errors import ServerRefusedError, SettingsError, SpotError
 from lightning_spot.protocol.record import local_records
 from lightning_spot.protocol.wire import Address, answered, parse_spot_url
-from lightning_spot.untrusted import MOST_UNIX_S, as_object, flag, integer, number, plain, text, texts
+from lightning_spot.untrusted import MOST_UNIX_S, as_object, integer, number, plain, text, texts
 
 _EVERY_S = 2.0
-_ASKED_S = 35.0
-"""The hosts of a run ask its servers every 10 s how things are."""
 _MOST_STEP = 10**15
 _PATH = re.compile(r"/open/[\w-]{1,100}", re.ASCII)
 
@@ -159,27 +157,20 @@ def _row(server: str, name: str, run: Mapping[str, Any]) -> Row:
     newest = {state: as_object(found) for state, found in as_object(run["newest"]).items()}
     step = {state: integer(found, "step", None, 0, _MOST_STEP) for state, found in newest.items()}
     unix_s = {state: number(found, "unix_s", None, 0, MOST_UNIX_S) for state, found in newest.items()}
-    is_local, attempt = server == "host", integer(run, "attempt", None, 0, LARGEST)
-    is_asked = not (is_local or flag(run, "left")) and number(run, "asked_s", None, 0, LARGEST) < _ASKED_S
-    ended = any(found["attempt"] == attempt and flag(found, "complete") for found in newest.values())
-    if flag(run, "complete") or (ended and not flag(run, "live")):
-        state = "complete"
-    else:
-        state = "training" if flag(run, "live") or is_asked else "stopped"
     storage = [url for url in texts(run, "destinations") if not names_server(url)]
     return Row(
         server=server,
-        state=state,
+        state=text(run, "state", None),
         run=name,
-        attempt=attempt,
+        attempt=integer(run, "attempt", None, 0, LARGEST),
         committed_step=step.get("committed"),
         committed_unix_s=unix_s.get("committed"),
         replicated_step=step.get("replicated"),
         persisted_step=step.get("persisted"),
         persisted_unix_s=unix_s.get("persisted"),
-        lag_steps=step["committed"] - step.get("persisted", 0) if "committed" in step else None,
+        lag_steps=max(0, step["committed"] - step.get("persisted", 0)) if "committed" in step else None,
         slots=integer(run, "slots", None, 0, LARGEST),
-        name=next(iter(storage), "") if is_local else f"{server}/{name}",
+        name=next(iter(storage), "") if server == "host" else f"{server}/{name}",
     )
 
 

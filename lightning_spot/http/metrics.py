@@ -5,7 +5,6 @@ https://github.com/prometheus/docs/blob/main/docs/instrumenting/exposition_forma
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import accumulate
@@ -13,12 +12,10 @@ from typing import Literal, NamedTuple
 
 from lightning_spot._version import __version__
 from lightning_spot.config import PROTOCOL_VERSION, without_password
-from lightning_spot.server.runs import BLOCKED_S, LEFT_S, Figures, Run
-from lightning_spot.server.slots import Group, SlotState
+from lightning_spot.server.runs import BLOCKED_S, Figures, Run
+from lightning_spot.server.slots import SlotState
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.shards import Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,7 +44,7 @@ METRICS = {
     "ring_full": Metric("gauge", (), "1 if there is no room for one more snapshot, else 0."),
     "run_live": Metric("gauge", ("run",), "1 while a trainer of the run lives, as far as this server knows, else 0."),
     "attempt": Metric("gauge", ("run",), "Number of the newest attempt."),
-    "last_committed_step": Metric("gauge", ("run",), "Step of the newest snapshot in memory of a server."),
+    "last_committed_step": Metric("gauge", ("run",), "Step of the newest committed snapshot."),
     "last_committed_timestamp_seconds": Metric("gauge", ("run",), "When that was taken."),
     "last_persisted_step": Metric("gauge", ("run",), "Step of the newest snapshot in storage; none before the first."),
     "last_persisted_timestamp_seconds": Metric("gauge", ("run",), "When that was taken."),
@@ -135,36 +132,15 @@ def _add_ring(found: _Exposition, server: SnapshotServer) -> None:
 
 
 def _add_run(found: _Exposition, server: SnapshotServer, run: Run) -> None:
-    info, name, figures = run.info, run.info.text, run.info.figures
-    asked_s = server.ring.opened_s.get(info.key, float("-inf"))
-    is_live = info.session in server.registry.sessions or time.monotonic() - asked_s < LEFT_S
-    found.add("run_live", int(is_live and not run.complete), name)
-    found.add("attempt", info.attempt, name)
-    with server.ring.changed:
-        groups = [each for each in server.ring.view(info.key).groups if not each.manifest.why_failed]
-        committed = _newest([each for each in groups if each.state is Status.COMMITTED])
-        persisted = _newest([each for each in groups if _is_persisted(each)])
-    step, unix_s = (persisted.step, persisted.created_unix_s) if persisted is not None else (-1, 0.0)
-    if figures is not None and figures.persisted_unix_s > unix_s:  # shards of other hosts are in storage, too
-        step, unix_s = figures.persisted_step, figures.persisted_unix_s
-    if step >= 0:
-        found.add("last_persisted_step", step, name)
-        found.add("last_persisted_timestamp_seconds", unix_s, name)
-    if committed is not None:
-        found.add("last_committed_step", committed.step, name)
-        found.add("last_committed_timestamp_seconds", committed.created_unix_s, name)
-        if step >= 0:
-            found.add("persist_lag_seconds", max(0.0, committed.created_unix_s - unix_s), name)
-
-
-def _newest(groups: list[Group]) -> Manifest | None:
-    return max((each.manifest for each in groups), key=lambda manifest: manifest.order, default=None)
-
-
-def _is_persisted(group: Group) -> bool:
-    """Whether all of a snapshot is in storage. Of a shard, that says nothing of the others."""
-    is_all = group.is_here or any(slot.settled for slot in group.slots)
-    return is_all and all(slot.is_durable for slot in group.slots)
+    name, newest = run.info.text, server.newest(run.info)
+    found.add("run_live", int(server.registry.state(run) == "training"), name)
+    found.add("attempt", run.info.attempt, name)
+    for state in newest.keys() & {"committed", "persisted"}:
+        step, unix_s = newest[state]
+        found.add(f"last_{state}_step", step, name)
+        found.add(f"last_{state}_timestamp_seconds", unix_s, name)
+    if newest.keys() >= {"committed", "persisted"}:
+        found.add("persist_lag_seconds", max(0.0, newest["committed"][1] - newest["persisted"][1]), name)
 
 
 def _add_uploads(found: _Exposition, server: SnapshotServer, run: Run, health: dict[str, TierHealth]) -> None:

@@ -28,7 +28,7 @@ from lightning_spot.errors import SnapshotNotFoundError
 from lightning_spot.goodput.ledger import Account, spent, total
 from lightning_spot.goodput.records import newest_in
 from lightning_spot.say import recent
-from lightning_spot.server.runs import LEFT_S, RunInfo
+from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.slots import Group, SlotState, View
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.tier import TierHealth
@@ -166,8 +166,7 @@ class Page:
         return web.Response(text=self._made, content_type="application/json", headers=HEADERS)
 
     def _document(self) -> dict[str, Any]:
-        server, now_s = self._server, time.monotonic()
-        ring = server.ring
+        server, ring = self._server, self._server.ring
         with ring.changed:
             slots = [(slot.state, slot.capacity) for slot in ring.slots]
         listed, known = server.listed(), self._history.all()
@@ -175,7 +174,7 @@ class Page:
             "host": socket.gethostname(),
             "not_ready": self._not_ready(),
             "unix_s": time.time(),
-            "runs": [self._run(run, known, now_s) for run in listed],
+            "runs": [self._run(run, known) for run in listed],
             "uploads": [{**each, "name": plain(each["name"])} for each in server.uploads.status()],
             "memory_bytes": ring.memory_bytes,
             "slots": {
@@ -192,20 +191,18 @@ class Page:
             ],
         }
 
-    def _run(self, run: dict[str, Any], known: dict[str, dict[str, Any]], now_s: float) -> dict[str, Any]:
+    def _run(self, run: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
         key, ring = run["id"] or run["name"], self._server.ring
         with ring.changed:
             view = ring.view(key)
             newest = sorted(view.groups, key=lambda group: group.manifest.order, reverse=True)[:_MOST_SNAPSHOTS]
             snapshots = [_snapshot(group, view) for group in newest]
-            is_asked_for = now_s - ring.opened_s.get(key, -math.inf) < LEFT_S
-        live = "training" if run["live"] or is_asked_for else "stopped"
         return {
             "key": key,
             "name": plain(run["name"]),
             "attempt": run["attempt"],
             "host": plain(run["host"]),
-            "state": "complete" if run["complete"] else live,
+            "state": run["state"],
             "storage": plain(without_password(run["durable_url"] or "")),
             "snapshots": snapshots,
             "figures": known.get(key, {}),
@@ -240,8 +237,7 @@ def _snapshot(group: Group, view: View) -> dict[str, Any]:
 def _state(group: Group, view: View) -> str:
     if group.state is not Status.COMMITTED:
         return "failed" if group.state is Status.ABORTED else "incomplete"
-    is_all = group.is_here or any(slot.settled for slot in group.slots)  # of a shard, that says nothing of the others
-    if is_all and all(slot.is_durable for slot in group.slots):
+    if "persisted" in group.reached:
         return "persisted"
     if any(slot in view.owed for slot in group.slots):
         return "uploading"

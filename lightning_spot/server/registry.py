@@ -201,7 +201,25 @@ class Registry:
         run.sessions.discard(session)
         if run.info.session == session:
             run.info = replace(run.info, session=next(iter(run.sessions), ""))
-        return was_live and not run.info.session
+        is_left = was_live and not run.info.session
+        if is_left:
+            self._ring.opened_s[run.info.key] = float("-inf")
+        return is_left
+
+    def state(self, run: Run) -> str:
+        """What has become of a run, as far as is known here: ``"training"``, ``"stopped"`` or ``"complete"``.
+
+        Only on its own host a trainer is connected, and says that the run is complete. Other servers know by the
+        snapshot of its end, and that it lives since its host asks for the run.
+        """
+        key = run.info.key
+        with self._ring.changed:
+            ended = [group.manifest.attempt for group in self._ring.view(key).groups if group.ends_run]
+            asked_s = self._ring.opened_s.get(key, float("-inf"))
+        if run.complete or self.highest(key) in ended:
+            return "complete"
+        is_live = run.info.session in self.sessions or time.monotonic() - asked_s < LEFT_S
+        return "training" if is_live else "stopped"
 
     def stale(self) -> list[str]:
         """Keys of runs of which nothing is held and which nobody opened for a day; they are forgotten."""
@@ -222,9 +240,6 @@ class Registry:
         """
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
-        with self._ring.changed:
-            ending = [group for view in self._ring.views() for group in view.groups if group.ends_run]
-            ended = {(group.slots[0].run, group.manifest.attempt) for group in ending}
         for slot in self._ring.committed():
             if (manifest := slot.manifest) is not None and slot.run not in runs:
                 left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")
@@ -237,8 +252,7 @@ class Registry:
                 "host": run.info.host,
                 "attempt": self.highest(key),
                 "live": live,
-                # Only the trainer's own server is told by it; others know by the snapshot of its end.
-                "complete": run.complete or (key, self.highest(key)) in ended,
+                "state": self.state(run),
                 "durable_url": run.info.durable_url,
                 "carries": carries(key),
             }

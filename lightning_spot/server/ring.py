@@ -94,7 +94,7 @@ class SlotTable:
         area: see above.
         begun_s: when the table was made (monotonic); what was left in the area may be asked for soon.
         opened_s: when each run was opened last, or was asked for by the host of its trainer, as long as that lives
-            (monotonic).
+            (monotonic); minus infinity once its trainer on this host has gone.
         known: of snapshots, beyond what is in the slots.
         stale: keys of runs of which something changed that nobody has looked at since.
     """
@@ -164,10 +164,10 @@ class SlotTable:
     def newest(self, run: str) -> dict[str, Manifest]:
         """The newest snapshot of a run that is committed, replicated and persisted, as far as known here."""
         with self.changed:
-            here = [manifest for _, manifest in self.readable(run) if manifest.shard is None and not manifest.is_file]
-            reached = {state: manifest for (of, state), manifest in self.known.reached.items() if of == run}
-        known = sorted([*here, *reached.values()], key=lambda manifest: manifest.order)
-        return {**({"committed": known[-1]} if known else {}), **reached}
+            found = [(state, manifest) for (of, state), manifest in self.known.reached.items() if of == run]
+            found += [(state, group.manifest) for group in self.view(run).groups for state in group.reached]
+        found += [("committed", manifest) for _, manifest in found]
+        return dict(sorted(found, key=lambda each: each[1].order))
 
     def forget_refusals(self, run: str) -> None:
         """A later attempt writes from here now, or the trainer is gone: what tiers refused is owed to them again."""
@@ -736,6 +736,8 @@ class Ring(SlotTable):
             urls = list(dict.fromkeys([*below, *(url for slot in slots for url in slot.safe)]))
             for slot in slots:
                 self._forget(slot)
+            for key in [key for key, each in self.known.reached.items() if key[0] == run and each.snapshot == name]:
+                del self.known.reached[key]
             self.notify()
             return manifest, urls
 

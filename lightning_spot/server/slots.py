@@ -426,6 +426,16 @@ class Group:
         return manifest
 
     @property
+    def reached(self) -> tuple[str, ...]:
+        """Which of ``"committed"``, ``"replicated"`` and ``"persisted"`` it is. A shard says nothing of the others."""
+        if self.state is not Status.COMMITTED:
+            return ()
+        is_all = self.is_here or any(slot.settled for slot in self.slots)
+        is_replicated = is_all and all(slot.is_safe for slot in self.slots)
+        is_persisted = is_all and all(slot.is_durable for slot in self.slots)
+        return ("committed", *["replicated"] * is_replicated, *["persisted"] * is_persisted)
+
+    @property
     def persist(self) -> bool:
         """Whether storage is to have it."""
         shard = self.manifest.shard

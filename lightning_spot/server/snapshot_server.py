@@ -164,6 +164,15 @@ class SnapshotServer:
         """Every run known here, as JSON-ready values."""
         return self.registry.listed(self.routes.carries)
 
+    def newest(self, info: RunInfo) -> dict[str, tuple[int, float]]:
+        """Step and time (Unix) of the newest snapshot of a run in each state, see :meth:`Ring.newest`."""
+        found = {state: (each.step, each.created_unix_s) for state, each in self.ring.newest(info.key).items()}
+        _, unix_s = found.get("persisted", (-1, 0.0))
+        told = info.figures  # shards of other hosts are in storage, too
+        if told is not None and told.persisted_step >= 0 and told.persisted_unix_s > unix_s:
+            found["persisted"] = told.persisted_step, told.persisted_unix_s
+        return found
+
     def committed(self, run: str) -> list[Slot]:
         """Slots with the committed snapshots and files of a run, newest first."""
         return self.ring.committed(self.registry.key(run))
@@ -334,17 +343,10 @@ class SnapshotServer:
                     "attempt": run.info.attempt,
                     "pid": run.info.pid,
                     "live": bool(run.info.session),
-                    "left": run.info.left,
-                    "asked_s": time.monotonic() - run.opened_s,
-                    "complete": run.complete,
+                    "state": self.registry.state(run),
                     "newest": {
-                        state: {
-                            "step": found.step,
-                            "attempt": found.attempt,
-                            "unix_s": found.created_unix_s,
-                            "complete": found.complete,
-                        }
-                        for state, found in self.ring.newest(run.info.key).items()
+                        state: {"step": step, "unix_s": unix_s}
+                        for state, (step, unix_s) in self.newest(run.info).items()
                     },
                     "slots": self.ring.slots_of(run.info.key),
                     **self.routes.status(run.info.key),

@@ -218,13 +218,13 @@ def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_b
     for slot in ring.committed(RUN_ID):
         assert slot.manifest is not None
         ring.mark(Held.of([slot]), "spot://first/run", Mark.SAFE)
-    assert [run["complete"] for run in ranks.server.listed()] == [False]
+    assert [run["state"] for run in ranks.server.listed()] == ["training"]
 
 
 @pytest.mark.parametrize("known_by", ["its registers", "other places", "storage", "its sender"])
 def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -> None:
     manifest = ranks.write(1, 0, complete=True)
-    assert [run["complete"] for run in ranks.server.listed()] == [False]
+    assert [run["state"] for run in ranks.server.listed()] == ["training"]
     ring, (slot,) = ranks.server.ring, ranks.server.committed(RUN)
     if known_by == "its registers":
         for rank in (1, 2):
@@ -235,7 +235,7 @@ def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -
         ring.mark(Held((slot,), (manifest,)), "/tier", Mark.SAFE)
     else:
         ring.settle(RUN_ID, manifest.lineage, manifest.order)
-    assert [run["complete"] for run in ranks.server.listed()] == [True]
+    assert [run["state"] for run in ranks.server.listed()] == ["complete"]
 
 
 def test_an_in_process_rank_is_told_if_it_needs_memory() -> None:

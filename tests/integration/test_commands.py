@@ -39,12 +39,13 @@ from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
-from tests.support.server import MIB, RUN_ID, Bench, RunningServer, image_of, manifest_of
+from tests.support.server import MIB, RUN, RUN_ID, Bench, RunningServer, image_of, manifest_of
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
 SILENT = "spot://127.0.0.1:9"
+STATES = ("committed", "replicated", "persisted")
 
 
 def train(path: Path, **settings: Any) -> None:
@@ -100,11 +101,45 @@ def test_a_stored_snapshot_counts_when_its_slot_is_used_again(bench: Bench) -> N
         bench.save(step, wait_s=5.0)
     assert 1 not in bench.committed()
     (run,) = bench.server.status()["runs"].values()
-    assert {state: found["step"] for state, found in run["newest"].items()} == {
-        "committed": 6,
-        "replicated": 1,
-        "persisted": 1,
-    }
+    steps = {state: found["step"] for state, found in run["newest"].items()}
+    assert steps == {**dict.fromkeys(STATES, 1), "committed": 6}
+
+
+def test_a_removed_snapshot_counts_no_more(bench: Bench) -> None:
+    bench.open()
+    for step in (1, 2):
+        removed = bench.save(step, wait_s=5.0)
+        assert bench.flush() == []
+    bench.server.remove(RUN, removed.name)
+    (run,) = bench.server.status()["runs"].values()
+    assert {state: found["step"] for state, found in run["newest"].items()} == dict.fromkeys(STATES, 1)
+
+
+def test_what_is_stored_is_known_to_the_next_server(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
+    killed = make_bench(area=runtime_dir / "area")
+    killed.open()
+    killed.save(1)
+    assert killed.flush() == []
+    killed.die()
+    (run,) = make_bench(area=runtime_dir / "area").server.status()["runs"].values()
+    assert {state: found["step"] for state, found in run["newest"].items()} == dict.fromkeys(STATES, 1)
+
+
+def test_a_run_is_stopped_once_its_trainer_has_gone(bench: Bench) -> None:
+    """Its server on this host sees the connection close; another one waits until nobody asks for the run."""
+    bench.server.begin_session("trainer")
+    bench.open(session="trainer")
+    assert [run["state"] for run in bench.server.status()["runs"].values()] == ["training"]
+    bench.server.end_session("trainer")
+    assert [run["state"] for run in bench.server.status()["runs"].values()] == ["stopped"]
+    assert [run["state"] for run in bench.server.listed()] == ["stopped"]
+
+
+def test_after_a_rewind_nothing_lags(stranger: Callable[[object], str], cli: Cli) -> None:
+    newest = {"committed": {"step": 10, "unix_s": 2}, "persisted": {"step": 30, "unix_s": 1}}
+    url = stranger({"runs": {"x": {"attempt": 2, "newest": newest, "slots": 1, "state": "training"}}})
+    (row,) = json.loads(cli("status", "--server", url, "-o", "json"))["runs"]
+    assert row["lag_steps"] == 0
 
 
 def test_a_server_that_does_not_answer_is_a_row(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +197,7 @@ def test_what_no_server_of_ours_says_is_no_answer(stranger: Callable[[object], s
 
 
 def test_a_hostile_name_does_nothing_to_a_terminal(stranger: Callable[[object], str], cli: Cli) -> None:
-    run = {"attempt": 1, "newest": {"committed": {"step": 1, "unix_s": 1, "attempt": 1}}, "slots": 1, "asked_s": 1}
+    run = {"attempt": 1, "newest": {"committed": {"step": 1, "unix_s": 1}}, "slots": 1, "state": "\x1b[2Jstopped"}
     url = stranger({"runs": {"\x1b[2J[bold]x\n": run}})
     for form in ("table", "json", "name"):
         said = cli("status", "--server", url, "-o", form)

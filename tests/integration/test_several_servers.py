@@ -150,13 +150,13 @@ def test_the_server_behind_carries_a_run_on(with_servers: MakeWithServers) -> No
     assert bench.behind[SECOND].opened == 0
     (newest, *_) = bench.server.committed(RUN)
     assert sorted(newest.safe) == sorted([bench.tier().url, f"{FIRST}/{RUN}"])
-    assert [(run["carries"], run["complete"]) for run in bench.servers[FIRST].listed()] == [(True, False)]
+    assert [(run["carries"], run["state"]) for run in bench.servers[FIRST].listed()] == [(True, "stopped")]
     bench.save(4, wait_s=10, complete=True)
     assert bench.flush() == []
-    assert [run["complete"] for run in bench.servers[FIRST].listed()] == [True]  # no trainer has told it so
+    assert [run["state"] for run in bench.servers[FIRST].listed()] == ["complete"]  # no trainer has told it so
     bench.open(attempt=2, servers=(FIRST, SECOND))
     until(lambda: [run["attempt"] for run in bench.servers[FIRST].listed()] == [2], "it to know of the next attempt")
-    assert [run["complete"] for run in bench.servers[FIRST].listed()] == [False]
+    assert [run["state"] for run in bench.servers[FIRST].listed()] == ["stopped"]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -332,7 +332,6 @@ def test_leftovers_are_uploaded_after_another_trainer_has_gone(bench: Bench, mon
 def test_a_refused_snapshot_is_tried_again_once_its_trainer_dies(bench: Bench) -> None:
     """Its server ended as if all were safe, with the newest snapshot that there was."""
     refused_of_a_live_trainer(bench)
-    bench.server.ring.opened_s = dict.fromkeys(bench.server.ring.opened_s, 0.0)  # long ago
     bench.server.end_session("trainer")
     until(lambda: bench.tier().survey().manifests, "it to be brought")
     assert not bench.server.committed(RUN)[0].refused
