@@ -350,7 +350,8 @@ def _undo(run: _Run) -> int:
         raise SettingsError("there is no rewind to undo: none was asked for, or a snapshot was taken since")
     run.attempts.remove([each.file for each in pending])
     run.check_not_begun()
-    print_line(f"the next start resumes from {order_name(max(item.order for item in run.manifests))}")
+    newest = max((item.order for item in run.manifests), default=None)
+    print_line(f"the next start resumes from {order_name(newest)}" if newest is not None else "no snapshot is left")
     return 0
 
 

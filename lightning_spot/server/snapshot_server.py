@@ -337,7 +337,7 @@ class SnapshotServer:
             }
         return {
             **self.ring.status(covers),
-            "flush_to": self.routes.flush_to,
+            "flush_to": self.routes.flush_to if covers is None else None,
             "runs": {
                 run.info.text: {
                     "attempt": run.info.attempt,

@@ -211,17 +211,17 @@ def on_a_terminal(*arguments: str, until: bytes, columns: int = 200) -> tuple[by
     if pid == 0:
         terminal_of = {"TERM": "xterm", "COLUMNS": str(columns)}
         os.execve(sys.executable, [sys.executable, "-m", "lightning_spot", *arguments], {**os.environ, **terminal_of})
-    shown, deadline_s, asked = b"", time.monotonic() + 60, False
+    shown, deadline_s, ask_again_s = b"", time.monotonic() + 60, 0.0
     while time.monotonic() < deadline_s:
+        if until in shown and time.monotonic() > ask_again_s:
+            os.kill(pid, signal.SIGINT)
+            ask_again_s = time.monotonic() + 10
         if not select.select([terminal], [], [], 1.0)[0]:
             continue
         try:
             shown += os.read(terminal, 4096)
         except OSError:  # all of it was read
             break
-        if until in shown and not asked:
-            os.kill(pid, signal.SIGINT)
-            asked = True
     os.close(terminal)
     return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -27,7 +27,7 @@ PASSES = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     **dict.fromkeys(("gs", "gcs"), "fake-gcs-server"),
     **dict.fromkeys(("az", "abfs"), "Azurite"),
-    "spot": "server",
+    **dict.fromkeys(("spot", "spots"), "server"),
 }
 """Which of the stores of ``test_stores`` stands for a kind of URL. ``spot://`` is ours, and no durable tier."""
 

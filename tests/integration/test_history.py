@@ -161,6 +161,14 @@ def test_a_second_rewind_takes_the_place_of_the_first(store: Store, cli: Cli) ->
     assert store.survey().rewinds == []
 
 
+def test_a_rewind_is_undone_of_a_run_without_snapshots(store: Store, cli: Cli) -> None:
+    cli("rewind", f"{store.url}@1")
+    for manifest in store.survey().manifests:
+        store.delete(manifest)
+    assert "no snapshot is left" in cli("rewind", store.url, "--undo")
+    assert store.survey().rewinds == []
+
+
 def test_a_late_upload_of_what_is_aside_deletes_nothing(store: Store, cli: Cli) -> None:
     cli("rewind", f"{store.url}@1")
     retain(store, Keep(newest=1), put(store, 5, attempt=2))

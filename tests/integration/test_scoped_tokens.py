@@ -278,6 +278,7 @@ def test_listings_show_what_a_token_covers(shared: tuple[SnapshotServer, int], k
     assert [run.partition("@")[0] for run in shown["runs"]] == [name]
     assert {slot["run"] for slot in shown["slots"]} == {name}
     assert len(shown["tiers"]) == 1
+    assert shown["flush_to"] is None
     assert ({"team-a-1": "team-b-1", "team-b-1": "team-a-1"}[name]) not in metrics + runs + status
     assert name in metrics
 
