@@ -209,6 +209,7 @@ def on_a_terminal(*arguments: str, until: bytes, columns: int = 200) -> tuple[by
     """Run a command on a terminal until it has shown something, and interrupt it; what it showed, and its exit code."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background of a shell ignores it
         terminal_of = {"TERM": "xterm", "COLUMNS": str(columns)}
         os.execve(sys.executable, [sys.executable, "-m", "lightning_spot", *arguments], {**os.environ, **terminal_of})
     shown, deadline_s, ask_again_s = b"", time.monotonic() + 60, 0.0
