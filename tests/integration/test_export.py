@@ -63,7 +63,8 @@ class Tied(Net):
 
 def test_the_weights_of_a_snapshot(tmp_path: Path, cli: Cli) -> None:
     run, model, target = tmp_path / "run", Tied(), tmp_path / "model.safetensors"
-    spot = SpotCheckpoint(str(run), local_server=False, interval=EverySteps(5), keep=9, min_upload_interval_s=0.0)
+    each = {"interval": EverySteps(5), "on_full": "wait", "keep": 9, "min_upload_interval_s": 0.0}
+    spot = SpotCheckpoint(str(run), local_server=False, **each)
     trainer(spot, EachDurable(run, 5), max_steps=10, max_epochs=None).fit(model, data())
     assert "step 10" in cli("export", run, target, "--safetensors")
     found, said = read(target.read_bytes())

@@ -290,7 +290,7 @@ class Slowly(pl.Callback):
 
 
 def spot(url: Path, **more: Any) -> SpotCheckpoint:
-    return SpotCheckpoint(str(url), interval=EverySteps(5), **more)
+    return SpotCheckpoint(str(url), interval=EverySteps(5), on_full="wait", **more)
 
 
 def test_a_training_is_seen_at_its_snapshot_server(tmp_path: Path) -> None:
