@@ -24,8 +24,12 @@ demo: $(VENV)/.ready-examples
 test: $(VENV)/.ready-dev
 	$(MAKE) --no-print-directory --jobs=2 lint tests
 
+# A machine may be too busy for a test among six workers: what failed runs once more alone, and is printed. Exit
+# code 1 says that tests failed; after any other there is nothing to repeat.
 tests: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal || { [ $$? -eq 1 ] && \
+		echo "Once more, one at a time, until one fails again:" && \
+		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1 --verbose; }
 
 # Under 90 s: what needs no process of its own.
 fast: $(VENV)/.ready-dev
