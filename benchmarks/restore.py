@@ -214,7 +214,7 @@ def _chosen(location: Location, source: Source) -> _Prepare:
             agreement = Agreement(trainer)  # type: ignore[arg-type]
             hosts = SharedOpening(agreement, location)
             look = functools.partial(_found, source, location)
-            found = choose(agreement, hosts, look, functools.partial(_load, trusts=False, is_shared=agreement.size > 1))
+            found = choose(agreement, hosts, look, functools.partial(_load, trusts=False))
             hosts.close()
             assert found is not None
             return found[1]
