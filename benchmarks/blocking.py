@@ -36,7 +36,7 @@ def writer_of(spot: SpotCheckpoint) -> SnapshotWriter | None:
 class Idle(torch.optim.Optimizer):
     """Adam's state without Adam's work: a step takes no time, so that only what we cost is seen.
 
-    All of it counts as written, as after a step of Adam: else what a slot holds already would not be copied again.
+    All of it counts as written, as after a step of Adam.
     """
 
     def __init__(self, parameters: Any) -> None:

@@ -227,7 +227,6 @@ class Attempt:
         content: Any,
         *,
         owned: Owners,
-        kept: Owners,
         step: int,
         epoch: int,
         world_size: int,
@@ -245,7 +244,6 @@ class Attempt:
         Args:
             content: what to save, as the layouter takes it; or, an error, why that is not known.
             owned: tensors that only the optimizer changes, by the address of their storage.
-            kept: further tensors whose counts of writes tell whether they changed.
             step: Lightning's ``global_step``.
             epoch: Lightning's ``current_epoch``.
             world_size: number of ranks.
@@ -268,7 +266,7 @@ class Attempt:
                 raise content
             if complete:
                 self._last = LastState.of(content, manifest)
-            how: dict[str, Any] = {"owned": owned, "kept": kept, "wait_s": wait_s, "followed": followed}
+            how: dict[str, Any] = {"owned": owned, "wait_s": wait_s, "followed": followed}
             is_tried = True
             self._begun = self.writer.begin(content, manifest, **how)
         except Exception as raised:

@@ -12,7 +12,6 @@ of the size of a part, into about equal ranges; the last one, with all that foll
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import random
 import zlib
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lightning_spot.capture.tensors import Owners, owned_nbytes, owners_of, storage_address, tensors_in
+from lightning_spot.capture.tensors import Owners, storage_address, tensors_in
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.say import say
 from lightning_spot.sharded.file_plan import ShardedLayouter, state_file
@@ -58,23 +57,19 @@ class RankLayouter(Protocol):
 
     why_alone: str
 
-    def lay_out(self, content: Any, manifest: Manifest, owned: Owners, kept: Owners) -> Laid:
+    def lay_out(self, content: Any, manifest: Manifest, owned: Owners) -> Laid:
         """Lay a snapshot out.
 
         Args:
             content: what to save.
             manifest: what it is.
             owned: tensors that only optimizers change, by the address of their storage.
-            kept: further tensors that seldom change.
 
         Raises:
             NotSerializableError: if it holds what cannot be pickled.
             SnapshotFailedError: if this rank cannot write its shard of it.
             MemoryError: if there is not the memory for it now; the next one may be laid out.
         """
-
-    def counted(self, owned: Owners, kept: Owners) -> Owners:
-        """Tensors whose counts of writes tell whether they have changed."""
 
     def forget(self) -> None:
         """What was laid out in part is no base for the next one."""
@@ -106,12 +101,8 @@ def _put_together(
 
 
 def _zeros(start: int, stop: int) -> list[Entry]:
-    """Zeros for a range of a slot. Most of them stay where they are from one snapshot to the next."""
-    middle = min(stop, aligned(start, FILE_ALIGNMENT_BYTES))
-    return [(begin, _zero_bytes(end - begin)) for begin, end in ((start, middle), (middle, stop)) if begin < end]
-
-
-_zero_bytes = functools.lru_cache(maxsize=4)(bytes)
+    """Zeros for a range of a slot, which may hold anything there."""
+    return [(start, bytes(stop - start))] if start < stop else []
 
 
 # -- ranks that all hold the same (DDP), and one alone ----------------------------------------------------------------
@@ -124,11 +115,13 @@ class RankCheckpoint:
     Attributes:
         values: Lightning's checkpoint; on rank 0 with its own exact state.
         own: the exact state of this rank; on rank 0 it is not looked at.
+        nbytes: of the parameters, which tell how large parts are; the same on all ranks.
         ranges: the ranks that write a range of the one file, rank 0 last; the same on all ranks.
     """
 
     values: dict[str, Any]
     own: Any
+    nbytes: int
     ranges: tuple[int, ...] = (0,)
 
 
@@ -210,18 +203,14 @@ class CheckpointLayouter:
         """See :meth:`RankLayouter.forget`."""
         self._outliner, self._own = Outliner(), Outliner("the state of this rank")
 
-    def counted(self, owned: Owners, kept: Owners) -> Owners:
-        """See :meth:`RankLayouter.counted`."""
-        return owners_of(owned, kept)
-
-    def lay_out(self, content: Any, manifest: Manifest, owned: Owners, kept: Owners) -> Laid:
+    def lay_out(self, content: Any, manifest: Manifest, owned: Owners) -> Laid:
         """See :meth:`RankLayouter.lay_out`."""
         shard = manifest.shard
         if shard is None:
             layout = self._outliner.lay_out(content)
             return Laid(layout, replace(manifest, nbytes=layout.nbytes), outline_of(layout))
         assert isinstance(content, RankCheckpoint)
-        part_bytes = part_bytes_for(owned_nbytes(kept) // shard.writers)
+        part_bytes = part_bytes_for(content.nbytes // shard.writers)
         alike = _alike(content, owned) if len(content.ranges) > 1 else []
         seal = (self._token, sample(alike, manifest.snapshot))
         bounds, digest = plan_ranges(alike, content.ranges, part_bytes, seal)
@@ -297,14 +286,7 @@ class ShardedCheckpointLayouter:
         self._layouter = ShardedLayouter(self._rank, self._world_size, self._token)
         self._own = Outliner("the state of this rank")
 
-    def counted(self, owned: Owners, kept: Owners) -> Owners:
-        """What is in ``kept``, and nothing of the optimizers: theirs may write past the counts.
-
-        (Torch counts writes to a ``DTensor``, but not those of ``foreach``, neither there nor at its local tensor.)
-        """
-        return kept
-
-    def lay_out(self, content: ShardedCheckpoint, manifest: Manifest, owned: Owners, kept: Owners) -> Laid:
+    def lay_out(self, content: ShardedCheckpoint, manifest: Manifest, owned: Owners) -> Laid:
         """See :meth:`RankLayouter.lay_out`."""
         own = self._own.lay_out(content.own)
         image = self._layouter.lay_out(content.state, content.rest)

@@ -42,11 +42,11 @@ def _made_within_s(nbytes: int) -> float:
     return _ALLOCATE_S + nbytes / _ALLOCATED_BYTES_PER_S
 
 
-def give_back(host: Host, lease: Lease, *, untouched: bool = False) -> None:
-    """Give a slot back unfilled; that the ring is gone is no harm. See :meth:`Host.abort`."""
+def give_back(host: Host, lease: Lease) -> None:
+    """Give a slot back unfilled; that the ring is gone is no harm."""
     for is_last in (False, True):
         try:
-            host.abort(lease, untouched=untouched)
+            host.abort(lease)
         except SpotError as error:
             logger.debug("a slot could not be given back: %s", error)
         except Exception:  # such as want of memory: the server would keep it for as long as this process lives
@@ -235,7 +235,7 @@ class SlotMaker:
                     self._copier.pin(view, gpu)
                 self._has_made, self._asked = True, 0
             finally:
-                give_back(host, lease, untouched=True)  # one that was there already holds what it held
+                give_back(host, lease)
             logger.debug("slot %d was made in %.2f s", lease.slot, time.monotonic() - began_s)
         except ServerUnreachableError as error:
             self._lose(host, error)
@@ -333,7 +333,7 @@ class SlotPool:
             if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
                 if nbytes <= len(ahead[1].map):
                     return replace(ahead[1], nbytes=nbytes)
-                give_back(*ahead, untouched=True)
+                give_back(*ahead)
             return self._next(host, nbytes, deadline_s, waits=wait_s > 0)
         finally:
             self._is_awaited = False
@@ -394,7 +394,7 @@ class SlotPool:
         with self._lock:
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            give_back(*ahead, untouched=True)
+            give_back(*ahead)
 
     def _in_time(self, host: Host, nbytes: int, wait_s: float, making: Callable[[], Making]) -> Lease:
         """The next slot that can be had.

@@ -32,7 +32,7 @@ from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.server.host import Host, Lease
-from lightning_spot.snapshot.layout import Layout, filled, outline_of
+from lightning_spot.snapshot.layout import Layout, filled
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import WIDTHS, Floats
@@ -182,7 +182,7 @@ class SnapshotWriter:
         aborted: snapshots of several ranks that this one has written its shard of, and that will never count.
         why_aborted: of the last of these, for people.
         fence: the error that says that a later attempt has taken the run over; ``None`` as long as none did.
-        copied_bytes: written into slots so far; what a slot held already is not written again.
+        copied_bytes: written into slots so far.
     """
 
     def __init__(
@@ -263,7 +263,6 @@ class SnapshotWriter:
         manifest: Manifest,
         *,
         owned: Owners = NOBODY,
-        kept: Owners = NOBODY,
         wait_s: float = 0.0,
         destinations: list[str] | None = None,
         followed: bool = False,
@@ -275,7 +274,6 @@ class SnapshotWriter:
                 :meth:`copied` returned.
             manifest: what it is; size, files and checksums are filled in.
             owned: tensors that only the optimizer changes, by the address of their storage.
-            kept: further tensors whose counts of writes tell whether they changed, such as frozen parameters.
             wait_s: how long to wait for a clean slot, in all.
             destinations: tiers below, if not the run's.
             followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
@@ -289,7 +287,7 @@ class SnapshotWriter:
                 ring has the reason: nobody waits for it.
         """
         try:
-            return self._begin(content, manifest, owned, kept, wait_s, destinations, followed=followed)
+            return self._begin(content, manifest, owned, wait_s, destinations, followed=followed)
         except BaseException as error:
             self.fail(manifest, error)
             raise
@@ -299,7 +297,6 @@ class SnapshotWriter:
         content: Any,
         manifest: Manifest,
         owned: Owners,
-        kept: Owners,
         wait_s: float,
         destinations: list[str] | None,
         *,
@@ -322,15 +319,13 @@ class SnapshotWriter:
         view: SlotView | None = None
         done: Future[Manifest] = Future()
         try:
-            laid = self.layouter.lay_out(content, manifest, owned, kept)
+            laid = self.layouter.lay_out(content, manifest, owned)
             layout = laid.layout
             lease = self._slots.take(host, layout.nbytes, within(deadline_s))
             self._forget_done()
             view = self._copying.views.of(host, lease)
-            counted = self.layouter.counted(owned, kept)
-            plan = self._copying.plan(layout, lease, view, counted, trusts=not manifest.complete)
-            self.copied_bytes += plan.nbytes
-            first, job = self._copying.start(plan, view, owned)
+            self.copied_bytes += layout.nbytes
+            first, job = self._copying.start(layout, view, owned)
             floats = floats_of(layout, owned) if self._approximates else ()
             pending = Pending(
                 manifest=laid.manifest,
@@ -339,9 +334,7 @@ class SnapshotWriter:
                 job=job,
                 done=done,
                 destinations=destinations,
-                outline=outline_of(layout),
                 tried=laid.tried,
-                plan=plan,
                 view=view,
                 floats=floats,
                 followed=followed,
@@ -387,14 +380,6 @@ class SnapshotWriter:
     def _forget_done(self) -> None:
         self._pending = [pending for pending in self._pending if not pending.done.done()]
 
-    def check_all(self) -> None:
-        """The next snapshot may be the last of this attempt: compare all of it that is not copied again."""
-        self._copying.unchanged.checks_all = True
-
-    def newest_differs(self) -> bool:
-        """See :meth:`Unchanged.newest_differs`; a warning says so."""
-        return self._copying.newest_differs()
-
     def settle(self, wait_s: float) -> None:
         """Wait until every snapshot begun so far is committed or given up."""
         self.copied()
@@ -426,7 +411,7 @@ class SnapshotWriter:
             manifest: what it is; size and checksums are filled in.
             store: the tier.
         """
-        laid = self.layouter.lay_out(checkpoint, manifest, NOBODY, NOBODY)
+        laid = self.layouter.lay_out(checkpoint, manifest, NOBODY)
         self.committed = self.past_memory = stored = store_streamed(laid.layout, laid.manifest, store)
         self._look_at(laid)
         return stored
@@ -440,13 +425,12 @@ class SnapshotWriter:
     def _finish(self, host: Host, pending: Pending) -> None:
         if not pending.done.set_running_or_notify_cancel():
             return  # Ctrl-C: its slot was given back
-        manifest, written = pending.manifest, pending.plan.written
+        manifest = pending.manifest
         try:
             self._copying.check(pending)
             is_short = host.seal(
-                pending.lease, manifest, pending.destinations, pending.floats, written, followed=pending.followed
+                pending.lease, manifest, pending.destinations, pending.floats, followed=pending.followed
             )
-            self._copying.sealed(pending)
         except BaseException as error:
             self._failed(host, pending, error)
             return

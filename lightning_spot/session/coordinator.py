@@ -50,7 +50,7 @@ from lightning_spot.state.dump import KEY, Dump, gather
 from lightning_spot.state.logged_values import LoggedNumbers
 from lightning_spot.state.own_parameters import average_now_and_then
 from lightning_spot.state.per_trainer import OfTrainer
-from lightning_spot.state.sharded import holder_of, is_sharded, split
+from lightning_spot.state.sharded import is_sharded, split
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -360,7 +360,6 @@ class Coordinator(OfTrainer):
 
         def mine() -> Decision:
             assert self.attempt is not None
-            self.attempt.writer.check_all()
             return replace(self._decision(), urgent=urgent, complete=complete)
 
         return Agreement(self._trainer).everyones(mine)[0]
@@ -459,17 +458,11 @@ class Coordinator(OfTrainer):
         trainer = self._trainer
         content: Any = dump
         owned: Owners = {}
-        kept: Owners = {}
         metrics: dict[str, float] = {}
         try:
             content = self._content(dump, how)
             metrics = self._logged.now(trainer) if self._is_first else {}
             owned = optimizer_owned(trainer.optimizers)
-            if isinstance(content, ShardedCheckpoint):
-                frozen = by_storage(holder_of(trainer).frozen(content.state))
-                kept = {address: tensors for address, tensors in frozen.items() if address not in owned}
-            else:
-                kept = by_storage(trainer.lightning_module.parameters())
         except Exception as error:
             content = failure_of(error)
         if self.attempt is None or (how.writers == 1 and not self._is_first):
@@ -477,7 +470,6 @@ class Coordinator(OfTrainer):
         self.attempt.write(
             content,
             owned=owned,
-            kept=kept,
             step=trainer.global_step,
             epoch=trainer.current_epoch,
             world_size=trainer.world_size,
@@ -508,7 +500,8 @@ class Coordinator(OfTrainer):
                 content = values = dump.gathered(trainer)
             else:
                 values = dump.with_own(trainer) if self._is_first else dump.checkpoint
-                content = RankCheckpoint(values, dump.state, how.ranges)
+                nbytes = owned_nbytes(by_storage(trainer.lightning_module.parameters()))
+                content = RankCheckpoint(values, dump.state, nbytes, how.ranges)
             if attempt is not None and self._is_first:
                 values[KEY] |= {"interval": self._interval(), **attempt.origin}
             return content

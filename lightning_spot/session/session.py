@@ -444,10 +444,9 @@ def secure(
     # What each rank does by itself is agreed on: where it fails on one, the others would wait in what follows.
     ranks.together(partial(_stand_still, snapshotter))
     taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
-    differs = taken and any(ranks.everyones(lambda: attempt is not None and attempt.writer.newest_differs()))
     # Of several files, or several ranks': what places have of the snapshot of a step would get into a second one.
     is_one = (ranks.size > 1 or is_sharded(trainer)) and writing.begun_step == step
-    dump = _newest(snapshotter, ranks, seam) if (differs or not taken) and not is_one else None
+    dump = _newest(snapshotter, ranks, seam) if not taken and not is_one else None
     if not all(ranks.gather(dump is not None)):
         dump = None
     plan = ranks.on_rank_zero(lambda: attempt.safety.plan(deadline) if attempt is not None else None)

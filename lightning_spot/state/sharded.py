@@ -69,14 +69,6 @@ class Dtensors:
         self._names = names_of(self._module)
         return state
 
-    def frozen(self, state: State) -> list[torch.Tensor]:
-        """Parameters that are not trained, of those in a state, as :func:`split` gives it.
-
-        To ask the modules takes ten times as long.
-        """
-        values = state[MODEL].values()
-        return [value for value in values if isinstance(value, torch.nn.Parameter) and not value.requires_grad]
-
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         """The live state of an optimizer by the names of its parameters; of one that has not stepped yet, none."""
         names = self._names

@@ -76,7 +76,7 @@ def saved(strategy: Any, extra: Any) -> tuple[memoryview, Manifest]:
             assert tried.unreadable == ""  # which counts for what is read from the shards
             content = ShardedCheckpoint(state, {}, rest)
             layouter = ShardedCheckpointLayouter(rank, 2)
-            shards.append(sealed(layouter.lay_out(content, manifest_of(rank, 2), {}, {})))
+            shards.append(sealed(layouter.lay_out(content, manifest_of(rank, 2), {})))
     image, manifest = joined(shards)
     return memoryview(image), manifest
 

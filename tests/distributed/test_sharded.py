@@ -205,8 +205,6 @@ def test_storage_slices_and_non_contiguous_tensors_are_saved() -> None:
         state = {"part": padded[2:8].view(2, 3), "turned": torch.arange(6.0).view(2, 3).T}
         layouter = ShardedLayouter(0, 1)
         written = layouter.lay_out(state, {})
-        again = layouter.lay_out(state, {})
-    assert written.layout.pieces[0].named is again.layout.pieces[0].named
     piece = written.layout.pieces[0]
     assert piece.storage.data_ptr() + piece.start == padded[2:].data_ptr()  # not copied yet
     padded += 100
@@ -387,13 +385,9 @@ def test_names_of_parameters_are_those_of_now(kind: type[torch.nn.Linear]) -> No
             module.append(torch.nn.Linear(2, 2))
         optimizer = torch.optim.Adam(module.parameters())
         holder = Dtensors(module)
-        state = {MODEL: holder.model_state()}
+        holder.model_state()
         expected = [name for name, _ in module.named_parameters()]
         assert holder.optimizer_state(optimizer)["param_groups"][0]["params"] == expected
-        module[0].requires_grad_(False)
-        shown = {id(parameter) for parameter in holder.frozen(state)}
-        named = module.named_parameters()
-        assert shown == {id(one) for name, one in named if name in state[MODEL] and not one.requires_grad}
 
 
 def resumed(

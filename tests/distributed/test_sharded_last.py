@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps
-from lightning_spot.capture import contents, ending
+from lightning_spot.capture import ending
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import LastState
 from lightning_spot.capture.host_link import RingSettings, open_host
@@ -32,7 +32,6 @@ from lightning_spot.session.topology import Topology
 from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.state.dump import Dump
-from lightning_spot.state.sharded import Dtensors
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
 from tests.support.ranks import rows
@@ -250,35 +249,6 @@ def test_a_server_lost_with_the_last_snapshot_leaves_one_before(
     assert not ranks.finish()  # which is an error in the last line of the run
     assert [manifest.name for manifest in ranks.store.survey().manifests] == [snapshot_name(1, 1)]
     ranks.check(snapshot_name(1, 1))
-
-
-@pytest.mark.parametrize(("at", "who"), [("storage", 0), ("storage", 3), ("server", 2)])
-def test_a_regular_snapshot_at_a_notice_is_compared_on_each_rank(
-    make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, at: str, who: int
-) -> None:
-    """A byte that was written past the counts was left for a later one, and none comes: it is said."""
-    monkeypatch.setattr(contents, "CHECK_BYTES", 1)
-    monkeypatch.setattr(contents, "_WHOLE_BYTES", 0)
-    monkeypatch.setattr(contents, "_looks_alike", lambda _piece, _view: True)
-    monkeypatch.setattr(
-        contents.ShareTurns, "next", lambda _, among: among - 1
-    )  # another share than the first number's
-    frozen = lambda holder, _state: [one for one in holder._module.parameters() if not one.requires_grad]  # noqa: E731
-    monkeypatch.setattr(Dtensors, "frozen", frozen)
-    ranks = make(at)
-    found = [False] * 4
-    for step in range(1, 100):
-        ranks.frozen[RANGES[who][0]] = 1000.0 + step
-        ranks.trainers[who].lightning_module.f.data[0] = 1000.0 + step
-        ranks.write(step)
-        for each in ranks.ranks:
-            each.copied()
-        assert ranks.attempt.failure(LAST_S) is None
-        found = [bool(each.attempt and each.attempt.writer.newest_differs()) for each in ranks.ranks]
-        if any(found):
-            break
-    assert found == [rank == who for rank in range(4)]
-    ranks.finish()
 
 
 def test_where_rank_0_may_not_go_on_no_rank_does(make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:

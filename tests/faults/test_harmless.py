@@ -59,7 +59,6 @@ WHERE = [
     "capture/contents:Copying.start",
     "capture/writer:SnapshotWriter.copied",
     "capture/slot_pool:SlotPool.take",
-    "capture/contents:Unchanged.written_past_counts",
     "state/dump:Dump._with",
     "state/fit_state:FitState.capture",
     "state/module_state:ModuleState.capture",
@@ -92,7 +91,7 @@ def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
     assert is_alike(net, saved["state_dict"])
     lines = [record.getMessage() for record in caplog.records if "none is left" in record.getMessage()]
     # What was copied had ended in the background, perhaps: then nothing is lost.
-    had_ended = where.endswith((".settle", ".wait_cpu", ".written_past_counts"))
+    had_ended = where.endswith((".settle", ".wait_cpu"))
     assert len(lines) == 1 or (had_ended and not lines), lines
     assert saved["lightning_spot"]["ranks"][0]["hooked"] is not None, "a part was turned off for good"
 
@@ -300,7 +299,7 @@ class AtTheEnd(Strike):
 
 
 LAST = [
-    "capture/writer:SnapshotWriter.check_all",
+    "session/coordinator:Coordinator._decision",
     "session/snapshotter:Pacing.taken",
     "session/snapshotter:Snapshotter.close",
     "capture/attempt:Attempt._manifest",
@@ -333,7 +332,7 @@ URGENT = [
     (0, "session/session:_has_taken"),
     (1, "session/coordinator:Iterations.end"),
     (0, "capture/ending:Safety.plan"),
-    (1, "capture/writer:SnapshotWriter.check_all"),
+    (1, "session/coordinator:Coordinator._decision"),
 ]
 
 

@@ -101,7 +101,7 @@ def test_only_consequences_of_a_logged_loss_are_not_logged_again(
             attempt.writer.begin({}, Manifest(run="run", name="x", file="", step=1, attempt=1, nbytes=0))
         caplog.clear()
         for error in (first, later, missing.value, ServerUnreachableError("nobody answers at 10.0.0.5")):
-            attempt.write(error, owned={}, kept={}, step=1, epoch=0, world_size=1, wait_s=0.0)
+            attempt.write(error, owned={}, step=1, epoch=0, world_size=1, wait_s=0.0)
     finally:
         is_there.set()
         attempt.finish(0.0, complete=False)
@@ -114,7 +114,7 @@ def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, mon
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
     monkeypatch.setattr(host, "fail", lambda *what: told.append(what))
     attempt.writer.fence = FencedError("attempt 2 has taken over", run="run", attempt=1, current=2)
-    how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
+    how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
     try:
         attempt.write({}, step=4, writers=2, **how)
         attempt.write({}, step=5, **how)  # of what it writes alone, nobody waits for anything
@@ -132,7 +132,7 @@ def test_want_of_memory_passes_unless_a_shard_is_too_large(
     """Rank 0 wrote alone, past memory, until the end of the attempt."""
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed(), RING)
     kind = SnapshotFailedError if is_for_good else TierError
-    how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0, "writers": 2}
+    how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0, "writers": 2}
     try:
         assert not attempt.lacks_memory
         attempt.write(kind("no memory", reason=reason), step=1, **how)
@@ -150,7 +150,7 @@ def test_what_the_writer_has_said_is_not_said_again(tmp_path: Path, monkeypatch:
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
     monkeypatch.setattr(host, "fail", lambda *what: told.append(what))
     try:
-        how: dict[str, Any] = {"owned": {}, "kept": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
+        how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
         attempt.write({"bad": threading.Lock()}, step=4, writers=2, **how)
     finally:
         attempt.finish(0.0, complete=False)

@@ -26,7 +26,7 @@ from tests.support.trainer import Net, Probe, TwoOptimizers, Unhurried, data, di
 
 pytestmark = pytest.mark.guarantee("G9")
 
-WIDTH = 160  # of a frozen layer: 100 kB, more than is compared whole each time
+WIDTH = 160  # of a frozen layer
 
 
 class Adapted(pl.LightningModule):

@@ -140,7 +140,7 @@ def snapshot(state: Any, mesh_shape: Shape) -> tuple[bytearray, Manifest]:
         with as_rank(rank, mesh_shape) as mesh:
             content = ShardedCheckpoint(on_rank(state, mesh), {"mine": rank}, {"epoch": 3, "rank": rank})
             layouter = ShardedCheckpointLayouter(rank, world_size)
-            shards.append(sealed(layouter.lay_out(content, manifest_of(rank, world_size), {}, {})))
+            shards.append(sealed(layouter.lay_out(content, manifest_of(rank, world_size), {})))
     return joined(shards)
 
 
