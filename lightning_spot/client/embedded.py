@@ -42,7 +42,7 @@ from lightning_spot.server.runs import Figures, Opened, RunInfo
 from lightning_spot.server.slots import Making
 from lightning_spot.server.tier import Listed, TierHealth
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
-from lightning_spot.snapshot.ranges import Floats, Ranges
+from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Status, failed
 from lightning_spot.store.store import newest_first
 from lightning_spot.untrusted import read_object
@@ -271,8 +271,7 @@ class EmbeddedHost:
         key = (int(leased["slot"]), int(leased["generation"]))
         if key not in self._maps:
             self._maps[key] = self.session.map_slot(*key)
-        backing, held = str(leased["backing"]), str(leased["held"])
-        return Lease(str(leased["upload"]), self._maps[key], nbytes, backing, key[0], held)
+        return Lease(str(leased["upload"]), self._maps[key], nbytes, str(leased["backing"]), key[0])
 
     def seal(
         self,
@@ -280,7 +279,6 @@ class EmbeddedHost:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        written: Ranges | None = None,
         *,
         followed: bool = False,
     ) -> bool:
@@ -289,7 +287,6 @@ class EmbeddedHost:
             "manifest": manifest.to_dict(),
             "destinations": destinations,
             "floats": floats,
-            "written": written,
             "followed": followed,
         }
         sealed = self._call("POST", f"/v1/uploads/{lease.id}/commit", body, limit_s=_SEAL_TIMEOUT_S)
@@ -306,9 +303,9 @@ class EmbeddedHost:
         answer = self._call("POST", path, {"name": name, "wait_s": wait_s}, limit_s=limit_s, again=True)
         return Status(answer["status"]), str(answer["why"])
 
-    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
+    def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""
-        self._call("DELETE", f"/v1/uploads/{lease.id}", {"untouched": True} if untouched else None)
+        self._call("DELETE", f"/v1/uploads/{lease.id}")
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""

@@ -62,7 +62,7 @@ from lightning_spot.server.upload import Upload, writer_of
 from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum
-from lightning_spot.snapshot.ranges import read_floats, read_ranges
+from lightning_spot.snapshot.ranges import read_floats
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.untrusted import MOST_BYTES, integer, plain, text
 
@@ -498,18 +498,14 @@ class UploadRequests:
         whole = Manifest.from_dict(body.get("manifest"))
         floats = read_floats(body.get("floats", []), whole.nbytes)
         destinations = list(texts(body, "destinations")) if body.get("destinations") is not None else None
-        written = read_ranges(body.get("written"), whole.nbytes)
         followed = body.get("followed") is True
-        done = await asyncio.to_thread(
-            self._server.seal, upload.id, whole, destinations, floats, written, followed=followed
-        )
+        done = await asyncio.to_thread(self._server.seal, upload.id, whole, destinations, floats, followed=followed)
         short = self._server.ring.is_short(key_of(done), done.nbytes, writer_of(done))
         return web.json_response({"checksums": list(done.checksums), "short": short})
 
     async def abort(self, request: web.Request) -> web.Response:
         """Give it up."""
-        untouched = same_host(request) and (await json_body(request)).get("untouched") is True
-        self._server.abort(request.match_info["upload"], untouched=untouched)
+        self._server.abort(request.match_info["upload"])
         return web.json_response({})
 
 
@@ -532,6 +528,5 @@ def leased(server: SnapshotServer, upload: Upload) -> dict[str, Any]:
         "capacity": slot.capacity,
         "nbytes": upload.nbytes,
         "backing": slot.memory.backing if slot.memory else "",
-        "held": upload.held,
         "generations": {item.index: item.buffer.generation for item in mapped if item.memory},
     }

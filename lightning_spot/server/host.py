@@ -16,7 +16,7 @@ from lightning_spot.server.tier import TierHealth
 from lightning_spot.server.upload import writer_of
 from lightning_spot.server.uploads import LOOK_S
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
-from lightning_spot.snapshot.ranges import Floats, Ranges
+from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Status, failed
 from lightning_spot.store.store import Store
 
@@ -31,8 +31,6 @@ class Lease:
         nbytes: size of the snapshot, or of the shard of it.
         backing: ``"tmpfs"``, ``"memfd"``, or ``"process"`` for a ring inside the trainer.
         slot: its place in the ring.
-        held: id of the upload as which the slot was filled before, if nothing else was written into it since; else
-            ``""``.
     """
 
     id: str
@@ -40,7 +38,6 @@ class Lease:
     nbytes: int
     backing: str
     slot: int = 0
-    held: str = ""
 
 
 class Host(Protocol):
@@ -97,7 +94,6 @@ class Host(Protocol):
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        written: Ranges | None = None,
         *,
         followed: bool = False,
     ) -> bool:
@@ -108,7 +104,6 @@ class Host(Protocol):
             manifest: without checksums.
             destinations: tiers of a user's file, instead of the run's.
             floats: where in it numbers lie that may be approximated on their way to a snapshot server.
-            written: what was written since the slot was filled as ``lease.held``, ``None`` for all.
             followed: whether another snapshot is to follow within :data:`~lightning_spot.server.reconcile.FOLLOWED_S`:
                 storage leaves most of these out.
 
@@ -140,8 +135,8 @@ class Host(Protocol):
             how it is then, and why it was aborted, for people; else ``""``.
         """
 
-    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
-        """Give a slot back unfilled; ``untouched`` if nothing was written into it, so that it holds what it held."""
+    def abort(self, lease: Lease) -> None:
+        """Give a slot back unfilled."""
 
     def flush(self, wait_s: float) -> list[str]:
         """Bring everything to the tiers below; returns what was not reached in time, one line each."""
@@ -239,7 +234,7 @@ class InProcessHost:
         )
         memory = upload.slot.memory
         assert memory is not None
-        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index, upload.held)
+        return Lease(upload.id, memory.map, nbytes, "process", upload.slot.index)
 
     def seal(
         self,
@@ -247,12 +242,11 @@ class InProcessHost:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        written: Ranges | None = None,
         *,
         followed: bool = False,
     ) -> bool:
         """See :meth:`Host.seal`."""
-        self._server.seal(lease.id, manifest, destinations, floats, written, followed=followed)
+        self._server.seal(lease.id, manifest, destinations, floats, followed=followed)
         return self._server.ring.is_short(self._server.registry.key(self.run), lease.nbytes, writer_of(manifest))
 
     def fail(self, manifest: Manifest, why: str) -> None:
@@ -269,9 +263,9 @@ class InProcessHost:
                     return found
                 ring.changed.wait(min(left_s, LOOK_S))
 
-    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
+    def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""
-        self._server.abort(lease.id, untouched=untouched)
+        self._server.abort(lease.id)
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""

@@ -854,7 +854,7 @@ class Ring(SlotTable):
                 self.notify()
             raise
         with self.changed:
-            slot.buffer.memory, slot.buffer.reserved_bytes, slot.buffer.held = memory, 0, ""
+            slot.buffer.memory, slot.buffer.reserved_bytes = memory, 0
             slot.buffer.generation += 1
             self.slots.note(slot)
 

@@ -96,18 +96,12 @@ class Buffer:
         memory: once it is made.
         reserved_bytes: size of the memory that is being made.
         generation: counts its memories, so that a peer knows when to map again.
-        held: the upload as which it was filled last, ``""`` if that is unknown.
-        held_as: what that was committed as.
-        seals: how often it was sealed.
         checked_s: when its bytes were read last, and had the checksums of the manifest (monotonic).
     """
 
     memory: SlotMemory | None = None
     reserved_bytes: int = 0
     generation: int = 0
-    held: str = ""
-    held_as: Manifest | None = None
-    seals: int = 0
     checked_s: float = float("-inf")
 
 

@@ -12,7 +12,6 @@ from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from lightning_spot.server.ring import Base
 from lightning_spot.server.slots import Slot
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.ranges import Before, Ranges
 
 _OTHER_ENDS_S = 10.0
 
@@ -105,7 +104,6 @@ class Upload:
         writer: number of the rank that writes it; 0 where one writes all.
         announced: manifest without checksums, if it comes over the network: nothing else can be committed then.
         received: what came over the network.
-        held: the upload as which the slot was filled before, if nothing else was written into it since; else ``""``.
         base: from which parts may be made, if it comes over the network and an earlier snapshot is here.
         streams: connections that receive into the slot at the moment.
         sealing: whether it is being checksummed.
@@ -123,7 +121,6 @@ class Upload:
     writer: int = 0
     announced: Manifest | None = None
     received: Received = field(default_factory=Received)
-    held: str = ""
     base: Base | None = None
     streams: set[socket.socket] = field(default_factory=set)
     sealing: bool = False
@@ -139,21 +136,6 @@ class Upload:
     def in_use(self) -> bool:
         """Whether something still writes into the slot."""
         return self.sealing or bool(self.streams)
-
-    def before(self, manifest: Manifest, written: Ranges | None) -> Before | None:
-        """What is known of the slot, which is about to be sealed; ``None`` if nothing is.
-
-        Args:
-            manifest: as which it will be.
-            written: what was written since it was filled as :attr:`held`, ``None`` for all.
-        """
-        buffer = self.slot.buffer
-        was = buffer.held_as
-        buffer.seals += 1
-        if written is None or not self.held or was is None or was.part_bytes != manifest.part_bytes:
-            return None
-        whole = min(was.nbytes, manifest.nbytes) // manifest.part_bytes
-        return Before(written, was.checksums[:whole], buffer.seals)
 
     def let_go(self) -> None:
         """Let the base go, if nothing reads it any more and nothing will."""

@@ -34,7 +34,7 @@ from lightning_spot.server.upload import Upload, writer_of
 from lightning_spot.snapshot.coming import Coming, Sealing, sealing_threads
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
-from lightning_spot.snapshot.ranges import Floats, Ranges
+from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.store.fences import check_fence
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Uploads:
         slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
         try:
             upload = Upload(upload_id, key, attempt, slot, nbytes, session, time.monotonic(), writer, announced)
-            upload.held, slot.buffer.held, slot.buffer.checked_s = slot.buffer.held, "", float("-inf")
+            slot.buffer.checked_s = float("-inf")
             if announced is not None and not announced.is_file:
                 upload.base = Base.newest(self._ring, key, writer if announced.shard is not None else None)
         except BaseException:  # nobody knows of the slot yet
@@ -249,7 +249,6 @@ class Uploads:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        written: Ranges | None = None,
         *,
         followed: bool = False,
     ) -> Manifest:
@@ -262,7 +261,6 @@ class Uploads:
             manifest: without checksums.
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
             floats: where in it numbers lie that may be approximated on their way to a server behind.
-            written: what was written since the slot was filled as :attr:`Upload.held`, ``None`` for all.
             followed: whether another snapshot is to follow within :data:`~lightning_spot.server.reconcile.FOLLOWED_S`.
 
         Returns:
@@ -277,14 +275,13 @@ class Uploads:
                 )
             upload.sealing, upload.slot.commit.floats = True, floats
         # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
-        before = upload.before(manifest, written)
-        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes), before)
+        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes))
         try:
             if not manifest.is_file:
                 self._offer(upload.slot, sealing)
             began_s = time.monotonic()
             sealed = sealing.run(sealing_threads())
-            upload.slot.buffer.checked_s = began_s if before is None else float("-inf")
+            upload.slot.buffer.checked_s = began_s
             places = tuple(destinations) if destinations is not None else None
             self._commit(upload, sealed, places, followed=followed)
             sealing.commit(sealed)
@@ -354,11 +351,10 @@ class Uploads:
             self.find(upload.id)  # its trainer may have been killed meanwhile
             self._check(upload, manifest)
             try:
-                with self._ring.changed:  # who leases the slot next learns what is in it, and nothing of before
+                with self._ring.changed:
                     self._check_register(upload, manifest)
                     self._ring.commit(upload.slot, manifest, places, followed=followed)
                     upload.slot.coming = None
-                    upload.slot.buffer.held, upload.slot.buffer.held_as = upload.id, manifest
             except BaseException:
                 self.abort(upload.id)
                 raise
@@ -403,20 +399,13 @@ class Uploads:
 
     # -- they end -------------------------------------------------------------------------------------------------
 
-    def abort(self, upload_id: str, *, untouched: bool = False) -> None:
-        """Give an upload up; its slot becomes free. Nothing happens if it is gone.
-
-        Args:
-            upload_id: of the upload.
-            untouched: whether its trainer has written nothing into the slot, which holds what it held before.
-        """
+    def abort(self, upload_id: str) -> None:
+        """Give an upload up; its slot becomes free. Nothing happens if it is gone."""
         with self._lock:
             upload = self._uploads.pop(upload_id, None)
             if upload is None:
                 return
             upload.ended = upload.given_up = True
-            if untouched and not upload.in_use:
-                upload.slot.buffer.held = upload.held
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)

@@ -699,7 +699,6 @@ class TierUpload:
                 is_intact = False
                 with self._ring.changed:
                     self._seen.dropped(action.url, manifest.name, str(error))
-                    slot.buffer.held = ""  # nothing that is in it counts as known
                     with contextlib.suppress(SnapshotNotFoundError):  # it has left memory already
                         self._ring.drop(action.run, manifest.name)
         return is_intact

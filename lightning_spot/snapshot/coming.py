@@ -12,7 +12,6 @@ from dataclasses import replace
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum, part_ranges
-from lightning_spot.snapshot.ranges import CHECK_EVERY, Before
 from lightning_spot.threads import in_turn, processors
 
 QUIET_S = 30.0
@@ -107,42 +106,13 @@ def sealing_threads() -> int:
 
 
 class Sealing(Coming):
-    """A file that is being sealed here. See :class:`Coming`.
-
-    Args:
-        manifest: of the file, not sealed.
-        image: the whole file.
-        before: what is known of its memory, if it was sealed before and not all of it was written since.
-    """
-
-    def __init__(self, manifest: Manifest, image: memoryview, before: Before | None = None) -> None:
-        super().__init__(manifest, image)
-        self._before = before
+    """A file that is being sealed here. See :class:`Coming`, which says what its arguments are."""
 
     def run(self, threads: int) -> Manifest:
-        """Seal the file on ``threads`` threads at most, this one among them; its sealed manifest.
-
-        Raises:
-            CorruptSnapshotError: if a part that nobody has written to is not what it was.
-        """
-        if self._before is not None:
-            self._take_over(self._before)
-        todo = iter([index for index, digest in enumerate(self._checksums) if not digest])
+        """Seal the file on ``threads`` threads at most, this one among them; its sealed manifest."""
+        todo = iter(range(len(self._parts)))
         in_turn(lambda: next(todo, None), self._seal, max(1, min(threads, len(self._parts))), "spot-seal")
         return replace(self.manifest, checksums=tuple(self._checksums))
-
-    def _take_over(self, before: Before) -> None:
-        """Parts that are as they were have the checksums that they had; of these, some are read in their turn."""
-        for index, (known, (start, stop)) in enumerate(zip(before.checksums, self._parts, strict=False)):
-            if before.touches(start, stop):
-                continue
-            if (index + before.turn) % CHECK_EVERY == 0 and checksum(self.image[start:stop]) != known:
-                raise CorruptSnapshotError(
-                    f"part {index} of {self.manifest.name} is not what it was, though it was not to change: somebody"
-                    " else has written to this memory. It is not committed",
-                    part=index,
-                )
-            self._final(index, known)
 
     def _seal(self, index: int) -> None:
         start, stop = self._parts[index]

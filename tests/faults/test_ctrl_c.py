@@ -118,10 +118,10 @@ class Watching(InProcessHost):
 
     given: list[Lease]
 
-    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
+    def abort(self, lease: Lease) -> None:
         lease.map[: lease.nbytes] = b"\xee" * lease.nbytes
         self.given.append(lease)
-        super().abort(lease, untouched=untouched)
+        super().abort(lease)
 
 
 BEGINNING = [

@@ -157,7 +157,7 @@ def test_from_another_host_nobody_seals_or_awaits_a_snapshot(start_server: Start
     upload = server.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9})["upload"]
     filled = manifest_of(1, nbytes=9, run_id="").sealed(memoryview(bytes(9)))
     with pytest.raises(CorruptSnapshotError):  # nothing of it has come
-        server.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": filled.to_dict(), "written": []})
+        server.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": filled.to_dict()})
 
 
 def test_every_request_needs_the_token(

@@ -15,7 +15,7 @@ from lightning_spot.server.slots import Making
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.coming import Sealing
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.ranges import Floats, Ranges
+from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import JoinedImage, Status, assemble, failed, status, why_aborted
 
 SLOTS = 3  # of each writer
@@ -25,9 +25,6 @@ SLOTS = 3  # of each writer
 class _Slot:
     memory: mmap.mmap
     index: int
-    held: str = ""
-    is_filled: bool = False
-    snapshot: str = ""
 
 
 class Registers:
@@ -101,11 +98,11 @@ class RankRing:
                 slot = _Slot(mmap.mmap(-1, max(nbytes, 1)), next(self._numbers))
                 slot.memory[:] = b"\xa5" * len(slot.memory)
                 self._slots.append(slot)
-            name, held = f"upload-{next(self._numbers)}", slot.held
+            name = f"upload-{next(self._numbers)}"
             self._slots.remove(slot)  # the one that was used last comes last
             self._slots.append(slot)
             self._leased[name] = slot
-        return Lease(name, slot.memory, nbytes, "process", slot.index, held)
+        return Lease(name, slot.memory, nbytes, "process", slot.index)
 
     def seal(
         self,
@@ -113,7 +110,6 @@ class RankRing:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        written: Ranges | None = None,
         *,
         followed: bool = False,
     ) -> bool:
@@ -123,7 +119,7 @@ class RankRing:
         sealed = Sealing(replace(manifest, nbytes=lease.nbytes), memoryview(image)).run(1)
         assert sealed == Manifest.from_json(sealed.to_json())
         with self._lock:
-            self._leased.pop(lease.id).held = lease.id
+            del self._leased[lease.id]
         self._registers.put(sealed, image)
         return False
 
@@ -146,10 +142,9 @@ class RankRing:
             self.is_lost = True
             self._registers.changed.notify_all()
 
-    def abort(self, lease: Lease, *, untouched: bool = False) -> None:
+    def abort(self, lease: Lease) -> None:
         with self._lock:
-            slot = self._leased.pop(lease.id)
-            slot.held = slot.held if untouched else ""
+            del self._leased[lease.id]
 
     def flush(self, wait_s: float) -> list[str]:
         return []

@@ -159,7 +159,7 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("POST", f"{of}/stream", {}),
         ("POST", f"{of}/commit", {"manifest": {**manifest, "checksums": [checksum(bytes(100))]}}),
         ("POST", f"{of}/commit", {"manifest": {**register, "checksums": [checksum(bytes(100))]}}),
-        ("DELETE", of, {"untouched": True}),
+        ("DELETE", of, {}),
         ("POST", "/v1/flush", {"run": FUZZED, "wait_s": 0.0}),
         ("GET", f"{files}/{name}/model.ckpt", {}),
         ("GET", f"{files}/{register['name']}/model.ckpt", {}),
@@ -171,8 +171,8 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
             ("POST", f"{run}/uploads", {**lease, "session": session, "making": "never", "writer": 1}),
             ("POST", f"{run}/uploads", {**lease, "writer": register["shard"]["writer"]}),
             ("POST", f"{run}/awaited", {"name": name, "wait_s": 0.0}),
-            ("POST", f"{of}/commit", {"manifest": manifest, "floats": [], "written": [[0, 10]], "followed": True}),
-            ("POST", f"{of}/commit", {"manifest": register, "floats": [], "written": None, "followed": False}),
+            ("POST", f"{of}/commit", {"manifest": manifest, "floats": [], "followed": True}),
+            ("POST", f"{of}/commit", {"manifest": register, "floats": [], "followed": False}),
         ]
     return [Request(method, path, body, []) for method, path, body in made]
 

@@ -631,30 +631,6 @@ def test_a_restarted_server_knows_the_attempts_of_what_it_holds(make_bench: Make
     assert [(run["name"], run["id"], run["attempt"]) for run in listed] == [("run", RUN_ID, 8)]
 
 
-def test_leasing_a_slot_just_committed_returns_what_it_holds(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was noted a moment after the commit: of what a slot held before, or of what was overwritten meanwhile."""
-    bench.open()
-    ring, free = bench.server.ring, []
-    commit = ring.commit
-
-    def look() -> None:
-        free.append(ring.changed.acquire(blocking=False))
-        if free[0]:
-            ring.changed.release()
-
-    def committed(slot: Slot, *more: Any, **how: Any) -> None:
-        commit(slot, *more, **how)
-        if not slot.buffer.held:  # not noted yet: may another thread lease it now?
-            other = threading.Thread(target=look)
-            other.start()
-            other.join()
-
-    monkeypatch.setattr(ring, "commit", committed)
-    bench.save(1)
-    assert ring.committed()[0].buffer.held
-    assert free == [False]
-
-
 def test_who_waits_for_a_snapshot_holds_no_lock_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looked the run up under the ring's lock, while who commits holds the other one and waits for that."""
     host, inverted = InProcessHost(slots=1, memory_bytes=MIB, open_store=LocalStore), list[str]()

@@ -19,12 +19,12 @@ from lightning_spot.client import encoding
 from lightning_spot.client.encoding import Approximation
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import MANIFEST_VERSION
-from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, TierError
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SettingsError, TierError
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.slots import Commit, Slot, SlotState, View, reusable
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.snapshot.ranges import Floats, read_floats
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
 from tests.support.filled import check_archive
@@ -367,3 +367,21 @@ def test_that_it_is_durable_lets_no_exact_one_go(
     assert bench.flush() == []
     until(lambda: names, "the server behind to be told")
     assert names == [snapshot_name(2, 1)]
+
+
+def test_what_a_trainer_says_of_its_numbers_is_checked() -> None:
+    assert read_floats([[0, 8, "float32"], [8, 2, "bfloat16"]], 10) == ((0, 8, "float32"), (8, 2, "bfloat16"))
+    for wrong in (
+        7,
+        [7],
+        [[0, 8]],
+        [[0, 7, "float32"]],
+        [[0, 8, "int32"]],
+        [[4, 8, "float32"]],
+        [[0, 0, "float32"]],
+        [[4, 4, "float32"], [0, 4, "float32"]],
+        [[-4, 4, "float32"]],
+        [[0.0, 8, "float32"]],
+    ):
+        with pytest.raises(SettingsError, match="malformed request"):
+            read_floats(wrong, 10)
