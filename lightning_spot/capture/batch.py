@@ -38,16 +38,6 @@ class SlotView:
         self.address = self.tensor.data_ptr()
         self.nbytes = len(shared)
 
-    def at(self, place: int, nbytes: int) -> int:
-        """Address of some bytes of it.
-
-        Raises:
-            SpotError: if they do not all lie in it.
-        """
-        if not 0 <= place <= place + nbytes <= self.nbytes:
-            raise outside()
-        return self.address + place
-
 
 class Batch:
     """Some storages, or parts of them, and their places: what one thread copies in one go.
@@ -97,7 +87,7 @@ class Batch:
 
     def _moves(self, most: float) -> Iterator[tuple[int, int, int]]:
         base, room = self._slot.address, self._slot.nbytes
-        for storage, place, nbytes, _, start in itertools.chain(*self._pieces):
+        for storage, place, nbytes, start in itertools.chain(*self._pieces):
             if nbytes > most:
                 continue
             if storage.nbytes() < start + nbytes:

@@ -1,7 +1,7 @@
 """Lays a sharded snapshot out before it is filled: the files that each rank writes, and what lies where in them.
 
 Where in the ranks' files their tensors lie, every rank finds from the plan, by itself. What else there is to write is
-rank 0's, and lies behind its tensors. No tensor, and no memory, is kept alive from one snapshot to the next.
+rank 0's, and lies behind its tensors. No tensor is kept alive from one snapshot to the next.
 
 At rest the files are a directory that ``torch.distributed.checkpoint`` reads, and Lightning's own strategies.
 """
@@ -9,9 +9,7 @@ At rest the files are a directory that ``torch.distributed.checkpoint`` reads, a
 from __future__ import annotations
 
 import io
-import itertools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,6 @@ from lightning_spot.sharded.plan import ALIGNMENT, Placed, Plan, Planner, State,
 from lightning_spot.sharded.reader import load_value
 from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.snapshot.layout import Entry, Layout, Outliner, filled, lay_out_plain
-from lightning_spot.snapshot.pickling import Named
 from lightning_spot.snapshot.pieces import Piece
 from lightning_spot.snapshot.safe_load import safe_load
 from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Archived, Path, Shards, StoredValue
@@ -34,63 +31,23 @@ def state_file(rank: int) -> str:
     return f"rank-{rank:04d}.pt"
 
 
-class _Source:
-    """A box of a tensor that this rank writes, and the memory it was in last.
+def _piece(placed: Placed, tensor: torch.Tensor) -> Piece:
+    """The elements of a box that this rank writes, and where they go.
 
-    Args:
-        placed: the box.
-        numbers: for storages that come one after the other.
-
-    Attributes:
-        sizes: of the box.
-        local: gives what this rank had of the tensor, as long as that lives.
-        address: of its first element.
+    Raises:
+        NotSerializableError: if this rank has others than the tensor's placements say.
     """
-
-    __slots__ = ("_named", "_numbers", "_path", "_place", "address", "local", "sizes")
-
-    def __init__(self, placed: Placed, numbers: Iterator[int]) -> None:
-        self._path, self._numbers, self.sizes = placed.path, numbers, torch.Size(placed.sizes)
-        self._place: Any = (placed.offset + placed.form.data, placed.form.data_nbytes, None, 0)
-        self.address = 0
-        self.local: Callable[[], torch.Tensor | None] = lambda: None
-        self._named: Named | None = None
-
-    def piece(self, tensor: torch.Tensor) -> Piece:
-        """The elements, and where they go.
-
-        Raises:
-            NotSerializableError: if this rank has others than the tensor's placements say.
-        """
-        # to_local() asks autograd, which takes 50 times as long
-        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-        if (
-            self.local() is not local
-            or local.data_ptr() != self.address
-            or local.shape != self.sizes
-            or not _is_in_order(local)
-            or self._named is None
-            or not self._named.is_of(local.untyped_storage())
-        ):
-            local = self._look(local)
-        return Piece(local.untyped_storage(), *self._place)
-
-    def _look(self, local: torch.Tensor) -> torch.Tensor:
-        """Find out where elements lie that are not where they were; or give them a place, in order."""
-        if local.shape != self.sizes:
-            raise NotSerializableError(
-                f"{metadata.name_of(self._path)} has {tuple(local.shape)} elements on this rank, and"
-                f" {tuple(self.sizes)} by its placements: it cannot be saved in shards"
-            )
-        if not _is_in_order(local):
-            local = local.detach().resolve_conj().resolve_neg().contiguous()
-        storage = local.untyped_storage()
-        if self._named is None or not self._named.is_of(storage):
-            self._named = Named(next(self._numbers), storage)
-        start = int(local.storage_offset()) * local.element_size()
-        self._place = (*self._place[:2], self._named, start)
-        self.local, self.address = weakref.ref(local), local.data_ptr()
-        return local
+    # to_local() asks autograd, which takes 50 times as long
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    if local.shape != placed.sizes:
+        raise NotSerializableError(
+            f"{metadata.name_of(placed.path)} has {tuple(local.shape)} elements on this rank, and"
+            f" {tuple(placed.sizes)} by its placements: it cannot be saved in shards"
+        )
+    if not _is_in_order(local):
+        local = local.detach().resolve_conj().resolve_neg().contiguous()
+    start = int(local.storage_offset()) * local.element_size()
+    return Piece(local.untyped_storage(), placed.offset + placed.form.data, placed.form.data_nbytes, start)
 
 
 def _is_in_order(tensor: torch.Tensor) -> bool:
@@ -140,8 +97,7 @@ class ShardedLayouter:
         self._plan: Plan | None = None
         self._digest = ""
         self._frame: Frame = []
-        self._sources: list[tuple[int, _Source]] = []  # of the boxes that this rank writes, by number of their tensor
-        self._numbers = itertools.count(1)
+        self._mine: list[Placed] = []
         self._values = _Values()
         self._rest = Outliner("the checkpoint")
         self._index: tuple[Plan, tuple[StoredValue, ...], list[tuple[str, bytes]]] | None = None
@@ -164,7 +120,7 @@ class ShardedLayouter:
         plan, tensors, values = self._planner.plan(state)
         if self._plan is not plan:
             self._place(plan)
-        pieces = tuple([source.piece(tensors[number]) for number, source in self._sources])
+        pieces = tuple([_piece(placed, tensors[placed.number]) for placed in self._mine])
         frame, nbytes = [*self._frame], plan.sizes[self._rank]
         files = [FileSpan(tensors_file(self._rank), 0, nbytes)] if nbytes else []
         end, found = nbytes, None
@@ -187,7 +143,7 @@ class ShardedLayouter:
                 self._frame.append((placed.offset + at, data))
         self._frame = _joined(self._frame)
         self._digest = plan.digest(self._token)
-        self._sources = [(placed.number, _Source(placed, self._numbers)) for placed in mine if placed.form.data_nbytes]
+        self._mine = [placed for placed in mine if placed.form.data_nbytes]
         self._plan = plan
 
     def _behind(self, plan: Plan, values: Sequence[Any]) -> list[tuple[str, bytes]]:

@@ -106,9 +106,7 @@ class Layouter:
             self._place(list(storages), first)
         places = self._places.values()
         end = next(reversed(places)).end if places else 0
-        pieces = [
-            Piece(storages[place.named], place.offset, place.nbytes, place.named) for place in places if place.nbytes
-        ]
+        pieces = [Piece(storages[place.named], place.offset, place.nbytes) for place in places if place.nbytes]
         return Layout(end, tuple([place.before for place in places]), tuple(pieces))
 
     def _place(self, present: Sequence[Named], first: int) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.snapshot.pickling import Named
 
 
 class Piece(NamedTuple):
@@ -19,14 +18,12 @@ class Piece(NamedTuple):
         storage: bytes to copy; on any device. Keeping the piece keeps the storage alive.
         offset: first byte in the file.
         nbytes: length in bytes.
-        named: tells the storage from all others, also those that came before it or will come after.
         start: first byte in the storage.
     """
 
     storage: torch.UntypedStorage
     offset: int
     nbytes: int
-    named: Named | None = None
     start: int = 0
 
     def source(self) -> torch.Tensor:
@@ -52,7 +49,7 @@ class Piece(NamedTuple):
 
     def part(self, start: int, nbytes: int) -> Piece:
         """Some of the bytes, from ``start`` on."""
-        return Piece(self.storage, self.offset + start, nbytes, self.named, self.start + start)
+        return Piece(self.storage, self.offset + start, nbytes, self.start + start)
 
 
 def gone() -> SpotError:
@@ -63,17 +60,6 @@ def gone() -> SpotError:
 def outside() -> SpotError:
     """What to raise of a place that is not in the slot: what lies beside it is memory of somebody else, or none."""
     return SpotError("its place is not in the slot: that is smaller than what was laid out")
-
-
-def address_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> int:
-    """Address of some bytes of a storage on the CPU.
-
-    Raises:
-        SpotError: if it has not as many.
-    """
-    if not 0 <= start <= start + nbytes <= storage.nbytes():
-        raise gone()
-    return storage.data_ptr() + start
 
 
 def between(pieces: Sequence[Piece], ends: Sequence[int], begin: int, end: int) -> Sequence[Sequence[Piece]]:
@@ -95,12 +81,12 @@ def between(pieces: Sequence[Piece], ends: Sequence[int], begin: int, end: int) 
 def within(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[Piece]:
     """What lies in a range of the file, each at its place in the range. The pieces are in the order of the file."""
     for number in range(bisect.bisect_right(pieces, start, key=lambda piece: piece.offset + piece.nbytes), len(pieces)):
-        storage, offset, nbytes, named, at = pieces[number]
+        storage, offset, nbytes, at = pieces[number]
         if offset >= stop:
             return
         skipped = max(0, start - offset)
         length = min(offset + nbytes, stop) - offset - skipped
-        yield Piece(storage, offset + skipped - start, length, named, at + skipped)
+        yield Piece(storage, offset + skipped - start, length, at + skipped)
 
 
 def cut_at(piece: Piece, every: int) -> Iterator[Piece]:

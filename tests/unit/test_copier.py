@@ -21,7 +21,7 @@ from lightning_spot.capture.device import DeviceClock
 from lightning_spot.capture.partitions import Span
 from lightning_spot.capture.schedule import Schedule
 from lightning_spot.errors import SpotError
-from lightning_spot.snapshot.pieces import Piece, address_in, cut_end
+from lightning_spot.snapshot.pieces import Piece, cut_end
 from tests.support.copies import SIZES, Desk, Fixed
 from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.said import said
@@ -145,17 +145,6 @@ def test_a_place_outside_the_slot_is_an_error_and_is_not_written(
     with pytest.raises(SpotError, match="not in the slot"):
         job.wait_cpu()
     assert not any(desk.view.map[2**16 :])
-
-
-@pytest.mark.parametrize("place", [-1, 2**17 - 100, 2**40])
-def test_what_is_looked_at_lies_in_the_slot_and_in_its_storage(desk: Desk, place: int) -> None:
-    with pytest.raises(SpotError, match="not in the slot"):
-        desk.view.at(place, 101)
-    storage = desk.pieces[3].storage
-    assert address_in(storage, 600, 100) == storage.data_ptr() + 600
-    for start, nbytes in ((-1, 10), (601, 100), (place, 700)):
-        with pytest.raises(SpotError, match="its storage was resized"):
-            address_in(storage, start, nbytes)
 
 
 def test_storages_are_copied_one_by_one_if_torch_cannot_batch(
