@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 from benchmarks.measure import Result, seconds
-from lightning_spot.snapshot.layout import Layouter
+from lightning_spot.snapshot.layout import lay_out
 
 
 def run(quick: bool) -> list[Result]:
     weights = {f"layer.{index}.weight": torch.zeros(1000) for index in range(1000)}
-    layouter = Layouter()
 
     def again() -> None:
-        layouter.lay_out({name: weight.detach() for name, weight in weights.items()})
+        lay_out({name: weight.detach() for name, weight in weights.items()})
 
     times = [1000 * seconds(again) for _ in range(5 if quick else 30)]
     return [Result("layout of 1,000 tensors", times[1:], 10, unit="ms")]

@@ -33,7 +33,7 @@ from lightning_spot.run.location import memory_limit_bytes
 from lightning_spot.say import say
 from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.snapshot.layout import Outliner
+from lightning_spot.snapshot.layout import lay_out_in_any_case
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.state.loadability import load_named
 from lightning_spot.state.namespaces import SpotIO
@@ -435,7 +435,7 @@ def write_now(checkpoint: dict[str, Any], manifest: Manifest, store: Store) -> N
     Raises:
         SpotError: if it is not; what was there before is there still.
     """
-    store_streamed(Outliner().lay_out(checkpoint), manifest, store)
+    store_streamed(lay_out_in_any_case(checkpoint), manifest, store)
     _sweep(store)
 
 

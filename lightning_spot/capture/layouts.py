@@ -27,7 +27,7 @@ from lightning_spot.say import say
 from lightning_spot.sharded.file_plan import ShardedLayouter, state_file
 from lightning_spot.sharded.plan import State, aligned
 from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES, MODEL_FILE, FileSpan
-from lightning_spot.snapshot.layout import Entry, Layout, Outliner, outline_of
+from lightning_spot.snapshot.layout import Entry, Layout, lay_out_first, lay_out_in_any_case, outline_of
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import part_bytes_for
@@ -45,6 +45,9 @@ class Laid(NamedTuple):
     layout: Layout
     manifest: Manifest
     tried: Layout | None
+
+
+_OWN = "the state of this rank"
 
 
 class RankLayouter(Protocol):
@@ -70,9 +73,6 @@ class RankLayouter(Protocol):
             SnapshotFailedError: if this rank cannot write its shard of it.
             MemoryError: if there is not the memory for it now; the next one may be laid out.
         """
-
-    def forget(self) -> None:
-        """What was laid out in part is no base for the next one."""
 
 
 def _put_together(
@@ -197,17 +197,12 @@ class CheckpointLayouter:
     def __init__(self, token: str = "") -> None:
         self._token = token
         self.why_alone = ""
-        self.forget()
-
-    def forget(self) -> None:
-        """See :meth:`RankLayouter.forget`."""
-        self._outliner, self._own = Outliner(), Outliner("the state of this rank")
 
     def lay_out(self, content: Any, manifest: Manifest, owned: Owners) -> Laid:
         """See :meth:`RankLayouter.lay_out`."""
         shard = manifest.shard
         if shard is None:
-            layout = self._outliner.lay_out(content)
+            layout = lay_out_in_any_case(content, early=owned)
             return Laid(layout, replace(manifest, nbytes=layout.nbytes), outline_of(layout))
         assert isinstance(content, RankCheckpoint)
         part_bytes = part_bytes_for(content.nbytes // shard.writers)
@@ -220,7 +215,7 @@ class CheckpointLayouter:
             start, stop = bounds[shard.writer]
             main = main.cut(start, main.nbytes if stop is None else stop)
             files = [FileSpan(MODEL_FILE, 0, main.nbytes)]
-        own = self._own.lay_out(content.own) if shard.writer else None
+        own = lay_out_in_any_case(content.own, what=_OWN) if shard.writer else None
         manifest = replace(manifest, part_bytes=part_bytes, shard=replace(shard, digest=digest, start=start))
         layout, manifest = _put_together(manifest, main, files, own, splits=True)
         return Laid(layout, manifest, outline_of(whole) if whole is not None else None)
@@ -231,9 +226,9 @@ class CheckpointLayouter:
         """The file that is cut into ranges, as far as a writer has to know it; and if it is rank 0, all of it."""
         storages = [tensor.untyped_storage() for tensor in first]
         if writer:
-            return self._outliner.lay_out_first(storages) if writer in bounds else Layout(0, (), ()), None
-        whole = self._outliner.lay_out(values, storages)
-        self.why_alone = self._outliner.problem
+            return lay_out_first(storages) if writer in bounds else Layout(0, (), ()), None
+        whole = lay_out_in_any_case(values, storages)
+        self.why_alone = whole.problem
         if self.why_alone and first:
             raise SnapshotFailedError(
                 f"rank 0 alone can write it: it is serialised with plain torch.save ({self.why_alone})",
@@ -278,17 +273,12 @@ class ShardedCheckpointLayouter:
     why_alone = ""
 
     def __init__(self, rank: int, world_size: int, token: str = "") -> None:
-        self._rank, self._world_size, self._token = rank, world_size, token
-        self.forget()
-
-    def forget(self) -> None:
-        """See :meth:`RankLayouter.forget`."""
-        self._layouter = ShardedLayouter(self._rank, self._world_size, self._token)
-        self._own = Outliner("the state of this rank")
+        self._world_size = world_size
+        self._layouter = ShardedLayouter(rank, world_size, token)
 
     def lay_out(self, content: ShardedCheckpoint, manifest: Manifest, owned: Owners) -> Laid:
         """See :meth:`RankLayouter.lay_out`."""
-        own = self._own.lay_out(content.own)
+        own = lay_out_in_any_case(content.own, what=_OWN)
         image = self._layouter.lay_out(content.state, content.rest)
         if why := self._layouter.unreadable:
             text = "snapshots are taken, but NO RESUME from them will be possible: {about}"

@@ -341,9 +341,7 @@ class SnapshotWriter:
             )
             self._pending.append(pending)
             self._tasks.put(lambda: self._finish(host, pending), lambda error: self._end(host, pending, error))
-        except BaseException as error:
-            if not isinstance(error, SpotError):
-                self.layouter.forget()
+        except BaseException:
             if lease is not None and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
                     self._copying.copier.give_up(view)

@@ -20,7 +20,7 @@ from lightning_spot.sharded import metadata
 from lightning_spot.sharded.plan import ALIGNMENT, Placed, Plan, Planner, State, aligned, is_extra, tensors_file
 from lightning_spot.sharded.reader import load_value
 from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.snapshot.layout import Entry, Layout, Outliner, filled, lay_out_plain
+from lightning_spot.snapshot.layout import Entry, Layout, filled, lay_out_in_any_case, lay_out_plain
 from lightning_spot.snapshot.pieces import Piece
 from lightning_spot.snapshot.safe_load import safe_load
 from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Archived, Path, Shards, StoredValue
@@ -99,7 +99,6 @@ class ShardedLayouter:
         self._frame: Frame = []
         self._mine: list[Placed] = []
         self._values = _Values()
-        self._rest = Outliner("the checkpoint")
         self._index: tuple[Plan, tuple[StoredValue, ...], list[tuple[str, bytes]]] | None = None
 
     @property
@@ -125,7 +124,7 @@ class ShardedLayouter:
         files = [FileSpan(tensors_file(self._rank), 0, nbytes)] if nbytes else []
         end, found = nbytes, None
         if self._rank == 0:
-            content = bytes(filled(self._rest.lay_out(rest)))
+            content = bytes(filled(lay_out_in_any_case(rest, what="the checkpoint")))
             found = Layout(len(content), ((0, content),), ())
             for name, data in (*self._behind(plan, values), (metadata.REST_FILE, content)):
                 span = FileSpan(name, aligned(end, FILE_ALIGNMENT_BYTES), len(data))

@@ -11,21 +11,26 @@ torch writes after ``torch.serialization.set_crc32_options(False)``: a snapshot'
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import io
 import logging
+import pickle
 import struct
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
+from torch import UntypedStorage
+from torch.storage import TypedStorage
 
 from lightning_spot.errors import NotSerializableError
 from lightning_spot.say import say
-from lightning_spot.snapshot.pickling import Named, TensorPickler
 from lightning_spot.snapshot.pieces import Piece, within
 
 _FOLDER = "model"
@@ -49,11 +54,13 @@ class Layout:
         nbytes: size of the file.
         frame: ``(offset, bytes)`` of everything that is not tensor data, in file order.
         pieces: every non-empty storage once, in file order.
+        problem: why it was serialised with plain ``torch.save``; ``""`` if it was not.
     """
 
     nbytes: int
     frame: tuple[Entry, ...]
     pieces: Sequence[Piece]
+    problem: str = ""
 
     def cut(self, start: int, stop: int) -> Layout:
         """What of the file lies in a range of it, as a file of its own.
@@ -68,81 +75,73 @@ class Layout:
         return Layout(stop - start, tuple(frame), tuple(within(self.pieces, start, stop)))
 
 
-class Layouter:
-    """Lays one checkpoint after the other out, for one thread; storages that stay keep their places.
+def lay_out(checkpoint: Any, first: Sequence[UntypedStorage] = (), early: Container[int] = ()) -> Layout:
+    """Lay ``checkpoint`` out. Nothing that is laid out later knows of it.
 
-    What is new comes behind what was there before. What is gone leaves no hole: those behind it move.
+    Args:
+        checkpoint: anything ``torch.save`` takes, usually Lightning's checkpoint dict.
+        first: storages that come first, in this order, whether or not the checkpoint has them; each once, and none
+            empty. Their places depend on nothing but their sizes.
+        early: addresses of storages that come next, if the checkpoint has them: what comes and goes lies behind them.
+
+    Raises:
+        Exception: what :mod:`pickle` raises here, it raises in ``torch.save``, too.
+    """
+    storages = _Storages(first)
+    data = io.BytesIO()
+    _Pickler(data, storages.persistent_id).dump(checkpoint)
+    met = sorted(range(len(first), len(storages.all)), key=lambda number: storages.all[number].data_ptr() not in early)
+    numbers = (*range(len(first)), *met)
+    places = _places(numbers, tuple([storages.sizes[number] for number in numbers]))
+    tail = _tail(data.getvalue(), places)
+    return Layout(places.end + len(tail), (*places.frame, (places.end, tail)), _pieces(storages.all, numbers, places))
+
+
+def lay_out_first(first: Sequence[UntypedStorage]) -> Layout:
+    """Lay out how a file begins that has these storages first, see :func:`lay_out`."""
+    numbers = tuple(range(len(first)))
+    places = _places(numbers, tuple([storage.nbytes() for storage in first]))
+    return Layout(places.end, places.frame, _pieces(first, numbers, places))
+
+
+def _pieces(storages: Sequence[UntypedStorage], numbers: Sequence[int], places: _Places) -> tuple[Piece, ...]:
+    found = zip(numbers, places.offsets, places.sizes, strict=True)
+    return tuple([Piece(storages[number], offset, nbytes) for number, offset, nbytes in found if nbytes])
+
+
+class _Places(NamedTuple):
+    """Where storages lie in a file, and what goes with them.
+
+    Attributes:
+        sizes: of the storages, in the order of the file.
+        offsets: of their first bytes.
+        frame: what stands in front of each.
+        entries: what the directory says of them.
+        end: where the last one ends.
     """
 
-    def __init__(self) -> None:
-        self._pickler = TensorPickler()
-        self._places: dict[Named, _Place] = {}  # in the order of the file
-
-    def lay_out(self, checkpoint: Any, first: Sequence[torch.UntypedStorage] = ()) -> Layout:
-        """Lay ``checkpoint`` out.
-
-        Args:
-            checkpoint: anything ``torch.save`` takes, usually Lightning's checkpoint dict.
-            first: storages that come first, in this order, whether or not the checkpoint has them; each once, and none
-                empty. Their places depend on nothing but their sizes.
-        """
-        pickled = self._pickler.dump(checkpoint, first)
-        head = self._head(len(first))
-        places = self._places.values()
-        last_nbytes = next(reversed(places)).nbytes if places else 0
-        tail = _tail(pickled, [place.entry for place in places], last_nbytes, head.nbytes)
-        return Layout(head.nbytes + len(tail), (*head.frame, (head.nbytes, tail)), head.pieces)
-
-    def lay_out_first(self, first: Sequence[torch.UntypedStorage]) -> Layout:
-        """Lay out how a file begins that has these storages first, see :meth:`lay_out`."""
-        self._pickler.name(first)
-        return self._head(len(first))
-
-    def _head(self, first: int) -> Layout:
-        """All storages that were met, each in its place, so many of them first. They are not kept alive."""
-        storages = self._pickler.storages
-        self._pickler.forget()
-        if list(storages) != list(self._places):  # seldom
-            self._place(list(storages), first)
-        places = self._places.values()
-        end = next(reversed(places)).end if places else 0
-        pieces = [Piece(storages[place.named], place.offset, place.nbytes) for place in places if place.nbytes]
-        return Layout(end, tuple([place.before for place in places]), tuple(pieces))
-
-    def _place(self, present: Sequence[Named], first: int) -> None:
-        """Give the storages that are there now their places; so many of them come first, in their order."""
-        known, is_there, heads = self._places, set(present), set(present[:first])
-        order = [*present[:first], *(named for named in known if named in is_there and named not in heads)]
-        order += [named for named in present if named not in known and named not in heads]
-        places: dict[Named, _Place] = {}
-        last, stays, before = None, True, iter(known)
-        for named in order:
-            stays = stays and named is next(before, None)
-            places[named] = last = known[named] if stays else _Place(named, last)
-        self._places = places
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    frame: tuple[Entry, ...]
+    entries: bytes
+    end: int
 
 
-class _Place:
-    """Where a storage lies in the file, and what goes with it."""
-
-    __slots__ = ("before", "end", "entry", "named", "nbytes", "offset")
-
-    def __init__(self, named: Named, last: _Place | None) -> None:
-        start: int = last.end if last is not None else 0
-        behind_last = _descriptor(last.nbytes) if last is not None else b""
-        name = f"{_FOLDER}/data/{named.number}"
-        at = start + len(behind_last)
-        self.named = named
-        self.nbytes: int = named.nbytes
-        self.before = (start, behind_last + _header(name, named.nbytes, at))
-        self.offset = start + len(self.before[1])
-        self.end: int = self.offset + named.nbytes
-        self.entry = _directory_entry(name, named.nbytes, at)
-
-
-def lay_out(checkpoint: Any) -> Layout:
-    """Lay one ``checkpoint`` out, see :meth:`Layouter.lay_out`."""
-    return Layouter().lay_out(checkpoint)
+@functools.lru_cache(maxsize=8)  # nothing but values changes from one snapshot to the next, as a rule
+def _places(numbers: tuple[int, ...], sizes: tuple[int, ...]) -> _Places:
+    """The places of storages, by the numbers under which they are filed and their sizes, in the order of the file."""
+    offsets: list[int] = []
+    frame: list[Entry] = []
+    entries: list[bytes] = []
+    end, behind_last = 0, b""
+    for number, nbytes in zip(numbers, sizes, strict=True):
+        name, at = f"{_FOLDER}/data/{number}", end + len(behind_last)
+        before = behind_last + _header(name, nbytes, at)
+        frame.append((end, before))
+        offsets.append(end + len(before))
+        entries.append(_directory_entry(name, nbytes, at))
+        end, behind_last = offsets[-1] + nbytes, _descriptor(nbytes)
+    return _Places(sizes, tuple(offsets), tuple(frame), b"".join(entries), end)
 
 
 def lay_out_plain(checkpoint: Any, what: str = "the training state") -> Layout:
@@ -169,47 +168,34 @@ def lay_out_plain(checkpoint: Any, what: str = "the training state") -> Layout:
     return Layout(len(data), ((0, data),), ())
 
 
-class Outliner:
-    """Makes layouts of checkpoints.
+def lay_out_in_any_case(
+    checkpoint: Any,
+    first: Sequence[UntypedStorage] = (),
+    early: Container[int] = (),
+    what: str = "the training state",
+) -> Layout:
+    """Lay ``checkpoint`` out; with plain ``torch.save`` where that fails, which is said.
 
     Args:
+        checkpoint: what to save.
+        first: see :func:`lay_out`.
+        early: see :func:`lay_out`.
         what: it is, for people.
 
-    Attributes:
-        problem: why the last one was serialised with plain ``torch.save``; ``""`` if it was not.
+    Raises:
+        NotSerializableError: if it holds what cannot be pickled.
+        MemoryError: if there is not the memory for it now; the next one may be laid out.
     """
-
-    def __init__(self, what: str = "the training state") -> None:
-        self._what = what
-        self._layouter = Layouter()
-        self.problem = ""
-
-    def lay_out(self, checkpoint: Any, first: Sequence[torch.UntypedStorage] = ()) -> Layout:
-        """Lay ``checkpoint`` out.
-
-        Args:
-            checkpoint: what to save.
-            first: storages that come first, see :meth:`Layouter.lay_out`.
-
-        Raises:
-            NotSerializableError: if it holds what cannot be pickled.
-            MemoryError: if there is not the memory for it now; the next one may be laid out.
-        """
-        self.problem = ""
-        try:
-            return self._layouter.lay_out(checkpoint, first)
-        except MemoryError:
-            raise
-        except Exception as error:  # pickling runs the user's code, which may raise anything
-            self.problem = f"{type(error).__name__}: {error}"
-        layout = lay_out_plain(checkpoint, self._what)
-        text = "checkpoints are serialized with plain torch.save, which is slower: {about}. Report it."
-        say(logging.WARNING, "saved-slowly", text, about=self.problem)
-        return layout
-
-    def lay_out_first(self, first: Sequence[torch.UntypedStorage]) -> Layout:
-        """Lay out how a checkpoint begins that has these storages first."""
-        return self._layouter.lay_out_first(first)
+    try:
+        return lay_out(checkpoint, first, early)
+    except MemoryError:
+        raise
+    except Exception as error:  # pickling runs the user's code, which may raise anything
+        problem = f"{type(error).__name__}: {error}"
+    layout = replace(lay_out_plain(checkpoint, what), problem=problem)
+    text = "checkpoints are serialized with plain torch.save, which is slower: {about}. Report it."
+    say(logging.WARNING, "saved-slowly", text, about=problem)
+    return layout
 
 
 def outline_of(layout: Layout) -> Layout:
@@ -233,26 +219,141 @@ def filled(layout: Layout) -> bytearray:
     return data
 
 
-def _tail(pickled: bytes, entries: list[bytes], last_nbytes: int, start: int) -> bytes:
+def _tail(pickled: bytes, places: _Places) -> bytes:
     """What follows the last storage.
 
     Args:
         pickled: the checkpoint without its storages.
-        entries: in the directory, of the storages.
-        last_nbytes: size of the last storage.
-        start: where it ends.
+        places: of these.
     """
-    parts = [_descriptor(last_nbytes)]
-    at = start + len(parts[0])
-    own = []
+    parts = [_descriptor(places.sizes[-1] if places.sizes else 0)]
+    at = places.end + len(parts[0])
+    entries = [places.entries]
     for name, data in (("data.pkl", pickled), *_RECORDS):
         path, crc = f"{_FOLDER}/{name}", crc32(data)
         record = [_header(path, len(data), at), data, _descriptor(len(data), crc)]
-        own.append(_directory_entry(path, len(data), at, crc))
+        entries.append(_directory_entry(path, len(data), at, crc))
         parts += record
         at += sum(map(len, record))
-    parts.append(_directory([*entries, *own], at))
+    count = len(places.sizes) + len(entries) - 1
+    parts.append(_directory(b"".join(entries), count, at))
     return b"".join(parts)
+
+
+# -- the pickle: as torch.save writes it, with storages apart ---------------------------------------------------------
+
+
+_PROTOCOL = 2  # of torch.save
+_KINDS = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+"""What the storage of a plain tensor is called in a pickle."""
+_has_names: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "has_names", lambda _: False)  # until torch 2.12
+
+
+class _Storages:
+    """The storages of one checkpoint, by the numbers under which they are filed.
+
+    Args:
+        first: those that are filed first; each once.
+
+    Attributes:
+        all: the storages, by number.
+        sizes: of each, when it was met.
+    """
+
+    def __init__(self, first: Sequence[UntypedStorage]) -> None:
+        self.all = list(first)  # kept alive meanwhile: what is made while it is pickled would have its identity again
+        self.sizes = [storage.nbytes() for storage in first]
+        self._numbers = {storage._cdata: number for number, storage in enumerate(first)}
+        self._dtypes: dict[int, torch.dtype] = {}  # by address
+
+    def persistent_id(self, storage: _OfPlain | TypedStorage | UntypedStorage) -> tuple[Any, ...]:
+        """How a storage is named in the pickle, as ``torch.save`` does it."""
+        kind: Any
+        if isinstance(storage, _OfPlain):
+            untyped, dtype = storage
+            kind = _KINDS[dtype]
+            count = untyped.nbytes() // dtype.itemsize
+        elif isinstance(storage, TypedStorage):
+            untyped, dtype = storage._untyped_storage, storage.dtype
+            kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call] # torch's
+            count = storage._size()  # type: ignore[no-untyped-call] # torch's
+        else:
+            untyped, dtype = storage, torch.uint8
+            kind = getattr(torch, type(storage).__name__)
+            count = storage.nbytes()
+        device = untyped.device.type
+        address = untyped.data_ptr() if device != "meta" else 0
+        if address and self._dtypes.setdefault(address, dtype) is not dtype:
+            raise RuntimeError("tensors of different dtypes share their memory, which torch.save refuses")
+        location = "cpu" if device == "cpu" else torch.serialization.location_tag(untyped)
+        return ("storage", kind, str(self._number(untyped)), location, count)
+
+    def _number(self, storage: UntypedStorage) -> int:
+        number, nbytes = self._numbers.get(storage._cdata), storage.nbytes()
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self.all)
+            self.all.append(storage)
+            self.sizes.append(nbytes)
+        elif self.sizes[number] != nbytes:
+            raise RuntimeError("a tensor's storage was resized while the checkpoint was pickled")
+        return number
+
+
+class _OfPlain(NamedTuple):
+    """The storage of a plain tensor, and its dtype."""
+
+    storage: UntypedStorage
+    dtype: torch.dtype
+
+
+_STORAGES = frozenset((_OfPlain, TypedStorage, UntypedStorage))
+
+
+class _Pickler(pickle.Pickler):
+    """The pickler of ``torch.save``.
+
+    Args:
+        file: to write to.
+        name: says how a storage is named.
+    """
+
+    def __init__(self, file: io.BytesIO, name: Callable[[Any], tuple[Any, ...]]) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
+        self._name = name
+
+    def persistent_id(self, obj: Any) -> Any:
+        """See :class:`pickle.Pickler`."""
+        return self._name(obj) if type(obj) in _STORAGES else None
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """How a tensor is put together. Of a plain one this is what torch says, which takes ten times as long."""
+    if (
+        tensor.dtype not in _KINDS
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or not (tensor.is_cpu or tensor.is_cuda)
+        or tensor.is_neg()
+        or tensor._backward_hooks
+        or tensor.__dict__
+        or _has_names(tensor)
+    ):
+        return tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call] # torch's
+    storage = _OfPlain(tensor.untyped_storage(), tensor.dtype)
+    fields = (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+    return torch._utils._rebuild_tensor_v2, (*fields, OrderedDict())
 
 
 # -- the archive (ZIP64, stored records): the bytes around its records ------------------------------------------------
@@ -316,15 +417,15 @@ def _directory_entry(name: str, nbytes: int, header_at: int, crc: int = 0) -> by
     return _CENTRAL.pack(b"PK\1\2", *fields, _FULL if far else header_at) + path + extra
 
 
-def _directory(entries: Sequence[bytes], at: int) -> bytes:
+def _directory(table: bytes, count: int, at: int) -> bytes:
     """The directory, which ends the file.
 
     Args:
-        entries: of all records, see :func:`_directory_entry`.
+        table: entries of all records, see :func:`_directory_entry`.
+        count: how many these are.
         at: where in the file it begins.
     """
-    table = b"".join(entries)
-    count, end = len(entries), at + len(table)
+    end = at + len(table)
     end64 = _END64.pack(b"PK\6\6", _END64.size - 12, _MADE_BY64, _MADE_BY64, 0, 0, count, count, len(table), at)
     counted = min(count, _FULL16)
     last = _END.pack(b"PK\5\6", 0, 0, counted, counted, min(len(table), _FULL), min(at, _FULL), 0)

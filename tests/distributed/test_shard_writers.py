@@ -27,9 +27,9 @@ from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnr
 from lightning_spot.server.host import Host, Lease
 from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.sharded.reader import ImageReader, load_all
+from lightning_spot.snapshot import layout
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest, shard_name, snapshot_name
-from lightning_spot.snapshot.pickling import TensorPickler
 from lightning_spot.snapshot.shards import LEAST_PART_BYTES, Status
 from tests.support.fake_device import FakeDevice
 from tests.support.ranks import manifest_of, rows
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_only_torch_can_write_is_not_cut(
     def fails(*_: Any) -> bytes:
         raise AttributeError("another torch")
 
-    monkeypatch.setattr(TensorPickler, "dump", fails)
+    monkeypatch.setattr(layout, "lay_out", fails)
     desk.own = [{}, {}, {}]
     with pytest.raises(SnapshotFailedError, match=r"plain torch\.save", check=FAILED):
         desk.begin(0, 1)

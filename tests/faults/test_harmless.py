@@ -65,8 +65,8 @@ WHERE = [
     "session/coordinator:Iterations.ends",
     "session/snapshotter:Pacing._learn",
     "session/coordinator:Coordinator.warm",
-    "snapshot/layout:Layouter._place",
-    "snapshot/pickling:TensorPickler.dump",
+    "snapshot/layout:_tail",
+    "snapshot/layout:lay_out",
     "interval/policy:EverySteps.due",
     "capture/copier:Copier.start",
     "capture/copier:CopyJob.settle",
@@ -80,7 +80,7 @@ WHERE = [
 def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    step = 0 if where.endswith((".warm", "._place")) else 5
+    step = 0 if where.endswith(".warm") else 5
     strike = Strike(where, MemoryError("none is left"), step=step)
     net, _ = fit(tmp_path / "run", strike, on_full="wait")
     assert not strike.left, "it was not called"

@@ -14,8 +14,8 @@ from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
+from lightning_spot.snapshot import layout
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
-from lightning_spot.snapshot.pickling import TensorPickler
 from tests.support.fake_device import FakeDevice
 from tests.support.ranks import Desk, same
 from tests.support.said import said_about
@@ -77,7 +77,7 @@ def test_what_cannot_be_laid_out_is_saved_plainly(
     for step in range(3):
         with monkeypatch.context() as patch:
             if step < 2:
-                patch.setattr(TensorPickler, "dump", fails)
+                patch.setattr(layout, "lay_out", fails)
             desk.begin(step, desk.checkpoint()).result(30)
         assert same(desk.saved(step), desk.weights, desk.buffer)
     (about,) = said_about(caplog, "saved-slowly")
