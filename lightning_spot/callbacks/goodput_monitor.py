@@ -261,9 +261,10 @@ class GoodputMonitor(SpotCallback):
 
 
 def _newest_in(url: str) -> tuple[int, float] | None:
-    """Step and time of the newest snapshot in the storage of a run."""
-    manifests = open_store(url).survey().manifests
-    return (manifests[0].step, manifests[0].created_unix_s) if manifests else None
+    """Step and time of the newest snapshot in the storage of a run that a resume takes as persisted."""
+    held = open_store(url).survey()
+    newest = next((each for each in held.manifests if each.exact and not held.sets_aside(each)), None)
+    return (newest.step, newest.created_unix_s) if newest is not None else None
 
 
 def _tell(fit: FitSession, snapshots: RemoteSnapshot, journal: Journal) -> None:

@@ -62,11 +62,14 @@ from lightning_spot.run.identity import starts_between
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.snapshotter import Pacing
 from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind
+from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
 from tests.support.said import said
 from tests.support.server import StartServer
+from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
-from tests.support.waiting import until
+from tests.support.waiting import new_process, until
 
 pytestmark = pytest.mark.guarantee("G29")
 
@@ -254,6 +257,22 @@ def test_the_newest_snapshot_in_storage_is_logged(tmp_path: Path) -> None:
     assert persisted.told[-1] > 0
     assert persisted.told[-1] % 5 == 0
     assert sorted(persisted.told) == persisted.told
+
+
+def test_what_is_set_aside_is_not_the_newest_in_storage(tmp_path: Path) -> None:
+    """Nor is it told to a server, for its metrics, until something newer is stored."""
+    run = tmp_path / "run"
+    store = LocalStore(run)
+    usual: dict[str, Any] = {"local_server": False, "min_upload_interval_s": 0.0, "keep": 9, "on_full": "wait"}
+    first = RemoteSnapshot(str(run), interval=EverySteps(5), **usual)
+    trainer(first, EachDurable(run, 5), max_steps=20).fit(Net(), data())
+    to = next(each for each in store.survey().manifests if each.step == 10)
+    store.folder(ATTEMPTS_DIR, attempt=1, run_id="").write(Rewind(1, to.order).file, memoryview(b""))
+    new_process()
+    then = RemoteSnapshot(str(run), interval=EverySteps(1000), **usual)
+    monitor, persisted = GoodputMonitor(log_every_s=0.01, heartbeat_s=0.01), Persisted(run)
+    trainer(then, monitor, persisted, logger=Rows(str(tmp_path)), max_epochs=200).fit(Net(), data())
+    assert persisted.told[-1] == 10
 
 
 def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
