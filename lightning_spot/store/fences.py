@@ -251,16 +251,22 @@ def read_twice(read: Callable[[], Read]) -> Read:
         return read()
 
 
-def forgettable(names: Iterable[str]) -> list[str]:
+def forgettable(names: Iterable[str], stored: int) -> list[str]:
     """Claims, records and rewinds of attempts too old to be needed.
 
-    A later claim fences as well, a later record sums them up, and what a rewind has set aside was deleted since.
-    At most 20 of them at a time, so that no sweep takes long. Only claims say which attempts there were: a record whose
-    number no attempt has had makes nothing old.
+    A later claim fences as well, a later record sums them up. A rewind is needed until a later attempt has a snapshot,
+    however many have begun since: what it has set aside is still there. At most 20 of them at a time, so that no sweep
+    takes long. Only claims say which attempts there were: a record whose number no attempt has had makes nothing old.
+
+    Args:
+        names: files of the attempts directory.
+        stored: attempt of a snapshot that is stored.
     """
     names = list(names)
     oldest_kept = highest_claim(names) - KEPT_ATTEMPTS
-    return [name for number, _, name in _of_attempts(names)[:_MOST_FORGOTTEN] if number <= oldest_kept]
+    needed = {rewind.file for rewind in rewinds_in(names) if rewind.after >= stored}
+    old = [name for number, _, name in _of_attempts(names) if number <= oldest_kept and name not in needed]
+    return old[:_MOST_FORGOTTEN]
 
 
 def files_of_attempts(names: Iterable[str]) -> list[str]:

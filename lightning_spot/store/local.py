@@ -475,7 +475,7 @@ def _sweep_run(local: LocalStore, current: Manifest) -> None:
                 if order is not None:
                     _sweep_snapshot(folder, order, current)
                 elif name == ATTEMPTS_DIR:
-                    for old in fences.forgettable(os.listdir(folder)):
+                    for old in fences.forgettable(os.listdir(folder), current.attempt):
                         posix.remove(folder / old)
             if order is not None:
                 posix.remove_if_empty(root / name)

@@ -362,7 +362,7 @@ def _sweep_run(objects: ObjectFiles, current: Manifest, seen: Holdings, *, is_fi
     insides = all_at_once([functools.partial(objects.names, name) for name in older], "spot-list", READERS)
     for name, inside in zip(older, insides, strict=True):
         _sweep_snapshot(objects, name, inside, current)
-    objects.remove_all([f"{ATTEMPTS_DIR}/{name}" for name in fences.forgettable(seen.attempts)])
+    objects.remove_all([f"{ATTEMPTS_DIR}/{name}" for name in fences.forgettable(seen.attempts, current.attempt)])
 
 
 def _sweep_snapshot(objects: ObjectFiles, name: str, names: list[str], current: Manifest) -> None:

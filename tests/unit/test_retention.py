@@ -164,8 +164,16 @@ def test_a_rewind_is_the_name_of_its_file() -> None:
     assert rewind.file == "rewind-0003-step-000000200-attempt-0002-complete.json"
     others = ["attempt-0001.json", "rewind-0003.json", "rewind-x-step-000000200-attempt-0002.json", "rewind-1-a.json"]
     assert rewinds_in([rewind.file, *others]) == [rewind]
-    assert forgettable([rewind.file, "attempt-0102.json", "rewind-0001-mine.json"]) == []
-    assert forgettable([rewind.file, "attempt-0103.json", "rewind-0001-mine.json"]) == [rewind.file]
+    assert forgettable([rewind.file, "attempt-0102.json", "rewind-0001-mine.json"], 4) == []
+    assert forgettable([rewind.file, "attempt-0103.json", "rewind-0001-mine.json"], 4) == [rewind.file]
+
+
+def test_a_rewind_is_kept_until_a_later_attempt_has_a_snapshot() -> None:
+    """Hundreds of starts may fail before that, and an upload of what is aside may be late."""
+    rewinds = [Rewind(number, of(200).order).file for number in range(1, 31)]
+    names = [*rewinds, "attempt-0040.json", "attempt-0500.json"]
+    assert forgettable(names, 1) == ["attempt-0040.json"]
+    assert forgettable(names, 3) == [*rewinds[:2], "attempt-0040.json"]
 
 
 # -- what is given, read and written ----------------------------------------------------------------------------------
