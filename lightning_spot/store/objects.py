@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, TierError
+from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, TierError
 from lightning_spot.say import say
 from lightning_spot.snapshot.coming import NotedParts
 from lightning_spot.snapshot.files import FileSpan, is_own_file, pieces
@@ -298,7 +298,14 @@ class ObjectStore(FileStore):
                     what = manifest.path_of(span)
                     raise TierError(f"{self.url} shows {size} of {span.nbytes} bytes of {what}", tier=self.url)
             self.check_owner()
-            self._fs.pipe_file(commit, sealed.to_json().encode())
+            text = sealed.to_json().encode()
+            self._fs.pipe_file(commit, text)
+            try:
+                self.check_owner()
+            except FencedError:  # of two starts at once, the other one has just taken the number, and keeps it
+                if not manifest.is_file and self._noted(manifest).data == text:
+                    self._files.remove(manifest.manifest_path)  # the other one may write the same files: they are swept
+                raise
             return sealed
 
 

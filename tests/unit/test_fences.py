@@ -106,18 +106,44 @@ def test_who_is_overtaken_while_its_bytes_come_leaves_none(url: str) -> None:
     assert names(url) == {"attempt-0001.json"}
 
 
-def test_a_writer_fenced_after_its_upload_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("after", [OTHER.data_path, OTHER.manifest_path], ids=["bytes", "manifest"])
+def test_a_writer_fenced_after_its_upload_commits_nothing(monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+    """Also where the other one's claim comes after the last look at it, while the manifest is written."""
     url = f"kept://runs/{os.urandom(6).hex()}"
     store = mine(url)
     store.claim(claim_of(1, token="mine"))
-    pipe = Kept.pipe_file
+    pipe, written = Kept.pipe_file, list[str]()
 
     def then_overtaken(files: Kept, path: str, value: bytes, **more: Any) -> None:
         pipe(files, path, value, **more)
-        if path.endswith(OTHER.data_path):
+        if path.endswith(after):
+            written.clear()
             take_over(url)
+        written.append(path)
 
     monkeypatch.setattr(Kept, "pipe_file", then_overtaken)
     with pytest.raises(FencedError):
         store.put(OTHER, memoryview(MORE), attempt=1)
     assert store.survey().manifests == []
+    assert [Path(path).name for path in written] == ["attempt-0001.json", Path(after).name], "it may replace another's"
+
+
+def test_what_the_other_of_two_starts_has_stored_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loser finds the winner's snapshot in place of its own."""
+    url = f"kept://runs/{os.urandom(6).hex()}"
+    store, there = mine(url), replace(OTHER, created_unix_s=1.0)
+    store.claim(claim_of(1, token="mine"))
+    pipe = Kept.pipe_file
+
+    def then_overtaken(files: Kept, path: str, value: bytes, **more: Any) -> None:
+        pipe(files, path, value, **more)
+        if path.endswith(OTHER.manifest_path):
+            monkeypatch.undo()
+            take_over(url)
+            open_store(url).put(there, memoryview(MORE), attempt=1)
+
+    monkeypatch.setattr(Kept, "pipe_file", then_overtaken)
+    with pytest.raises(FencedError):
+        store.put(OTHER, memoryview(MORE), attempt=1)
+    assert store.survey().manifests == [there]
+    assert fetched(store, there) == MORE
