@@ -77,7 +77,7 @@ class ObjectStore(FileStore):
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
         found = super().survey()
-        if not found.names:
+        if not found.highest_attempt:
             with tier_errors(self.url):
                 check_bucket(self._fs, self._root, self.url)
         return found
@@ -149,12 +149,12 @@ class ObjectStore(FileStore):
             self._files.remove_all([*map(manifest.path_of, manifest.spans)])
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
-        """See :meth:`Store.sweep`. Unfinished uploads, and what whole snapshots hold, are looked at once an attempt."""
+        """See :meth:`Store.sweep`. Unfinished uploads are looked for once an attempt."""
         self._check_owner(current.run)
-        seen, is_first = seen or self.survey(), self._swept_for != current.attempt
+        seen = seen or self.survey()
         with tier_errors(self.url):
-            _sweep_run(self._files, current, seen, is_first=is_first)
-            if self._files.is_s3 and is_first:
+            _sweep_run(self._files, current, seen)
+            if self._files.is_s3 and self._swept_for != current.attempt:
                 abort_dead_uploads(self._fs, self._root, current)
             self._swept_for = current.attempt
 
@@ -354,18 +354,10 @@ class ObjectFolder:
         return self._objects.path(f"{self._name}/{name}")
 
 
-def _sweep_run(objects: ObjectFiles, current: Manifest, seen: Holdings, *, is_first: bool) -> None:
-    """Remove uncommitted snapshots older than ``current``, and claims that nobody asks for any more.
-
-    Args:
-        objects: of the run.
-        current: a snapshot that is committed.
-        seen: what has just been listed.
-        is_first: whether also snapshots that are whole are looked into.
-    """
-    older = [name for name in seen.names if (order := snapshot_order(name)) is not None and order < current.order]
-    if not is_first:
-        older = [name for name in older if name in seen.unfinished]
+def _sweep_run(objects: ObjectFiles, current: Manifest, seen: Holdings) -> None:
+    """Remove uncommitted snapshots older than ``current``, and claims that nobody asks for any more."""
+    orders = {name: snapshot_order(name) for name in seen.unfinished}
+    older = [name for name, order in orders.items() if order is not None and order < current.order]
     insides = all_at_once([functools.partial(objects.names, name) for name in older], "spot-list", READERS)
     for name, inside in zip(older, insides, strict=True):
         _sweep_snapshot(objects, name, inside, current)

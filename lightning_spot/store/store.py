@@ -58,8 +58,7 @@ class Holdings:
         highest_attempt: over claims, manifests and the names of snapshots, committed or not; 0 if there is none.
         unfinished: names of snapshots that are not committed.
         shards: registers of snapshots that several ranks write, as far as they are at this tier.
-        names: what an object store has listed of the run, for :meth:`Store.sweep`; of others it lists by itself.
-        attempts: and of the folder of claims.
+        attempts: files in the folder of claims.
         rewinds: that were asked for in storage.
     """
 
@@ -68,7 +67,6 @@ class Holdings:
     highest_attempt: int = 0
     unfinished: list[str] = field(default_factory=list)
     shards: list[Manifest] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
     attempts: list[str] = field(default_factory=list)
     rewinds: list[Rewind] = field(default_factory=list)
 
@@ -262,8 +260,8 @@ class FileStore(ABC):
         """See :meth:`Store.survey`."""
         found = Holdings()
         with self._errors():
-            found.names, found.attempts = self._all([partial(self._names, below) for below in ("", ATTEMPTS_DIR)])
-            names = [name for name in found.names if snapshot_order(name) is not None]
+            listed, found.attempts = self._all([partial(self._names, below) for below in ("", ATTEMPTS_DIR)])
+            names = [name for name in listed if snapshot_order(name) is not None]
             for name, manifest in zip(
                 names, self._all([partial(self._committed, name) for name in names]), strict=True
             ):

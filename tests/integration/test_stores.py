@@ -39,7 +39,7 @@ from lightning_spot.store.retention import Keep, retain, worth_keeping
 from lightning_spot.store.store import Holdings, Store
 from tests.support.oracle import claim_of
 from tests.support.real_stores import SERVERS, Server, use, why_missing
-from tests.support.store import fetched, put, snapshot
+from tests.support.store import Kept, fetched, put, snapshot
 from tests.support.waiting import kept_port
 
 pytestmark = pytest.mark.guarantee("G14")
@@ -485,6 +485,23 @@ def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch
     fs.invalidate_cache()
     left = {path.split("/")[-2] for path in fs.find(root) if path.endswith(("model.ckpt", "meta.pt", "distcp", "data"))}
     assert left == {newest.name, snapshot_name(9, 1)}  # what is newer may be on its way
+
+
+@pytest.mark.parametrize("store", ["kept"], indirect=True)
+def test_a_sweep_of_a_bucket_lists_what_is_unfinished_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a policy that keeps hundreds of snapshots, the first sweep of each attempt listed all of them."""
+    for step in (1, 2, 4):
+        put(store, step)
+    _write(store, f"{snapshot_name(3, 1)}/model.ckpt", b"half")
+    listed, ls = list[str](), Kept.ls
+
+    def noted(files: Kept, path: str, **more: Any) -> Any:
+        listed.append(path.rpartition("/")[2])
+        return ls(files, path, **more)
+
+    monkeypatch.setattr(Kept, "ls", noted)
+    store.sweep(put(store, 5, attempt=2))
+    assert {name for name in listed if name.startswith("step-")} == {snapshot_name(3, 1)}
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
