@@ -62,6 +62,9 @@ SERVER_IDLE_TIMEOUT_S = 60.0
 MOST_CONNECTIONS = 4096
 """When there are so many, a new one takes the place of the one that has been idle longest."""
 
+MOST_STRANGERS = 512
+"""Connections by TLS that have shown no token, each of which costs about 0.3 MB."""
+
 _SHUTDOWN_S = 5.0  # of TLS: what is written still is sent, and the end is acknowledged
 _HELLO = b"\x16"  # begins a connection by TLS, and no request
 
@@ -75,6 +78,8 @@ class Connections:
     Args:
         make_handler: makes the HTTP protocol of one connection.
         most: connections at most.
+        most_strangers: by TLS, connections at most that have shown no token. A new one takes the place of the oldest
+            one of the address that has most of them.
         head_timeout_s: see :data:`HEAD_TIMEOUT_S`.
         server_idle_timeout_s: see :data:`SERVER_IDLE_TIMEOUT_S`.
         tls: how to speak TLS, asked for each connection; ``None`` for plain connections.
@@ -88,6 +93,7 @@ class Connections:
         tls: Callable[[], ssl.SSLContext] | None = None,
         counted: CountedLog | None = None,
         most: int = MOST_CONNECTIONS,
+        most_strangers: int = MOST_STRANGERS,
         head_timeout_s: float = HEAD_TIMEOUT_S,
         server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
     ) -> None:
@@ -95,8 +101,9 @@ class Connections:
         self.server_idle_timeout_s = server_idle_timeout_s
         self.tls, self.counted = tls, counted
         self._make_handler = make_handler
-        self._most = most
+        self._most, self._most_strangers = most, most_strangers
         self._open: dict[asyncio.BaseTransport, Accepted] = {}
+        self._strangers: dict[str, dict[Accepted, None]] = {}  # by address, in the order in which they came
 
     def __call__(self) -> Accepted:
         """The protocol of a new connection, as ``loop.create_server`` wants it."""
@@ -109,11 +116,14 @@ class Connections:
     def opened(self, transport: asyncio.BaseTransport, accepted: Accepted) -> None:
         """A connection was made; if there are too many now, the one that has been idle longest goes."""
         self._open[transport] = accepted
+        if self.tls is not None:
+            self._strangers.setdefault(accepted.client, {})[accepted] = None
+            if sum(map(len, self._strangers.values())) > self._most_strangers:
+                of_greediest = max(self._strangers.values(), key=len)
+                next(iter(of_greediest)).drop()
         if len(self._open) > self._most:
-            idle = [item for item in self._open.items() if not item[1].busy]
-            oldest, dropped = min(idle, key=lambda item: item[1].idle_since_s) if idle else (transport, accepted)
-            self.closed(oldest)  # at once: the next one that comes is to displace another
-            dropped.drop()
+            idle = [each for each in self._open.values() if not each.busy]
+            min(idle, key=lambda each: each.idle_since_s, default=accepted).drop()
 
     def secured(self, plain: asyncio.BaseTransport, transport: asyncio.BaseTransport) -> bool:
         """A connection goes on by TLS, over another transport; whether it has not been closed meanwhile."""
@@ -122,9 +132,17 @@ class Connections:
             self._open[transport] = accepted
         return accepted is not None
 
-    def closed(self, transport: asyncio.BaseTransport) -> None:
+    def admitted(self, accepted: Accepted) -> None:
+        """A connection has shown a token, or has ended: it is no stranger's any more."""
+        of_client = self._strangers.get(accepted.client, {})
+        of_client.pop(accepted, None)
+        if not of_client:
+            self._strangers.pop(accepted.client, None)
+
+    def closed(self, transport: asyncio.BaseTransport, accepted: Accepted) -> None:
         """A connection has ended."""
         self._open.pop(transport, None)
+        self.admitted(accepted)
 
 
 class Accepted(asyncio.Protocol):
@@ -134,6 +152,7 @@ class Accepted(asyncio.Protocol):
         busy: whether a request of it is being handled.
         idle_since_s: time of the event loop since when it is not.
         gone: done once the connection has ended.
+        client: who is at its other end, see :func:`client_at`.
     """
 
     def __init__(self, connections: Connections, handler: asyncio.Protocol) -> None:
@@ -144,6 +163,7 @@ class Accepted(asyncio.Protocol):
         self._securing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self.client = ""
         self._timer: asyncio.TimerHandle | None = None
         self._head_begun = self._lingers = False
         self.busy = False
@@ -166,15 +186,22 @@ class Accepted(asyncio.Protocol):
         self.busy, self.idle_since_s, self._lingers = False, self._loop.time(), not is_whole
         self._start_timer(self._connections.server_idle_timeout_s if is_whole else self._connections.head_timeout_s)
 
+    def admit(self) -> None:
+        """It has shown that it may ask for something."""
+        self._connections.admitted(self)
+
     def drop(self) -> None:
-        """Close the connection without a word."""
+        """Close the connection without a word. It counts no more at once: the next to come is to displace another."""
         if self._transport is not None:
+            self._connections.closed(self._transport, self)
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See :class:`asyncio.Protocol`."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        sock = transport.get_extra_info("socket")
+        self.client = client_at(sock)
         self._head_begun = True
         self._start_timer(self._connections.head_timeout_s)
         if self._connections.tls is None:
@@ -182,7 +209,6 @@ class Accepted(asyncio.Protocol):
         else:
             transport.pause_reading()
             self._securing = self._loop.create_task(self._secure(transport, self._connections.tls()))
-        sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX and not is_own_user(sock):
             self.drop()
         else:
@@ -190,9 +216,10 @@ class Accepted(asyncio.Protocol):
 
     async def _secure(self, plain: asyncio.Transport, context: ssl.SSLContext) -> None:
         """Begin to speak TLS. The time for the head of the first request runs already."""
-        sock = plain.get_extra_info("socket")
-        client, secured = client_at(sock), None
-        with suppress(OSError), sock.dup() as kept:  # the transport closes where this fails
+        if plain.is_closing():  # it had to give way at once: a handshake would never be told
+            return
+        secured = None
+        with suppress(OSError), plain.get_extra_info("socket").dup() as kept:  # the transport closes where this fails
             try:
                 secured = await self._loop.start_tls(
                     plain,
@@ -208,7 +235,7 @@ class Accepted(asyncio.Protocol):
                 raise
         if secured is None:  # it was dropped, or the client has gone
             if self._connections.counted is not None:
-                self._connections.counted.add("TLS handshakes that failed", client)
+                self._connections.counted.add("TLS handshakes that failed", self.client)
             plain.abort()
             self.connection_lost(None)
             return
@@ -217,7 +244,7 @@ class Accepted(asyncio.Protocol):
             self.drop()
         elif context.verify_mode is not ssl.CERT_NONE and not secured.get_extra_info("peercert"):
             if (counted := self._connections.counted) is not None:
-                counted.add("denied requests (no client certificate)", client, key="request-denied")
+                counted.add("denied requests (no client certificate)", self.client, key="request-denied")
             why = "this server asks for a client certificate: set LIGHTNING_SPOT_CLIENT_CERT to a file with one"
             secured.write(_answer(403, why))
             secured.close()
@@ -263,7 +290,7 @@ class Accepted(asyncio.Protocol):
         """See :class:`asyncio.Protocol`."""
         self._stop_timer()
         if self._transport is not None:
-            self._connections.closed(self._transport)
+            self._connections.closed(self._transport, self)
         if not self.gone.done():
             self.gone.set_result(None)
         if self._receiver is not self._handler:

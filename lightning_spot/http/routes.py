@@ -307,6 +307,8 @@ class Service:
                 self.last_request_s = time.monotonic()
             if not is_admitted:
                 self._check_token(request)
+            if ACCEPTED in request:
+                request[ACCEPTED].admit()
             _check_protocol(request)
             _check_target(request)
             self._check_scope(request)

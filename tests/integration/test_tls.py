@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import socket
@@ -25,7 +26,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.config import why_no_place, without_password
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError, TierReason
 from lightning_spot.http import upload_requests
-from lightning_spot.http.limits import Connections
+from lightning_spot.http.limits import MOST_STRANGERS, Connections
 from lightning_spot.protocol.credentials import client_context, server_context
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.retry import RetryPolicy
@@ -34,7 +35,7 @@ from lightning_spot.run.survey import survey
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.integration.test_fit import stopped
-from tests.integration.test_service_limits import Silent, _hung_up, _serving
+from tests.integration.test_service_limits import Silent, _hung_up, _serving, connected, descriptors
 from tests.support import folders
 from tests.support.said import said_about
 from tests.support.server import RunningServer, served
@@ -43,6 +44,7 @@ from tests.support.trainer import Net, Probe, data, trainer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
+__all__ = ["descriptors"]  # a fixture
 
 StartServer = Callable[..., RunningServer]
 PARTS = 5 * 2**20
@@ -334,6 +336,57 @@ def test_a_head_after_the_handshake_has_what_is_left(certs: Path, monkeypatch: p
         server.close()
 
     asyncio.run(run())
+
+
+def test_those_without_a_token_displace_each_other_only(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the oldest one of the address that has most; never one that has shown a token."""
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
+
+    async def run() -> None:
+        connections = Connections(Silent, tls=context_of(certs), most_strangers=3)
+        server, port = await _serving(connections)
+        kept = []  # else the ends here would be closed
+
+        async def connect(address: str) -> asyncio.StreamReader:
+            count = len(connections._open)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+            kept.append(writer)
+            while len(connections._open) == count < 4:
+                await asyncio.sleep(0.01)
+            return reader
+
+        admitted = await connect("127.0.0.2")
+        next(iter(connections._open.values())).admit()
+        alone = await connect("127.0.0.3")
+        flood = [await connect("127.0.0.2") for _ in range(20)]
+        for reader in flood[:-2]:
+            await _hung_up(reader)
+        assert not any(reader.at_eof() for reader in (admitted, alone, *flood[-2:]))
+        assert len(connections._open) == 4
+        server.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_flood_by_tls_costs_little_and_keeps_nobody_out(
+    start_tls: StartServer, descriptors: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
+    server = start_tls()
+    address = parse_spot_url(server.url)[0]
+    kept = ServerClient(address)
+    kept.call("GET", "/v1/runs")
+    (at,) = kept._pool._idle
+    with connected(server, 3 * MOST_STRANGERS, b"\x16\x03\x01"):
+        assert kept.call("GET", "/v1/runs") == ServerClient(address).call("GET", "/v1/runs")
+        assert kept._pool._idle == [at]  # it was not displaced
+        until(lambda: len(_open_sockets(server)) < 3 * MOST_STRANGERS, "those beyond the bound to go")
+        assert len(_open_sockets(server)) < 2.2 * MOST_STRANGERS  # in its handshake each has two descriptors
+
+
+def _open_sockets(server: RunningServer) -> list[str]:
+    return os.listdir(f"/proc/{server.process.pid}/fd")
 
 
 def test_a_stream_by_tls_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, ServerClient]) -> None:
