@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from lightning_spot.cli.arguments import add_servers, ask_status, check_servers, location_of
 from lightning_spot.cli.output import add_output, error_console, plain_table, print_answer
-from lightning_spot.client.starting import end_server, revived
+from lightning_spot.client.starting import end_process, end_server, revived
 from lightning_spot.config import UPLOAD_TIMEOUT_S, format_bytes, is_loopback, read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.ownership import own_directories
-from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
+from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record, local_records, port_area
 from lightning_spot.protocol.wire import Address, answered, parse_spot_url
 from lightning_spot.server.area import left_in, remove_abandoned
@@ -113,9 +111,7 @@ def _stop_local(record: ServerRecord, discard: bool) -> Stopped:
     elif discard:
         found.result = "discarded"
     elif record.left_slots():
-        shm_dir = read_environment().shm_dir
-        assert shm_dir is not None  # where they are
-        found.keeps(_left(record.area(shm_dir)))
+        found.keeps([manifest for area in record.areas() for manifest in left_in(area)])
         found.runs = found.runs or sorted({name.rpartition("@")[0] for name in found.kept})
         found.reason = f"stored nowhere else; its log, {record.log}, says why. The next start of the run has them"
     return found
@@ -161,11 +157,16 @@ def _stop_at(address: Address, discard: bool) -> Stopped:
     if process is not None:
         _is_in_use(found, address)  # trainers on other hosts turn to other servers meanwhile
         _wait_for(found, discard)
-        has_ended = _ended(process, discard)
+        has_ended = end_process(process, discard=discard)
         found.result, found.reason = ("stopped", "") if has_ended else ("running", f"pid {process.pid} did not end")
         if not has_ended:
             return found
-    left = _left(port_area(shm_dir, address.port), discard) if shm_dir is not None else []
+    left: list[Manifest] = []
+    for area in own_directories(port_area(shm_dir, address.port)) if shm_dir is not None else ():
+        with area:
+            left += left_in(area)
+            if discard:
+                remove_abandoned(area)
     if discard:
         found.result = "discarded"
     elif left:
@@ -202,26 +203,3 @@ def _open_files(pid: int) -> Iterator[str]:
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(f"/proc/{pid}/fd/{fd}")
-
-
-def _ended(process: ProcessId, discard: bool) -> bool:
-    """Have a process end, and wait for that; whether it has."""
-    fd = open_pidfd(process.pid)
-    if fd is None:
-        return not process.alive
-    try:
-        process.send(signal.SIGKILL if discard else signal.SIGTERM)
-        return bool(wait_readable([fd], UPLOAD_TIMEOUT_S + 30.0))
-    finally:
-        os.close(fd)
-
-
-def _left(area: Path, discard: bool = False) -> list[Manifest]:
-    """What lies in the directories of slots of a server that has ended; nothing any more if it is dropped."""
-    left: list[Manifest] = []
-    for directory in own_directories(area):
-        with directory:
-            left += left_in(directory)
-            if discard:
-                remove_abandoned(directory)
-    return left

@@ -1,4 +1,6 @@
-"""Starts the local server: one per run and host, by the first trainer that needs it, detached, so it outlives it.
+"""Starts, ends and clears the local server: one per run and host.
+
+The first trainer that needs it starts it, detached, so it outlives the trainer.
 
 A server that holds its lock but does not answer (stopped, or blocked) is ended, and a new one takes its place and its
 slots. A server of another version is refused: whoever ends it has it upload its snapshots first.
@@ -19,9 +21,10 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S, environment_of_server, read_environment
+from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S, environment_of_server
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
-from lightning_spot.protocol.ownership import open_file, own_directories, remove_file, tail_of
+from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
+from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record, hold
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
@@ -125,34 +128,23 @@ def end_server(record: ServerRecord, *, discard: bool = False) -> bool:
         record: of the server; it may have ended already.
         discard: whether it ends at once instead, and its slots are removed as well.
     """
-    shm_dir = read_environment().shm_dir
     with record.opened() as opened, opened.starting(_DRAIN_S):  # no other server begins meanwhile
-        if discard and record.running() and (process := record.process()) is not None:
-            process.kill(_KILL_TIMEOUT_S)
-        elif not discard and not _end(opened):
-            return False
+        if (process := opened.process()) is not None:
+            end_process(process, discard=discard)
         if (alive := hold(opened.alive, _KILL_TIMEOUT_S)) is None:
             return False
         if discard or not record.left_slots():
-            for area in own_directories(record.area(shm_dir)) if shm_dir is not None else ():
-                with area:
-                    remove_abandoned(area)
+            for area in record.areas():
+                remove_abandoned(area)
             opened.remove()
         opened.alive.unlink(missing_ok=True)
         os.close(alive)
     return True
 
 
-def _end(record: ServerRecord) -> bool:
-    """Send a server SIGTERM and wait for its end; whether it has ended. The caller has the record's lock."""
-    process = record.process()
-    if process is None or not process.alive:
-        return not record.running()
-    process.send(signal.SIGTERM)
-    deadline_s = time.monotonic() + _DRAIN_S
-    while (lives := record.running() or process.alive) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return not lives
+def end_process(process: ProcessId, *, discard: bool) -> bool:
+    """Have a server end once it has uploaded what it holds, or at once; whether it has ended."""
+    return process.kill(_KILL_TIMEOUT_S) if discard else process.kill(_DRAIN_S, signal.SIGTERM)
 
 
 def _connect(

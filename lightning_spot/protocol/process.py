@@ -67,13 +67,13 @@ class ProcessId:
         fields = _stat(self.pid)
         return self.alive and fields is not None and fields[0] in "Tt"
 
-    def kill(self, within_s: float) -> bool:
-        """End it with SIGKILL, and wait for that.
+    def kill(self, within_s: float, number: signal.Signals = signal.SIGKILL) -> bool:
+        """End it with a signal, and wait for that.
 
         Returns:
             whether it has ended.
         """
-        self.send(signal.SIGKILL)
+        self.send(number)
         deadline = time.monotonic() + within_s
         while self.alive and time.monotonic() < deadline:
             time.sleep(_POLL_S)

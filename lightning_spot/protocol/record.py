@@ -31,6 +31,9 @@ from lightning_spot.protocol.ownership import (
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.untrusted import integer, number, read_object
 
+AREA_LOCK = "lock"
+"""File in a directory of slots that the server which uses it holds."""
+
 _AREA = "lightning-spot-"
 _KEY = re.compile(r"[0-9a-f]{16}(?=[.-]|$)")
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
@@ -93,14 +96,7 @@ class ServerRecord:
         Raises:
             SettingsError: if what is in the place of its file is none of this user's; of the methods below likewise.
         """
-        try:
-            with open(open_file(self.alive), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
+        return _is_held(self.alive)
 
     def process(self) -> ProcessId | None:
         """The server's process, as it noted it; ``None`` if it has not yet."""
@@ -132,6 +128,13 @@ class ServerRecord:
         """Its slots in tmpfs; also in directories beside it, see :func:`.own_directories`."""
         return shm_dir / f"{_AREA}{self.key}"
 
+    def areas(self) -> Iterator[OwnDirectory]:
+        """The directories of its slots in tmpfs, each open until the next one is asked for."""
+        shm_dir = read_environment().shm_dir
+        for area in own_directories(self.area(shm_dir)) if shm_dir is not None else ():
+            with area:
+                yield area
+
     def left_slots(self) -> bool:
         """Whether slots are in tmpfs: with no server running, a killed one's, which the next one takes over."""
         return bool(self._in_areas("slot-*.json"))
@@ -142,12 +145,11 @@ class ServerRecord:
 
     def _in_areas(self, pattern: str) -> list[int]:
         """Sizes of the files of such names that are in its directories in tmpfs."""
-        shm_dir, sizes = read_environment().shm_dir, []
-        for area in own_directories(self.area(shm_dir)) if shm_dir is not None else ():
-            with area:
-                for path in area.here.glob(pattern):
-                    with contextlib.suppress(FileNotFoundError):  # a living server's, which lets them go as it likes
-                        sizes.append(path.lstat().st_size)
+        sizes = []
+        for area in self.areas():
+            for path in area.here.glob(pattern):
+                with contextlib.suppress(FileNotFoundError):  # a living server's, which lets them go as it likes
+                    sizes.append(path.lstat().st_size)
         return sizes
 
     @contextmanager
@@ -170,6 +172,22 @@ class ServerRecord:
         """Remove what a server that has ended left here."""
         for path in (self.http, self.fds, self.log, self.lock, self.alive):
             path.unlink(missing_ok=True)
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a living process holds the lock of a file.
+
+    Raises:
+        SettingsError: if it is no file of this user's.
+    """
+    try:
+        with open(open_file(path), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def hold(path: Path, within_s: float) -> int | None:
@@ -226,6 +244,8 @@ def port_area(shm_dir: Path, port: int) -> Path:
 def local_records() -> list[ServerRecord]:
     """The records of this host's local servers that live, or have left a log, a record or slots.
 
+    A living server of another runtime directory, whose slots lie in the same tmpfs, is none of them.
+
     Raises:
         SettingsError: if the runtime directory is not this user's alone.
     """
@@ -235,8 +255,10 @@ def local_records() -> list[ServerRecord]:
     except FileNotFoundError:
         return []
     names = [path.name for kind in ("alive", "log") for path in environment.runtime_dir.glob(f"*.{kind}")]
-    if environment.shm_dir is not None:
-        names += [path.name.removeprefix(_AREA) for path in environment.shm_dir.glob(f"{_AREA}*")]
+    for area in own_directories(environment.shm_dir / _AREA[:-1]) if environment.shm_dir is not None else ():
+        with area, contextlib.suppress(SettingsError):  # its lock is no server's
+            if not _is_held(area.here / AREA_LOCK):
+                names.append(area.path.name.removeprefix(_AREA))
     keys = {match[0] for name in names if (match := _KEY.match(name))}
     return [ServerRecord(environment.runtime_dir, key) for key in sorted(keys)]
 

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, TierError
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
+from lightning_spot.protocol.record import AREA_LOCK
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.retry import retried
 from lightning_spot.say import recovered, say
@@ -38,7 +39,6 @@ from lightning_spot.untrusted import LARGE_BYTES, as_object, decoded, read_seale
 
 _FOREIGN = "{about} is not a directory of this server's. It stays as it is: {error}"
 
-_LOCK = "lock"
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
 _AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried again after so long each time
@@ -154,7 +154,7 @@ class SlotArea:
             raise
         kept = {f"slot-{slot.index}" for slot in slots}
         for leftover in self._here.iterdir():
-            is_kept = leftover.stem in kept or leftover.name == _LOCK or leftover.name.startswith("run-")
+            is_kept = leftover.stem in kept or leftover.name == AREA_LOCK or leftover.name.startswith("run-")
             if _OURS.fullmatch(leftover.name) and (leftover.suffix == ".tmp" or not is_kept):
                 leftover.unlink(missing_ok=True)
         return sorted(self._once(slots), key=lambda slot: slot.index)
@@ -327,7 +327,7 @@ def _lock(directory: OwnDirectory) -> BinaryIO | None:
     Raises:
         SettingsError: if its lock is none.
     """
-    path = directory.here / _LOCK
+    path = directory.here / AREA_LOCK
     while True:
         try:
             lock = open(open_file(path, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115 - held until the area is closed

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -378,6 +379,21 @@ def test_stop_keeps_what_is_stored_nowhere(tmp_path: Path, cli: Cli) -> None:
     (found,) = stopped(cli("stop", run, "--discard", "-o", "json"))
     assert found["result"] == "discarded"
     assert left_on_this_host(record) == []
+
+
+def test_stop_leaves_the_servers_of_another_runtime_directory(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their slots lie in the same tmpfs: another server was started for them."""
+    train(run := tmp_path / "run-1")
+    record = find_record(str(run))
+    (slots,) = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]).iterdir()
+    with monkeypatch.context() as patch, tempfile.TemporaryDirectory(prefix="spot-") as another:
+        patch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", another)
+        assert stopped(cli("stop", "--all", "-o", "json")) == []
+        assert os.listdir(another) == []
+    assert record.running()
+    assert slots.exists()
 
 
 def test_stop_ends_a_snapshot_server(start_server: Callable[..., RunningServer], cli: Cli) -> None:
