@@ -38,6 +38,8 @@ PING_S = 5.0
 """A server that does not answer in that time is lost: its link may be cut, which closes no connection."""
 
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is read
+_CHECK_CERTIFICATE = "; if it asks for a client certificate, check LIGHTNING_SPOT_CLIENT_CERT"
+_CHECK_SCHEME = "; if it speaks TLS, write spots://"
 _LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _IDEMPOTENT = ("GET", "DELETE")
 
@@ -241,8 +243,8 @@ class ServerClient:
     def _unreachable(self, error: Exception) -> ServerUnreachableError:
         # The text of errors of HTTP quotes headers: ours, with the token, or what a stranger has answered.
         why = f"{type(error).__name__}: {plain(error)}" if isinstance(error, OSError) else type(error).__name__
-        if self.address.tls and isinstance(error, ConnectionError | ssl.SSLError):
-            why += "; if it asks for a client certificate, check LIGHTNING_SPOT_CLIENT_CERT"
+        if isinstance(error, ConnectionError | ssl.SSLError) and not isinstance(error, ConnectionRefusedError):
+            why += _CHECK_CERTIFICATE if self.address.tls else _CHECK_SCHEME if self.address.host else ""
         return ServerUnreachableError(f"no snapshot server answers at {self.address} ({why})", tier=str(self.address))
 
     def _headers(self, method: str, path: str) -> dict[str, str]:

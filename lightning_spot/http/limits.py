@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import socket
 import ssl
@@ -17,10 +16,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from lightning_spot.errors import ServerRefusedError, TierReason
 from lightning_spot.protocol.listening import CountedLog
 from lightning_spot.protocol.ownership import is_own_user, peer_of
-from lightning_spot.protocol.wire import error_body
 
 THIS_HOST = "this host"
 """Address of those who come by a Unix socket."""
@@ -219,20 +216,15 @@ class Accepted(asyncio.Protocol):
         if plain.is_closing():  # it had to give way at once: a handshake would never be told
             return
         secured = None
-        with suppress(OSError), plain.get_extra_info("socket").dup() as kept:  # the transport closes where this fails
-            try:
-                secured = await self._loop.start_tls(
-                    plain,
-                    self,
-                    context,
-                    server_side=True,
-                    ssl_handshake_timeout=self._connections.head_timeout_s,
-                    ssl_shutdown_timeout=_SHUTDOWN_S,
-                )
-            except ssl.SSLError as error:
-                if error.reason == "HTTP_REQUEST":
-                    kept.send(_answer(400, "this server speaks TLS: write spots:// instead of spot://"))
-                raise
+        with suppress(OSError):  # of OpenSSL, too
+            secured = await self._loop.start_tls(
+                plain,
+                self,
+                context,
+                server_side=True,
+                ssl_handshake_timeout=self._connections.head_timeout_s,
+                ssl_shutdown_timeout=_SHUTDOWN_S,
+            )
         if secured is None:  # it was dropped, or the client has gone
             if self._connections.counted is not None:
                 self._connections.counted.add("TLS handshakes that failed", self.client)
@@ -242,12 +234,6 @@ class Accepted(asyncio.Protocol):
         self._transport = secured
         if not self._connections.secured(plain, secured):
             self.drop()
-        elif context.verify_mode is not ssl.CERT_NONE and not secured.get_extra_info("peercert"):
-            if (counted := self._connections.counted) is not None:
-                counted.add("denied requests (no client certificate)", self.client, key="request-denied")
-            why = "this server asks for a client certificate: set LIGHTNING_SPOT_CLIENT_CERT to a file with one"
-            secured.write(_answer(403, why))
-            secured.close()
         else:
             self._handle(secured)
             if early := self._early:
@@ -311,13 +297,6 @@ class Accepted(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _answer(status: int, why: str) -> bytes:
-    """An answer to whatever is asked, for a connection that no request is read from."""
-    body = json.dumps(error_body(ServerRefusedError(why, status=status, reason=TierReason.TLS))).encode()
-    head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 ACCEPTED = web.RequestKey("accepted", Accepted)

@@ -216,8 +216,7 @@ def server_context(cert: str, key: str, client_ca: str | None) -> Reloaded[ssl.S
     Args:
         cert: file with its certificate, and those between it and the CA.
         key: file with its key.
-        client_ca: file with the certificates that clients are verified by. Whether a client has shown one is to be
-            looked at: the handshake goes on without, so that the client can be told.
+        client_ca: file with the certificates that clients are verified by; ``None`` to serve those without, too.
 
     Raises:
         SettingsError: if a file cannot be used.
@@ -231,7 +230,7 @@ def server_context(cert: str, key: str, client_ca: str | None) -> Reloaded[ssl.S
         _load_pair(context, f"--tls-cert {cert} and --tls-key {key}", cert, key)
         if client_ca is not None:
             _load_ca(context, f"--client-ca {client_ca}", client_ca)
-            context.verify_mode = ssl.CERT_OPTIONAL
+            context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     return Reloaded([cert, key, *([client_ca] if client_ca is not None else [])], make)

@@ -176,12 +176,12 @@ def test_an_untrusted_server_is_not_asked_again(
 
 
 def test_each_side_is_told_which_scheme_to_use(start_tls: StartServer, start_server: StartServer) -> None:
-    for url, other, advice in (
-        (start_tls().url, "spot", "write spots://"),
-        (start_server().url, "spots", "write spot://"),
+    for url, other, advice, refusal in (
+        (start_tls().url, "spot", "write spots://", ServerUnreachableError),
+        (start_server().url, "spots", "write spot://", ServerRefusedError),
     ):
         address = parse_spot_url(url.replace(url.split(":")[0], other, 1))[0]
-        with pytest.raises(ServerRefusedError, match=advice, check=TierReason.TLS.caused):
+        with pytest.raises(refusal, match=advice):
             ServerClient(address, TOKEN).call("GET", "/v1/runs")
         ServerClient(parse_spot_url(url)[0]).ping()
 
@@ -191,9 +191,8 @@ def test_clients_show_a_certificate(
 ) -> None:
     server = start_tls("--client-ca", str(certs / CA), "--drain-timeout", "0")
     address = parse_spot_url(server.url)[0]
-    with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_CLIENT_CERT") as caught:
+    with pytest.raises(ServerUnreachableError, match="LIGHTNING_SPOT_CLIENT_CERT"):
         ServerClient(address).ping()
-    assert caught.value.status == 403
     monkeypatch.setenv("LIGHTNING_SPOT_CLIENT_CERT", str(certs / CLIENT))
     ServerClient(address).ping()
     make(tmp_path, ["127.0.0.1"])
@@ -202,7 +201,6 @@ def test_clients_show_a_certificate(
         ServerClient(address).ping()
     server.stop()
     log = server.log.read_text()
-    assert "denied requests (no client certificate) from 127.0.0.1" in log
     assert "TLS handshakes that failed from 127.0.0.1" in log
     assert "Traceback" not in log
 
@@ -382,7 +380,7 @@ def test_a_flood_by_tls_costs_little_and_keeps_nobody_out(
         assert kept.call("GET", "/v1/runs") == ServerClient(address).call("GET", "/v1/runs")
         assert kept._pool._idle == [at]  # it was not displaced
         until(lambda: len(_open_sockets(server)) < 3 * MOST_STRANGERS, "those beyond the bound to go")
-        assert len(_open_sockets(server)) < 2.2 * MOST_STRANGERS  # in its handshake each has two descriptors
+        assert len(_open_sockets(server)) < 1.2 * MOST_STRANGERS
 
 
 def _open_sockets(server: RunningServer) -> list[str]:
