@@ -28,7 +28,7 @@ from lightning_spot.server.reconcile import (
     Servers,
     awaited,
     expected,
-    left_s,
+    expires_s,
     missing,
     unknown,
     untold,
@@ -84,11 +84,11 @@ class Observations:
         asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
         return Desired(
             info=info,
-            left_s=left_s(info, asked_s, self._leaves_s),
+            expires_s=expires_s(info, asked_s, self._leaves_s),
             urgent=bool(self._waited_for[run] or self._waited_for[None]),
             leaves=self.leaves,
             # Only its own host is told of servers; others know what they were told.
-            is_left=info is not None and (info.left or (bool(info.servers) and not info.session)),
+            is_abandoned=info is not None and (info.left or (bool(info.servers) and not info.session)),
             is_stuck=functools.partial(self._ring.is_stuck, run),
         )
 
@@ -185,11 +185,11 @@ class Questions:
         """Open the run there, or ask once more how things are."""
         ring = self._ring
         with ring.changed:
-            upload, is_left = server.asked_to_upload, self._seen.desired(run).is_left
+            upload, is_abandoned = server.asked_to_upload, self._seen.desired(run).is_abandoned
             committed = ring.newest_committed(run, elsewhere=True)
             known = self._seen.info(run) or servers.info
         asked = replace(servers.info, servers=(), replicas=1, session="", committed=committed, carry=upload)
-        asked = replace(asked, left=is_left, figures=known.figures)
+        asked = replace(asked, left=is_abandoned, figures=known.figures)
         try:
             opened = self._tier(server).open_run(asked)
             if opened.leaves:

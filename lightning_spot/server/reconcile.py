@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_spot.config import names_server
 from lightning_spot.retry import pause_after
-from lightning_spot.server.runs import LEFT_S, Opened, RunInfo, key_of
+from lightning_spot.server.runs import LEASE_S, Opened, RunInfo, key_of
 from lightning_spot.server.slots import Group, Mark, Slot, Tiers, View
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf
@@ -58,7 +58,7 @@ class Kind(enum.Enum):
     DELETE = "delete"
     """Delete a snapshot or file."""
     RETAIN = "retain"
-    """Delete all but the newest snapshots at storage."""
+    """Delete the snapshots at storage that the run does not keep."""
     WITHDRAW = "withdraw"
     """Delete from storage what was brought of a snapshot that will never be complete."""
     SEND = "send"
@@ -143,19 +143,19 @@ class Desired:
 
     Attributes:
         info: as it was opened; ``None`` if nothing is known of it.
-        left_s: when it counts as left by its trainer: then each place brings down what it has of the newest snapshots.
-            Until then its trainer says which ones these are, since all places must bring the same.
+        expires_s: when its lease ends: then each place brings down what it has of the newest snapshots. Until then its
+            trainer says which ones these are, since all places must bring the same.
         urgent: whether somebody waits for it to be safe: nothing is put off.
         leaves: whether this server is about to end.
-        is_left: whether its trainer is gone.
+        is_abandoned: whether its trainer is known to be gone.
         is_stuck: tells of a writer whether it has no memory for one more snapshot until what is here has gone on.
     """
 
     info: RunInfo | None = None
-    left_s: float = float("inf")
+    expires_s: float = float("inf")
     urgent: bool = False
     leaves: bool = False
-    is_left: bool = False
+    is_abandoned: bool = False
     is_stuck: Callable[[int], bool] = lambda _writer: False
 
     @property
@@ -175,8 +175,8 @@ class Desired:
         return (self.info is not None and self.info.compression != "topk") or self.is_stuck(0)
 
 
-def left_s(info: RunInfo | None, asked_s: float, leaves_s: float | None) -> float:
-    """When a run counts as left by its trainer; a server that is about to end leaves its trainer as much time.
+def expires_s(info: RunInfo | None, asked_s: float, leaves_s: float | None) -> float:
+    """When the lease of a run ends, unless its trainer renews it; it goes on as long once this server is about to end.
 
     Args:
         info: of the run.
@@ -185,7 +185,7 @@ def left_s(info: RunInfo | None, asked_s: float, leaves_s: float | None) -> floa
     """
     if info is not None and info.session:
         asked_s = float("inf")
-    return min(asked_s, leaves_s if leaves_s is not None else asked_s) + LEFT_S
+    return min(asked_s, leaves_s if leaves_s is not None else asked_s) + LEASE_S
 
 
 # -- what was seen ----------------------------------------------------------------------------------------------------
@@ -623,7 +623,8 @@ def awaited(desired: Desired, seen: Observed) -> set[str]:
     for url, place in seen.places.items():
         if any(key_of(each.manifest) == seen.run for each in place.deletions):
             found.add(url)
-        if seen.run in place.newest and ("retain", seen.run, "") not in place.errors:
+        is_retained = desired.info is not None and seen.run in place.newest
+        if is_retained and ("retain", seen.run, "") not in place.errors:
             found.add(url)
     return found
 
@@ -717,7 +718,7 @@ def _storage_due_s(desired: Desired, seen: Observed, url: str, group: Group) -> 
     if not group.is_here:
         return _shards_due_s(desired, group)
     if not group.persist and not desired.urgent:
-        return desired.left_s
+        return desired.expires_s
     return 0.0 if group.manifest.complete else _pace_due_s(desired, seen, url, group.slots[0])
 
 
@@ -733,7 +734,7 @@ def _shards_due_s(desired: Desired, group: Group) -> float:
     if desired.is_spread and is_wanted and (desired.is_live or group.manifest.complete):
         return max(slot.commit.at_s for slot in group.slots) + _TOGETHER_S
     is_known = group.state is not Status.PENDING and (desired.info is None or desired.is_spread)
-    return 0.0 if is_wanted and is_known else desired.left_s
+    return 0.0 if is_wanted and is_known else desired.expires_s
 
 
 def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float:
@@ -762,7 +763,8 @@ def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
             waits = each.behind and not each.behind.keys().isdisjoint(owed_names(seen.view, url))
             if key_of(each.manifest) == seen.run and not waits:
                 yield Action(Kind.DELETE, url, seen.run, manifest=each.manifest)
-        if (newest := place.newest.get(seen.run)) is not None:
+        # What a run keeps is not guessed: if it is forgotten, that waits until it is opened again.
+        if (newest := place.newest.get(seen.run)) is not None and desired.info is not None:
             yield Action(Kind.RETAIN, url, seen.run, manifest=newest)
         for (run, name), brought in place.brought.items():
             if run == seen.run and (due_s := _withdraw_due_s(desired, groups.get(name), brought, url)) is not None:
@@ -788,7 +790,7 @@ def _withdraw_due_s(desired: Desired, group: Group | None, brought: Brought, url
 
 def _seen_by_all_s(desired: Desired, brought: Brought) -> float:
     """Since when every place that has shards of an aborted snapshot has looked at storage why."""
-    return max(brought.at_s, desired.left_s) + SURPASSED_S
+    return max(brought.at_s, desired.expires_s) + SURPASSED_S
 
 
 def withdrawn(desired: Desired, group: Group | None, brought: Brought, now_s: float) -> tuple[Manifest, ...]:
@@ -885,7 +887,7 @@ def unknown(desired: Desired, seen: Observed, server: Server) -> list[Slot]:
     Those that storage is not meant to have are waited for only where nothing newer comes.
     """
     durable_url = seen.servers.info.durable_url if seen.servers is not None else None
-    all_too = desired.urgent or desired.is_left
+    all_too = desired.urgent or desired.is_abandoned
     return [
         slot
         for slot, urls in seen.view.owed.items()

@@ -20,7 +20,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.server.ring import Ring
-from lightning_spot.server.runs import EPOCH_UNIX_S, LEFT_S, Run, RunInfo, files_name, parse_run
+from lightning_spot.server.runs import EPOCH_UNIX_S, LEASE_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.store.fences import check_fence, digest_of
 
 _FORGOTTEN_S = 24 * 3600.0
@@ -107,7 +107,7 @@ class Registry:
         run.carried_for.pop((run.info.host, run.info.pid), None)
         if run.info.carry:
             run.carried_for[run.info.host, run.info.pid] = run.opened_s
-        for who in [who for who, asked_s in run.carried_for.items() if run.opened_s - asked_s > LEFT_S]:
+        for who in [who for who, asked_s in run.carried_for.items() if run.opened_s - asked_s > LEASE_S]:
             del run.carried_for[who]
         run.info = replace(run.info, carry=bool(run.carried_for))
 
@@ -201,10 +201,10 @@ class Registry:
         run.sessions.discard(session)
         if run.info.session == session:
             run.info = replace(run.info, session=next(iter(run.sessions), ""))
-        is_left = was_live and not run.info.session
-        if is_left:
+        is_last = was_live and not run.info.session
+        if is_last:
             self._ring.opened_s[run.info.key] = float("-inf")
-        return is_left
+        return is_last
 
     def state(self, run: Run) -> str:
         """What has become of a run, as far as is known here: ``"training"``, ``"stopped"`` or ``"complete"``.
@@ -218,7 +218,7 @@ class Registry:
             asked_s = self._ring.opened_s.get(key, float("-inf"))
         if run.complete or self.highest(key) in ended:
             return "complete"
-        is_live = run.info.session in self.sessions or time.monotonic() - asked_s < LEFT_S
+        is_live = run.info.session in self.sessions or time.monotonic() - asked_s < LEASE_S
         return "training" if is_live else "stopped"
 
     def stale(self) -> list[str]:

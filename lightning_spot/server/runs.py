@@ -22,8 +22,8 @@ from lightning_spot.untrusted import LONGEST_NAME, UnixSeconds, as_object, finit
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
 
-LEFT_S = 35.0
-"""A run counts as left by its trainer if its host has not asked for so long how this server is: it does every 10 s."""
+LEASE_S = 35.0
+"""The lease of a run ends if its host has not asked for so long how this server is: it does every 10 s."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
 

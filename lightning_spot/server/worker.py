@@ -50,7 +50,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble, failed
 from lightning_spot.store import commit
 from lightning_spot.store.fences import Standing
-from lightning_spot.store.retention import Keep, retain
+from lightning_spot.store.retention import retain
 from lightning_spot.store.store import SETTLED_S, Store, check_claimed, on_behalf
 
 logger = logging.getLogger(__name__)
@@ -408,7 +408,9 @@ class Reconciler(Observations):
         if action.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(action.about))
         elif action.kind is Kind.RETAIN:
-            keep = info.keep if info is not None else Keep()
+            if info is None:  # it was forgotten just now: the retention waits until the run is opened again
+                return
+            keep = info.keep
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, action.about)):
                 facts: dict[str, Any] = {"why": unseen, "snapshot": action.name}
                 say(logging.WARNING, "upload-not-listed", "{why} ({snapshot})", about=f"{run} {unseen}", **facts)
@@ -462,7 +464,7 @@ class Reconciler(Observations):
         with self._ring.changed:
             now_s = time.monotonic()
             since_s = self.place(action.url).waits_for(action, error.there, now_s)
-            waited_s = now_s - max(since_s, self.desired(action.run).left_s)
+            waited_s = now_s - max(since_s, self.desired(action.run).expires_s)
             self._succeeded(action.url)
         is_over = waited_s >= ORPHANED_S
         if waited_s >= SURPASSED_S and store is not None and not is_over:
@@ -584,8 +586,8 @@ class TierUpload:
         if not is_snapshot or isinstance(store, ServerTier) or (info is not None and info.session):
             return False
         with self._ring.changed:
-            is_left = time.monotonic() >= self._seen.desired(action.run).left_s
-        if not is_left:
+            is_expired = time.monotonic() >= self._seen.desired(action.run).expires_s
+        if not is_expired:
             say_refused(action.run, action.about.attempt, fence)
             raise PutOff(f"{fence}, and its trainer may live")
         return not has_newer(store, action.about)

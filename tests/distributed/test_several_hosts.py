@@ -126,7 +126,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 @pytest.fixture
 def left_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reconcile, registry, runs):
-        monkeypatch.setattr(module, "LEFT_S", 0.5)
+        monkeypatch.setattr(module, "LEASE_S", 0.5)
 
 
 # -- at snapshot servers ----------------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ def test_a_training_is_killed_while_a_server_shuts_down(
     training.add_servers(2)
     killed = training.run(kill=[who, 6], code=None)
     newest, leaving = max(training.at_servers()), list(training.servers.values())[1]
-    monkeypatch.setattr(reconcile, "LEFT_S", 1.0)
+    monkeypatch.setattr(reconcile, "LEASE_S", 1.0)
     leaving.drain()
     until(lambda: leaving.settled, "it to owe nothing", 60.0)
     leaving.ring.close(keep_unsafe=False)

@@ -235,9 +235,9 @@ class World:
         return Observed(RUN_ID, place.slots, view, place.tiers, place.places, place.servers)
 
     def desired(self, place: Place) -> Desired:
-        is_left = place.info.left or (bool(place.info.servers) and not place.info.session)
-        left_s = reconcile.left_s(place.info, place.asked_s, None)
-        return Desired(info=place.info, left_s=left_s, urgent=place.urgent, is_left=is_left)
+        is_abandoned = place.info.left or (bool(place.info.servers) and not place.info.session)
+        expires_s = reconcile.expires_s(place.info, place.asked_s, None)
+        return Desired(info=place.info, expires_s=expires_s, urgent=place.urgent, is_abandoned=is_abandoned)
 
     def actions(self, place: Place) -> list[Action]:
         return reconcile.actions(self.desired(place), self.observed(place), self.now_s)
@@ -461,7 +461,7 @@ class World:
                 to.dropped(action)
             else:
                 since_s = to.waits_for(action, len(registers), self.now_s)
-                waited_s = self.now_s - max(since_s, self.desired(place).left_s)
+                waited_s = self.now_s - max(since_s, self.desired(place).expires_s)
                 newer = any(order_of(each) > action.about.order for each in storage.committed)
                 if waited_s >= reconcile.SURPASSED_S and newer:
                     to.done(action)

@@ -317,14 +317,14 @@ def refused_of_a_live_trainer(bench: Bench) -> None:
 
 def test_leftovers_are_uploaded_after_another_trainer_has_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It claimed the run, was killed before it opened it here, and had no snapshot: this one was let go, and lost."""
-    monkeypatch.setattr(reconcile, "LEFT_S", 600.0)
+    monkeypatch.setattr(reconcile, "LEASE_S", 600.0)
     bench.open()
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     until(lambda: bench.tier().tries, "it to be tried")
     assert bench.server.flush(RUN, 0.2) != []
     assert bench.tier().survey().manifests == []
-    monkeypatch.setattr(reconcile, "LEFT_S", 0.1)
+    monkeypatch.setattr(reconcile, "LEASE_S", 0.1)
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [5]
 
@@ -343,14 +343,14 @@ def test_the_next_server_uploads_a_refused_snapshot_if_both_die(
     killed = make_bench(area=runtime_dir / "area")
     refused_of_a_live_trainer(killed)
     killed.die()
-    monkeypatch.setattr(reconcile, "LEFT_S", 0.1)
+    monkeypatch.setattr(reconcile, "LEASE_S", 0.1)
     heir = make_bench(area=runtime_dir / "area")
     assert [slot.manifest and slot.manifest.step for slot in heir.server.committed(RUN)] == [5]
     until(lambda: heir.tier().survey().manifests, "it to be brought")
 
 
 def test_an_attempt_that_claims_during_an_upload_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconcile, "LEFT_S", 0.1)
+    monkeypatch.setattr(reconcile, "LEASE_S", 0.1)
     bench.open()
     store, claims = LocalStore(bench.tier().url), [9, 8]
     survey = bench.tier().survey
