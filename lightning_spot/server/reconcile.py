@@ -30,7 +30,7 @@ FOLLOWED_S = 5.0
 """A snapshot counts as followed if another one is to come within so many seconds, and for no longer than that."""
 
 SURPASSED_S = 30.0
-"""A shard at storage gives way so soon where something newer of its run is: who has the others brings them at once."""
+"""A shard at storage waits so long for others where something newer of its run is: they are brought at once."""
 
 MOST_APART_S = 30.0
 """Storage takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
@@ -59,8 +59,6 @@ class Kind(enum.Enum):
     """Delete a snapshot or file."""
     RETAIN = "retain"
     """Delete the snapshots at storage that the run does not keep."""
-    WITHDRAW = "withdraw"
-    """Delete from storage what was brought of a snapshot that will never be complete."""
     SEND = "send"
     """Send a snapshot or file to a server, each shard by itself."""
     PUT = "put"
@@ -274,19 +272,6 @@ class Deletion:
     behind: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """What was brought to storage of a snapshot that is not complete there.
-
-    Attributes:
-        manifests: of the shards, and of those that failed.
-        at_s: when it was looked at there last.
-    """
-
-    manifests: tuple[Manifest, ...]
-    at_s: float
-
-
 @dataclass(eq=False, slots=True)
 class Destination:
     """What was seen at a place: a directory at storage, or a server, by its URL.
@@ -301,7 +286,6 @@ class Destination:
         took_s: how long the last one took.
         swept_s: when what killed writers left beside the files of each run was last removed.
         waits: uploads that wait for what others bring, by their keys.
-        brought: shards of snapshots that were not complete there, by run and name.
     """
 
     url: str
@@ -313,7 +297,6 @@ class Destination:
     took_s: dict[str, float] = field(default_factory=dict)
     swept_s: dict[str, float] = field(default_factory=dict)
     waits: dict[tuple[str, str, str], Wait] = field(default_factory=dict)
-    brought: dict[tuple[str, str], Brought] = field(default_factory=dict)
 
     @property
     def error(self) -> str:
@@ -377,8 +360,7 @@ class Destination:
         mine: tuple[dict[str, Any], ...] = (self.newest, self.begun_s, self.took_s, self.swept_s)
         for of_run in mine:
             of_run.pop(run, None)
-        self.brought = {key: each for key, each in self.brought.items() if key[0] != run}
-        return not any((*mine, self.brought, self.deletions, self.waits))
+        return not any((*mine, self.deletions, self.waits))
 
     def rest(self) -> None:
         """Nothing is to be done there: what it is to be given time for is past."""
@@ -756,7 +738,6 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
 
 
 def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
-    groups = {group.manifest.snapshot: group for group in seen.view.groups}
     for url, place in seen.places.items():
         for each in place.deletions:
             # What is put again before it ever was put is waited for all the same.
@@ -766,38 +747,6 @@ def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
         # What a run keeps is not guessed: if it is forgotten, that waits until it is opened again.
         if (newest := place.newest.get(seen.run)) is not None and desired.info is not None:
             yield Action(Kind.RETAIN, url, seen.run, manifest=newest)
-        for (run, name), brought in place.brought.items():
-            if run == seen.run and (due_s := _withdraw_due_s(desired, groups.get(name), brought, url)) is not None:
-                yield Action(Kind.WITHDRAW, url, run, due_s, brought.manifests[0])
-
-
-def _withdraw_due_s(desired: Desired, group: Group | None, brought: Brought, url: str) -> float | None:
-    """When what was brought of a snapshot goes again; ``None`` while it may still be complete.
-
-    Why a shard failed stays until something newer is complete, or all places have had the time to see it since the
-    trainer is gone. Nobody else may be about to commit what is superseded: that takes a moment.
-    """
-    if group is None or group.is_superseded:
-        return brought.at_s + SURPASSED_S
-    if group.state is Status.ABORTED:
-        if not all(each.why_failed for each in brought.manifests):
-            return 0.0
-        seen_s = _seen_by_all_s(desired, brought)
-        return seen_s if seen_s < float("inf") else None
-    is_given_up = all(slot.seen.get(url) is Mark.REFUSED for slot in group.slots)
-    return brought.at_s + SURPASSED_S if is_given_up else None
-
-
-def _seen_by_all_s(desired: Desired, brought: Brought) -> float:
-    """Since when every place that has shards of an aborted snapshot has looked at storage why."""
-    return max(brought.at_s, desired.expires_s) + SURPASSED_S
-
-
-def withdrawn(desired: Desired, group: Group | None, brought: Brought, now_s: float) -> tuple[Manifest, ...]:
-    """Of what was brought of a snapshot that will never be complete, that which goes now."""
-    all_of_it = group is None or group.is_superseded or group.state is not Status.ABORTED
-    all_of_it = all_of_it or now_s >= _seen_by_all_s(desired, brought)
-    return tuple(each for each in brought.manifests if all_of_it or not each.why_failed)
 
 
 def owed_names(view: View, url: str) -> dict[str, int]:

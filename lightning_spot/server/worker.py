@@ -33,21 +33,19 @@ from lightning_spot.server.reconcile import (
     LAST_LOOK_S,
     SURPASSED_S,
     Action,
-    Brought,
     Deletion,
     Kind,
     Servers,
     actions,
     owed_names,
-    withdrawn,
 )
 from lightning_spot.server.ring import Ring, glance
 from lightning_spot.server.runs import RunInfo, key_of
-from lightning_spot.server.slots import ORPHANED_S, Group, Held, Mark, Slot
+from lightning_spot.server.slots import ORPHANED_S, Held, Mark, Slot
 from lightning_spot.server.tier import ServerTier, TierHealth
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.shards import assemble, failed
+from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store import commit
 from lightning_spot.store.fences import Standing
 from lightning_spot.store.retention import retain
@@ -414,8 +412,6 @@ class Reconciler(Observations):
             if unseen := on_behalf(store, standing, lambda: retain(store, keep, action.about)):
                 facts: dict[str, Any] = {"why": unseen, "snapshot": action.name}
                 say(logging.WARNING, "upload-not-listed", "{why} ({snapshot})", about=f"{run} {unseen}", **facts)
-        elif action.kind is Kind.WITHDRAW:
-            on_behalf(store, standing, lambda: self._upload.withdraw(store, action, attempt))
         else:
             if standing.owner is not None and standing.is_lent and action.about.attempt != standing.owner.attempt:
                 check_claimed(store, action.about.attempt)
@@ -496,7 +492,6 @@ class Reconciler(Observations):
             action.coming.give_up()
         with self._ring.changed:
             self.place(url).done(action)
-            self.place(url).brought.pop((action.run, action.name), None)  # it is swept by the later attempt
             if action.kind.is_upload:
                 self.health[url].refuses(error, action.run, attempt)
                 self._ring.mark(Held.of(action.slots), url, Mark.REFUSED)
@@ -548,30 +543,6 @@ class TierUpload:
                 attempt = error.current
                 text = "{about} is uploaded to {url} for a trainer that is gone: nothing there is newer"
                 say(logging.INFO, "orphan-uploaded", text, about=action.name, url=action.url)
-
-    def withdraw(self, store: Store, action: Action, attempt: int) -> None:
-        """Remove from storage what was brought there of a snapshot that will never be complete."""
-        key = action.run, action.name
-        with self._ring.changed:
-            brought = self._seen.place(action.url).brought.get(key)
-            group, desired = self._group(*key), self._seen.desired(action.run)
-        if brought is None:
-            return
-        gone = withdrawn(desired, group, brought, time.monotonic())
-        if gone:
-            commit.withdraw(store, gone, attempt=attempt)
-        with self._ring.changed:
-            self._brought(action, tuple(each for each in brought.manifests if each not in gone), brought.at_s)
-
-    def _group(self, run: str, name: str) -> Group | None:
-        return next((each for each in self._ring.view(run).groups if each.manifest.snapshot == name), None)
-
-    def _brought(self, action: Action, manifests: tuple[Manifest, ...], at_s: float) -> None:
-        with self._ring.changed:
-            place = self._seen.place(action.url)
-            place.brought.pop((action.run, action.name), None)
-            if manifests:
-                place.brought[action.run, action.name] = Brought(manifests, at_s)
 
     def _is_left_over(self, store: Store, action: Action, fence: FencedError) -> bool:
         """Whether what a later attempt fences off is the newest of its run all the same, and its trainer is gone.
@@ -641,19 +612,14 @@ class TierUpload:
             store.put(whole, held.image(), attempt=attempt)
         else:
             views = [slot.view(manifest.nbytes) for slot, manifest in held.each()]
-            self._brought(action, held.manifests, time.monotonic())
             found = commit.put_shards(store, list(zip(held.manifests, views, strict=True)), attempt=attempt)
             self._ring.see(action.run, action.name, found.registers)
             whole = found.manifest
             if found.why_aborted:
-                why = found.why_aborted
-                noted = (each if each.why_failed else failed(each, why) for each in held.manifests)
-                self._brought(action, tuple(noted), time.monotonic())
                 self._ring.mark(held, action.url, Mark.REFUSED)
                 return None
             if whole is None:
                 raise PutOff(f"{action.name} is at {store.url} as far as this server has it", len(found.sizes))
-            self._brought(action, (), 0.0)
         self._retain(action, whole)
         self._ring.mark(held, action.url, Mark.SAFE)
         if whole.is_file:

@@ -146,30 +146,6 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
     return found
 
 
-def withdraw(store: Store, shards: Sequence[Manifest], *, attempt: int) -> None:
-    """Remove what this place has brought of a snapshot that will never be complete; why shards failed, too.
-
-    Nothing happens if the snapshot is committed there all the same.
-
-    Args:
-        store: of the run.
-        shards: manifests of what was brought.
-        attempt: on whose behalf.
-
-    Raises:
-        FencedError: if a later attempt has claimed the run.
-        TierError: if the tier fails.
-    """
-    folder = _folder(store, shards[0].snapshot, shards[0].run_id)
-    found = look(store, shards[0].snapshot, _by_writer(shards))
-    check_fence(shards[0].run_id, attempt, found.claimed)
-    store.check_owner()
-    if found.manifest is None:
-        notes = [_note_name(each.shard) for each in shards if each.shard]
-        files = [span.name for each in shards for span in each.files]
-        folder.remove([name for name in dict.fromkeys([*notes, *files]) if name in found.sizes])
-
-
 def contains(whole: Manifest, shard: Manifest) -> bool:
     """Whether a shard, by its manifest, is one of those that a snapshot was made of."""
     names = {span.name for span in whole.files}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from lightning_spot.server import reconcile
-from lightning_spot.server.reconcile import Action, Brought, Desired, Destination, Kind, Observed, Servers
+from lightning_spot.server.reconcile import Action, Desired, Destination, Kind, Observed, Servers
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.slots import Buffer, Commit, Known, Mark, Slot, SlotState, Tiers, View
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
@@ -90,14 +90,6 @@ class Storage:
         self.ever[name] = registers_of(shards)
         self.files.pop(name, None)
         self.notes.pop(name, None)
-
-    def remove(self, name: str, shards: tuple[Manifest, ...]) -> None:
-        for found in (self.files, self.notes):
-            for each in shards:
-                if each.shard is not None:
-                    found.get(name, {}).pop(each.shard.writer, None)
-            if not found.get(name, True):
-                del found[name]
 
 
 @dataclass(eq=False)
@@ -317,7 +309,6 @@ class World:
             Kind.PUT: self.put,
             Kind.PUT_SHARDS: self.put_shards,
             Kind.RETAIN: self.retain,
-            Kind.WITHDRAW: self.withdraw,
         }
         if does and self.chance.random() < 0.1 and action.kind is Kind.SEND:
             self.late += [(base_of(action.url), manifest) for manifest in manifests]  # it comes a second time
@@ -436,13 +427,11 @@ class World:
         for slot, manifest in zip(action.slots, manifests, strict=True):
             place.mark(slot, manifest, STORAGE, Mark.SAFE)
         place.committed(action.about.order)
-        place.places[STORAGE].brought.pop((RUN_ID, action.about.snapshot), None)
         self.done(place, action)
 
     def put_shards(self, place: Place, action: Action, manifests: tuple[Manifest, ...]) -> Callable[[], None]:
         name, storage = action.about.snapshot, self.storage
         key, to = (RUN_ID, name), place.places[STORAGE]
-        to.brought[key] = Brought(manifests, self.now_s)
         registers = storage.take(name, manifests)
         self.shown(name, registers)
 
@@ -453,9 +442,6 @@ class World:
                     to.newest[RUN_ID] = action.about
                 self.safe(place, action, manifests)
             elif why_aborted(registers):
-                to.brought[key] = Brought(
-                    tuple(each if each.why_failed else failed(each, SEEN) for each in manifests), self.now_s
-                )
                 for slot, manifest in zip(action.slots, manifests, strict=True):
                     place.mark(slot, manifest, STORAGE, Mark.REFUSED)
                 to.dropped(action)
@@ -475,22 +461,6 @@ class World:
             if order_of(name) < action.about.order:
                 del self.storage.committed[name]
         return lambda: self.done(place, action)
-
-    def withdraw(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
-        key, to = (RUN_ID, action.name), place.places[STORAGE]
-        brought = to.brought.get(key)
-        group = next((each for each in place.view().groups if each.manifest.snapshot == action.name), None)
-        gone = reconcile.withdrawn(self.desired(place), group, brought, self.now_s) if brought is not None else ()
-        if action.name not in self.storage.committed:
-            self.storage.remove(action.name, gone)
-
-        def note() -> None:
-            to.brought.pop(key, None)
-            if brought is not None and (left := tuple(each for each in brought.manifests if each not in gone)):
-                to.brought[key] = Brought(left, brought.at_s)
-            self.done(place, action)
-
-        return note
 
     def ask(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
         server, servers = self.servers[base_of(action.url)], place.servers
@@ -649,15 +619,6 @@ class World:
                 absent = slot.lacks([*(each.url for each in used), STORAGE])
                 if absent and slot.manifest is not None and slot.manifest.snapshot == last.snapshot:
                     yield f"{slot.manifest.name} is not known to be at {absent}"
-        for name in {*self.storage.files, *self.storage.notes} - self.storage.committed.keys():
-            left = {*self.storage.files.get(name, ()), *self.storage.notes.get(name, ())}
-            # What a place has brought there that was killed since, or hears of nothing any more, is swept later.
-            asked = {base_of(each.url) for ring in self.rings if ring.servers for each in ring.servers.used}
-            places = [place for place in self.all if place.is_host or place.name in asked]
-            brought = [place for place in places for to in place.places.values() if (RUN_ID, name) in to.brought]
-            goes = [each.name for place in brought for each in self.actions(place) if each.kind is Kind.WITHDRAW]
-            if brought and name not in goes:
-                yield f"shards {left} of {name} stay at storage"
         for place in self.all:
             names = {slot.manifest.snapshot for slot in place.slots if slot.manifest is not None}
             if len(names) > KEEP + 2 + 16:

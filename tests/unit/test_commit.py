@@ -17,7 +17,7 @@ from lightning_spot.snapshot.files import MODEL_FILE, is_note, note_name
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_name
 from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store import commit
-from lightning_spot.store.commit import Look, Shard, commit_left, look, put_shards, withdraw
+from lightning_spot.store.commit import Look, Shard, commit_left, look, put_shards
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.store import Store
 from tests.support.server import RUN_ID
@@ -227,24 +227,3 @@ def test_a_later_attempt_fences(store: Store) -> None:
 
 def _fails(*_: Any, **__: Any) -> Any:
     raise TierError("the tier fails")
-
-
-def test_a_place_takes_back_what_it_brought_and_nothing_else(store: Store) -> None:
-    put_shards(store, shards_of(0), attempt=1)
-    put_shards(store, shards_of(1), attempt=1)
-    mine = [manifest for manifest, _ in shards_of(0)]
-    withdraw(store, mine, attempt=1)
-    left = {span.name for manifest, _ in shards_of(1) for span in manifest.files}
-    assert sizes(store).keys() == {*left, note_name(1)}
-    put_shards(store, shards_of(*range(WRITERS)), attempt=1)
-    withdraw(store, mine, attempt=1)  # it counts all the same
-    (whole,) = store.survey().manifests
-    whole.verify(memoryview(fetched(store, whole)), "storage")
-
-
-def test_nothing_is_taken_back_for_an_earlier_attempt(store: Store) -> None:
-    put_shards(store, shards_of(0), attempt=1)
-    store.claim(Claim(attempt=2, run_id=RUN_ID))
-    with pytest.raises(FencedError):
-        withdraw(store, [manifest for manifest, _ in shards_of(0)], attempt=1)
-    assert note_name(0) in sizes(store)

@@ -13,7 +13,6 @@ import pytest
 
 from lightning_spot.server.reconcile import (
     Action,
-    Brought,
     Deletion,
     Desired,
     Destination,
@@ -75,19 +74,6 @@ SITUATIONS = {
         slot 1/0of2 failed
         ----
         put shards 1 storage @1000.5
-    """,
-    "why a shard failed stays there while its trainer lives": """
-        run live hosts=2
-        place storage brought=1/0of2@900 failure
-        slot 1/0of2 failed refused=storage
-        ----
-    """,
-    "why a shard failed goes once all places have seen it": """
-        run hosts=2 asked=900
-        place storage brought=1/0of2@950 failure
-        slot 1/0of2 failed refused=storage
-        ----
-        withdraw 1 storage @980
     """,
     "at least one in the interval": """
         run live every=60
@@ -227,29 +213,6 @@ SITUATIONS = {
         ----
         put shards 2 storage @1000.5
     """,
-    "what was brought of an aborted snapshot goes again": """
-        run live hosts=2
-        place storage brought=2/0of2@990
-        slot 2/0of2 refused=storage
-        slot 2/1of2 failed refused=storage
-        ----
-        withdraw 2 storage
-    """,
-    "why it failed goes when something newer is complete": """
-        run live hosts=2
-        place storage brought=2/0of2@990
-        slot 2/0of2 refused=storage
-        committed 3
-        ----
-        withdraw 2 storage @1020
-    """,
-    "nothing is withdrawn that may be complete": """
-        run live hosts=2
-        place storage brought=2/0of2@990
-        slot 2/0of2 at=990
-        ----
-        put shards 2 storage @990.5
-    """,
     "a deletion waits for what was owed before it": """
         run live
         place storage deletes=1 behind=2
@@ -317,10 +280,6 @@ class Situation:
             place.deletions.append(Deletion(manifest_of(int(fields["deletes"])), behind))
         if "newest" in fields:
             place.newest[RUN_ID] = manifest_of(int(fields["newest"]))
-        if "brought" in fields:
-            what, _, at_s = fields["brought"].partition("@")
-            manifest = self.manifest(what, ["failed"] if "failure" in words else [])
-            place.brought[RUN_ID, manifest.snapshot] = Brought((manifest,), float(at_s))
 
     def slot(self, words: list[str], fields: dict[str, str]) -> None:
         self.add(self.manifest(words[0], words), words, fields)

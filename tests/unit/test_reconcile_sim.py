@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from lightning_spot.server import reconcile
 from lightning_spot.server.reconcile import Kind, Servers
 from lightning_spot.server.slots import Mark, View
-from lightning_spot.snapshot.shards import Status
 from tests.support.reconcile_model import simulate
 
 pytestmark = pytest.mark.guarantee("G3")
@@ -29,13 +27,6 @@ def test_whatever_happens_nothing_is_lost_mixed_or_left_over(seeds: range) -> No
 
 def nothing(*_: Any, **__: Any) -> list[Any]:
     return []
-
-
-def reads_too_early(real: Callable[..., Any]) -> Callable[..., Any]:
-    def due_s(desired: Any, group: Any, brought: Any, url: str) -> Any:
-        return 0.0 if group is not None and group.state is Status.PENDING else real(desired, group, brought, url)
-
-    return due_s
 
 
 def anything_may_go(view: View, _now_s: float) -> list[Any]:
@@ -61,11 +52,9 @@ def without(kind: Kind, real: Any = reconcile.actions) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "defect"),
     [
-        (reconcile, "_withdraw_due_s", reads_too_early(reconcile._withdraw_due_s)),
         (reconcile, "expected", nothing),
         (reconcile, "unknown", nothing),
         (reconcile, "actions", without(Kind.PUT_SHARDS)),
-        (reconcile, "actions", without(Kind.WITHDRAW)),
         (reconcile, "actions", without(Kind.LOOK)),
         (Servers, "is_nobody", property(lambda _: False)),
         (Servers, "committed", all_writers_whatever_they_say),
@@ -73,11 +62,9 @@ def without(kind: Kind, real: Any = reconcile.actions) -> Any:
         (View, "reusable", what_is_owed_may_go),
     ],
     ids=[
-        "what may be complete is withdrawn",
         "what a server lost is not sent again",
         "it is not learned what is durable",
         "shards are not brought to storage",
-        "nothing is withdrawn",
         "no register is looked at",
         "nobody stands in for a server",
         "plans are not compared",
