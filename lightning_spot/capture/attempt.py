@@ -235,7 +235,6 @@ class Attempt:
         metrics: Mapping[str, float] | None = None,
         persist: bool = True,
         wait_s: float,
-        followed: bool = False,
     ) -> None:
         """Begin a snapshot, or this rank's shard of it. What keeps it from being taken is said once, or raised.
 
@@ -252,7 +251,6 @@ class Attempt:
             metrics: values that were logged last, by name; on rank 0.
             persist: whether storage is to have it, of several ranks'.
             wait_s: how long to wait for a clean slot.
-            followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
         """
         manifest: Manifest | None = None
         is_tried = False
@@ -266,7 +264,7 @@ class Attempt:
                 raise content
             if complete:
                 self._last = LastState.of(content, manifest)
-            how: dict[str, Any] = {"owned": owned, "wait_s": wait_s, "followed": followed}
+            how: dict[str, Any] = {"owned": owned, "wait_s": wait_s}
             is_tried = True
             self._begun = self.writer.begin(content, manifest, **how)
         except Exception as raised:

@@ -79,7 +79,6 @@ class Pending:
         tried: what is tried to be read back, see :class:`~lightning_spot.capture.layouts.Laid`.
         view: its slot, as the writer sees it.
         floats: where in it numbers lie that may be approximated on their way to a snapshot server.
-        followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
     """
 
     manifest: Manifest
@@ -91,7 +90,6 @@ class Pending:
     tried: Layout | None
     view: SlotView
     floats: tuple[Floats, ...] = ()
-    followed: bool = False
 
 
 class Copying:

@@ -265,7 +265,6 @@ class SnapshotWriter:
         owned: Owners = NOBODY,
         wait_s: float = 0.0,
         destinations: list[str] | None = None,
-        followed: bool = False,
     ) -> Future[Manifest]:
         """Begin a snapshot, or this rank's shard of one. What is not in ``owned`` is copied before this returns.
 
@@ -276,7 +275,6 @@ class SnapshotWriter:
             owned: tensors that only the optimizer changes, by the address of their storage.
             wait_s: how long to wait for a clean slot, in all.
             destinations: tiers below, if not the run's.
-            followed: whether another one is to follow in a moment, see :meth:`Host.seal`.
 
         Returns:
             a future that becomes the manifest once the snapshot is committed in memory; on other ranks than 0, once
@@ -287,7 +285,7 @@ class SnapshotWriter:
                 ring has the reason: nobody waits for it.
         """
         try:
-            return self._begin(content, manifest, owned, wait_s, destinations, followed=followed)
+            return self._begin(content, manifest, owned, wait_s, destinations)
         except BaseException as error:
             self.fail(manifest, error)
             raise
@@ -299,8 +297,6 @@ class SnapshotWriter:
         owned: Owners,
         wait_s: float,
         destinations: list[str] | None,
-        *,
-        followed: bool,
     ) -> Future[Manifest]:
         deadline_s = time.monotonic() + wait_s
         # Nothing comes after the last one. What one rank writes alone goes another way.
@@ -337,7 +333,6 @@ class SnapshotWriter:
                 tried=laid.tried,
                 view=view,
                 floats=floats,
-                followed=followed,
             )
             self._pending.append(pending)
             self._tasks.put(lambda: self._finish(host, pending), lambda error: self._end(host, pending, error))
@@ -426,9 +421,7 @@ class SnapshotWriter:
         manifest = pending.manifest
         try:
             self._copying.check(pending)
-            is_short = host.seal(
-                pending.lease, manifest, pending.destinations, pending.floats, followed=pending.followed
-            )
+            is_short = host.seal(pending.lease, manifest, pending.destinations, pending.floats)
         except BaseException as error:
             self._failed(host, pending, error)
             return

@@ -279,15 +279,12 @@ class EmbeddedHost:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        *,
-        followed: bool = False,
     ) -> bool:
         """See :meth:`Host.seal`."""
         body = {
             "manifest": manifest.to_dict(),
             "destinations": destinations,
             "floats": floats,
-            "followed": followed,
         }
         sealed = self._call("POST", f"/v1/uploads/{lease.id}/commit", body, limit_s=_SEAL_TIMEOUT_S)
         return sealed["short"] is True

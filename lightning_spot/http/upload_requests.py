@@ -498,8 +498,7 @@ class UploadRequests:
         whole = Manifest.from_dict(body.get("manifest"))
         floats = read_floats(body.get("floats", []), whole.nbytes)
         destinations = list(texts(body, "destinations")) if body.get("destinations") is not None else None
-        followed = body.get("followed") is True
-        done = await asyncio.to_thread(self._server.seal, upload.id, whole, destinations, floats, followed=followed)
+        done = await asyncio.to_thread(self._server.seal, upload.id, whole, destinations, floats)
         short = self._server.ring.is_short(key_of(done), done.nbytes, writer_of(done))
         return web.json_response({"checksums": list(done.checksums), "short": short})
 

@@ -94,8 +94,6 @@ class Host(Protocol):
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        *,
-        followed: bool = False,
     ) -> bool:
         """Commit a filled slot in memory; when this returns the snapshot counts, or the shard is there.
 
@@ -104,8 +102,6 @@ class Host(Protocol):
             manifest: without checksums.
             destinations: tiers of a user's file, instead of the run's.
             floats: where in it numbers lie that may be approximated on their way to a snapshot server.
-            followed: whether another snapshot is to follow within :data:`~lightning_spot.server.reconcile.FOLLOWED_S`:
-                storage leaves most of these out.
 
         Returns:
             whether the next snapshot would need a slot that is still to be made.
@@ -242,11 +238,9 @@ class InProcessHost:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        *,
-        followed: bool = False,
     ) -> bool:
         """See :meth:`Host.seal`."""
-        self._server.seal(lease.id, manifest, destinations, floats, followed=followed)
+        self._server.seal(lease.id, manifest, destinations, floats)
         return self._server.ring.is_short(self._server.registry.key(self.run), lease.nbytes, writer_of(manifest))
 
     def fail(self, manifest: Manifest, why: str) -> None:

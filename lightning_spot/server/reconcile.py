@@ -26,8 +26,8 @@ ASK_AGAIN_S = 10.0
 """How often a server is asked how things are: one that does not carry the run on, and one that takes long about it."""
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.1, 2.0
-FOLLOWED_S = 5.0
-"""A snapshot counts as followed if another one is to come within so many seconds, and for no longer than that."""
+QUICK_S = 5.0
+"""Snapshots of a run that come within so many seconds of each other are thinned at storage; none waits longer."""
 
 SURPASSED_S = 30.0
 """A shard at storage waits so long for others where something newer of its run is: they are brought at once."""
@@ -728,10 +728,10 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
     if info.min_upload_interval_s is not None:
         return begun_s + info.min_upload_interval_s
     # With memory for one, the next one waits until it is safe.
-    if not slot.commit.followed or not info.session or desired.is_stuck(slot.writer):
+    if slot.commit.after_s > QUICK_S or not info.session or desired.is_stuck(slot.writer):
         return 0.0
     apart_s = min(place.took_s.get(seen.run, 0.0) * _APART, MOST_APART_S)
-    return min(begun_s + apart_s, slot.commit.at_s + FOLLOWED_S)
+    return min(begun_s + apart_s, slot.commit.at_s + QUICK_S)
 
 
 # -- what is not to be there any more ---------------------------------------------------------------------------------

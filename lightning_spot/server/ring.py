@@ -621,16 +621,13 @@ class Ring(SlotTable):
             held = [slot for slot in self.slots if slot.capacity]
             return bool(held) and all(slot in waiting for slot in held)
 
-    def commit(
-        self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None, *, followed: bool = False
-    ) -> None:
+    def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
         """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
 
         Args:
             slot: a leased slot whose bytes fit ``manifest``.
             manifest: of it, with checksums.
             places: URLs of the directories that a user's file goes to instead of the run's tiers.
-            followed: whether another snapshot is to follow in a moment.
 
         Raises:
             FencedError: if it is a file, and a newer one of its name is here.
@@ -648,7 +645,7 @@ class Ring(SlotTable):
                 if other.manifest == manifest:  # its sender never heard that it had arrived
                     slot.seen, slot.settled = dict.fromkeys(other.safe, Mark.SAFE), other.settled
             slot.writer = manifest.shard.writer if manifest.shard is not None else slot.writer
-            slot.commit.places, slot.commit.followed = places, followed
+            slot.commit.places = places
             self._commit(slot, manifest)
             for other in older:  # only now: killed between the two, both are left, never none
                 self._forget(other)
@@ -796,9 +793,11 @@ class Ring(SlotTable):
 
     def _commit(self, slot: Slot, manifest: Manifest) -> None:
         """A slot holds something from now on."""
+        now_s, of_writer = time.monotonic(), self.slots.of(slot.run).writers.get(slot.writer, ())
+        before_s = max((each.commit.at_s for each in of_writer if each.snapshot is not None), default=float("-inf"))
         self._sequence += 1
         slot.manifest, slot.state = manifest, SlotState.COMMITTED
-        slot.commit.sequence, slot.commit.at_s = self._sequence, time.monotonic()
+        slot.commit.sequence, slot.commit.at_s, slot.commit.after_s = self._sequence, now_s, now_s - before_s
         self.slots.note(slot)
         self._record(slot)
         if self._is_one_more(slot.run, manifest):

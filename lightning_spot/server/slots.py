@@ -114,14 +114,14 @@ class Commit:
         at_s: when (monotonic).
         places: URLs a user's file goes to instead of its run's tiers.
         floats: where in it numbers lie that may be approximated on their way to a server behind.
-        followed: whether another snapshot was to follow in a moment.
+        after_s: so long after the writer's snapshot before it; infinity for the first.
     """
 
     sequence: int = 0
     at_s: float = 0.0
     places: tuple[str, ...] | None = None
     floats: tuple[Floats, ...] = ()
-    followed: bool = False
+    after_s: float = float("inf")
 
 
 @dataclass(eq=False, slots=True)

@@ -249,8 +249,6 @@ class Uploads:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        *,
-        followed: bool = False,
     ) -> Manifest:
         """Commit a slot that was filled on this host: checksum every part, commit.
 
@@ -261,7 +259,6 @@ class Uploads:
             manifest: without checksums.
             destinations: URLs of the directories that a user's file goes to, instead of the run's tiers.
             floats: where in it numbers lie that may be approximated on their way to a server behind.
-            followed: whether another snapshot is to follow within :data:`~lightning_spot.server.reconcile.FOLLOWED_S`.
 
         Returns:
             the sealed manifest.
@@ -283,7 +280,7 @@ class Uploads:
             sealed = sealing.run(sealing_threads())
             upload.slot.buffer.checked_s = began_s
             places = tuple(destinations) if destinations is not None else None
-            self._commit(upload, sealed, places, followed=followed)
+            self._commit(upload, sealed, places)
             sealing.commit(sealed)
         finally:
             sealing.give_up()
@@ -344,16 +341,14 @@ class Uploads:
             self._ring.fail(key, manifest)
         self._committed(key, manifest)
 
-    def _commit(
-        self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None, *, followed: bool = False
-    ) -> None:
+    def _commit(self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None) -> None:
         with self._lock:
             self.find(upload.id)  # its trainer may have been killed meanwhile
             self._check(upload, manifest)
             try:
                 with self._ring.changed:
                     self._check_register(upload, manifest)
-                    self._ring.commit(upload.slot, manifest, places, followed=followed)
+                    self._ring.commit(upload.slot, manifest, places)
                     upload.slot.coming = None
             except BaseException:
                 self.abort(upload.id)

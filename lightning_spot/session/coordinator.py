@@ -429,14 +429,13 @@ class Coordinator(OfTrainer):
         if self.attempt is not None:
             self.attempt.writer.copied()
 
-    def write(self, dump: Dump | SpotError, how: Decision, *, wait_s: float, followed: bool = False) -> None:
+    def write(self, dump: Dump | SpotError, how: Decision, *, wait_s: float) -> None:
         """Write a snapshot. Every rank calls it, at the same place; if training ends with it, all wait for it.
 
         Args:
             dump: the state; or why this rank does not have it: then there is no snapshot.
             how: it is written.
             wait_s: how long to wait for a slot, seconds.
-            followed: whether another one is to follow in a moment.
         """
         trainer, ranks, deadline_s = self._trainer, Agreement(self._trainer), time.monotonic() + wait_s
         self._begun += self.begun_step != trainer.global_step
@@ -444,7 +443,7 @@ class Coordinator(OfTrainer):
         attempt = self.attempt
         if attempt is not None and self._is_first and not self._hosts.is_one_place and not how.is_last:
             attempt.writer.settle(wait_s)  # one at a time spans several places
-        begin = partial(self._begin, dump, how, wait_s, followed)
+        begin = partial(self._begin, dump, how, wait_s)
         if ranks.size == 1 or not how.is_last:
             begin()
             return
@@ -454,7 +453,7 @@ class Coordinator(OfTrainer):
         left_s = min(within(deadline_s), commit_s, _COMMIT_S)
         ranks.on_rank_zero(lambda: attempt.failure(left_s) if attempt is not None else None)
 
-    def _begin(self, dump: Dump | SpotError, how: Decision, wait_s: float, followed: bool) -> None:
+    def _begin(self, dump: Dump | SpotError, how: Decision, wait_s: float) -> None:
         trainer = self._trainer
         content: Any = dump
         owned: Owners = {}
@@ -478,7 +477,6 @@ class Coordinator(OfTrainer):
             metrics=metrics,
             persist=how.persist,
             wait_s=wait_s,
-            followed=followed,
         )
 
     def _content(

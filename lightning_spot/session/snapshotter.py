@@ -27,7 +27,6 @@ from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
-from lightning_spot.server.reconcile import FOLLOWED_S
 from lightning_spot.server.runs import Figures, Histogram
 from lightning_spot.session import run_lookup
 from lightning_spot.session.collectives import Agreement, AsyncBroadcast
@@ -60,7 +59,6 @@ Reading = tuple[int, float]
 
 
 WAIT_FOR_SLOT_S = 600.0
-_SEAMS = 64  # that are looked ahead at for another snapshot: of steps of a tenth of a second as many as count
 _UNCOUNTED_BATCHES = 8  # after so many: a GAN may step its second network, with Lightning, in every fifth batch only
 _FOLLOWING = "following the iterations of training"
 _AHEAD = "making slots ahead"
@@ -260,23 +258,18 @@ class Pacing:
             # A validation, or what the first step compiles, makes one step long, and all of them on the average.
             self._say(trainer, step + self._stride, now_s + self._stride * min(self._laps_s), decide)
 
-    def next_within(self, trainer: pl.Trainer, most_s: float, *, seams: int = 1) -> bool:
-        """Whether a snapshot is due at one of the next seams, and that comes in time; known of intervals in steps only.
+    def next_within(self, trainer: pl.Trainer, most_s: float) -> bool:
+        """Whether a snapshot is due at the next seam, and that comes in time; known of intervals in steps only.
 
         Args:
             trainer: that is at a seam, on rank 0.
             most_s: what counts as in time, seconds.
-            seams: how many are looked at.
         """
         if not self.policy.by_step:
             return False
         now_s, lap_s = time.monotonic(), self._stride * max(self._laps_s)
-        return any(
-            number * lap_s < most_s
-            and self.policy.due(trainer.global_step + number * self._stride, now_s)
-            and now_s + number * lap_s - self._taken_s >= self.policy.shortest_s()
-            for number in range(1, seams + 1)
-        )
+        is_due = self.policy.due(trainer.global_step + self._stride, now_s)
+        return lap_s < most_s and is_due and now_s + lap_s - self._taken_s >= self.policy.shortest_s()
 
     def _note_step(self, step: int, now_s: float) -> None:
         if (steps := step - self._seen_step) > 0:
@@ -745,8 +738,7 @@ class Snapshotter(OfTrainer):
         with self.pacing.stalling():
             dump = self.current_state.state(before_validation=before_validation, at_end=how.complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or how.complete else 0.0
-            followed = not how.complete and self.pacing.next_within(trainer, FOLLOWED_S, seams=_SEAMS)
-            writing.write(dump, how, wait_s=wait_s, followed=followed)
+            writing.write(dump, how, wait_s=wait_s)
 
     def report(self, figures: Figures) -> None:
         """Tell the local server what was measured; without one, nobody asks. Any thread may call it."""

@@ -110,8 +110,6 @@ class RankRing:
         manifest: Manifest,
         destinations: list[str] | None = None,
         floats: tuple[Floats, ...] = (),
-        *,
-        followed: bool = False,
     ) -> bool:
         self._ask()
         image = bytes(lease.map[: lease.nbytes])

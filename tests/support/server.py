@@ -73,14 +73,13 @@ class Bench:
         wait_s: float = 0.0,
         run_id: str = RUN_ID,
         destinations: list[str] | None = None,
-        followed: bool = False,
         **fields: Any,
     ) -> Manifest:
         upload = self.server.lease(f"run@{run_id}", attempt, nbytes, wait_s=wait_s)
         with upload.slot.view(nbytes) as view:
             view[:] = image_of(step, nbytes)
         manifest = manifest_of(step, attempt, nbytes, run_id, **fields)
-        return self.server.seal(upload.id, manifest, destinations, followed=followed)
+        return self.server.seal(upload.id, manifest, destinations)
 
     def file(self, name: str, step: int, **more: Any) -> Manifest:
         """Commit a user's file."""

@@ -54,11 +54,11 @@ def fill(lease: Lease, step: int) -> None:
     lease.map[: lease.nbytes] = image_of(step, lease.nbytes)
 
 
-def take(host: EmbeddedHost, step: int, nbytes: int, *, followed: bool = False) -> Manifest:
+def take(host: EmbeddedHost, step: int, nbytes: int) -> Manifest:
     """Commit the snapshot of a step."""
     lease, manifest = host.lease(nbytes, 10.0), manifest_of(step, host.attempt, nbytes)
     fill(lease, step)
-    host.seal(lease, manifest, followed=followed)
+    host.seal(lease, manifest)
     return manifest
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     )
     host.open_run(info_of(wish["dirpath"], wish["attempt"]))
     for step in range(1, wish["committed"] + 1):
-        take(host, step, wish["nbytes"], followed=True)
+        take(host, step, wish["nbytes"])
     threads = reach(host, wish["phase"], wish["committed"] + 1, wish["nbytes"])
     worker = 0
     if wish["worker"]:

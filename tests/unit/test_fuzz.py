@@ -171,8 +171,8 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
             ("POST", f"{run}/uploads", {**lease, "session": session, "making": "never", "writer": 1}),
             ("POST", f"{run}/uploads", {**lease, "writer": register["shard"]["writer"]}),
             ("POST", f"{run}/awaited", {"name": name, "wait_s": 0.0}),
-            ("POST", f"{of}/commit", {"manifest": manifest, "floats": [], "followed": True}),
-            ("POST", f"{of}/commit", {"manifest": register, "floats": [], "followed": False}),
+            ("POST", f"{of}/commit", {"manifest": manifest, "floats": []}),
+            ("POST", f"{of}/commit", {"manifest": register, "floats": []}),
         ]
     return [Request(method, path, body, []) for method, path, body in made]
 

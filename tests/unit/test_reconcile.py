@@ -89,10 +89,10 @@ SITUATIONS = {
         ----
         put 3 storage
     """,
-    "a step that another follows in a moment waits for its turn": """
+    "one that comes in a moment after another waits for its turn": """
         run live
         place storage begun=100 took=0.1
-        slot 3 at=102 followed
+        slot 3 at=102 after=1
         ----
         put 3 storage @104
     """,
@@ -290,7 +290,8 @@ class Situation:
     def add(self, manifest: Manifest, words: list[str], fields: dict[str, str]) -> None:
         slot = Slot(len(self.slots), SlotState.COMMITTED, run=RUN_ID, manifest=manifest)
         slot.writer = manifest.shard.writer if manifest.shard is not None else 0
-        slot.commit = Commit(len(self.slots) + 1, float(fields.get("at", self.now_s)), followed="followed" in words)
+        slot.commit = Commit(len(self.slots) + 1, float(fields.get("at", self.now_s)))
+        slot.commit.after_s = float(fields.get("after", "inf"))
         if "places" in fields:
             slot.commit.places = tuple(self.url(name) for name in fields["places"].split(","))
         for mark in MARKS.keys() & fields.keys():
