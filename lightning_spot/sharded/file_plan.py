@@ -20,7 +20,7 @@ from lightning_spot.sharded import metadata
 from lightning_spot.sharded.plan import ALIGNMENT, Placed, Plan, Planner, State, aligned, is_extra, tensors_file
 from lightning_spot.sharded.reader import load_value
 from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES, FileSpan
-from lightning_spot.snapshot.layout import Entry, Layout, filled, lay_out_in_any_case, lay_out_plain
+from lightning_spot.snapshot.layout import Entry, Layout, filled, lay_out_in_any_case
 from lightning_spot.snapshot.pieces import Piece
 from lightning_spot.snapshot.safe_load import safe_load
 from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Archived, Path, Shards, StoredValue
@@ -59,9 +59,6 @@ _VALUES_FILE = "__0_1.distcp"
 
 Frame = list[Entry]
 
-_SCALARS = frozenset((type(None), bool, int, float, str))
-_TEXTS = frozenset((str,))
-
 
 @dataclass(frozen=True, slots=True)
 class ShardedImage:
@@ -89,6 +86,9 @@ class ShardedLayouter:
         rank: this one.
         world_size: number of ranks.
         token: of the attempt: ranks of two trainers never agree.
+
+    Attributes:
+        unreadable: why no resume will read what was laid out, as far as trying has shown; ``""`` if one will.
     """
 
     def __init__(self, rank: int, world_size: int, token: str = "") -> None:
@@ -98,13 +98,9 @@ class ShardedLayouter:
         self._digest = ""
         self._frame: Frame = []
         self._mine: list[Placed] = []
-        self._values = _Values()
-        self._index: tuple[Plan, tuple[StoredValue, ...], list[tuple[str, bytes]]] | None = None
-
-    @property
-    def unreadable(self) -> str:
-        """Why no resume will read what was laid out, as far as that was found by trying; ``""`` if nothing was."""
-        return self._values.unreadable
+        self.unreadable = ""
+        self._tried: set[tuple[Path, type]] = set()
+        self._index: tuple[Plan, list[StoredValue], list[tuple[str, bytes]]] | None = None
 
     def lay_out(self, state: State, rest: Any = None) -> ShardedImage:
         """Lay a snapshot out.
@@ -147,55 +143,25 @@ class ShardedLayouter:
 
     def _behind(self, plan: Plan, values: Sequence[Any]) -> list[tuple[str, bytes]]:
         """Files of values that are no tensors, and of what says where all lies: that is long, and seldom changes."""
-        placed, data = self._values.archive(plan.values, values)
-        if self._index is None or self._index[0] is not plan or self._index[1] is not placed:
-            shards = Shards(plan.world_size, plan.tensors, placed)
+        data = bytearray()
+        placed: list[StoredValue] = []
+        for path, value in zip(plan.values, values, strict=True):
+            archive = filled(lay_out_in_any_case(value, what=metadata.name_of(path)))
+            self._try(path, type(value), archive)
+            data += bytes(-len(data) % ALIGNMENT)
+            placed.append(StoredValue(path, Archived(_VALUES_FILE, len(data), len(archive))))
+            data += archive
+        if self._index is None or self._index[0] is not plan or self._index[1] != placed:
+            shards = Shards(plan.world_size, plan.tensors, tuple(placed))
             index = [(SHARDS_FILE, shards.to_json()), (metadata.METADATA_FILE, metadata.pickled(shards))]
             self._index = (plan, placed, index)
-        return [*([(_VALUES_FILE, data)] if placed else []), *self._index[2]]
+        return [*([(_VALUES_FILE, bytes(data))] if placed else []), *self._index[2]]
 
-
-class _Values:
-    """Archives of values that are no tensors; those that stay as they are, are not made anew.
-
-    Attributes:
-        unreadable: why one of them cannot be read back, found by trying; ``""`` if all can.
-    """
-
-    def __init__(self) -> None:
-        self.unreadable = ""
-        self._last: tuple[Sequence[Path], list[int], tuple[StoredValue, ...]] = ((), [], ())
-        self._known: dict[Path, tuple[object, bytes | bytearray]] = {}
-        self._tried: set[tuple[Path, type]] = set()
-
-    def archive(self, paths: Sequence[Path], found: Sequence[Any]) -> tuple[tuple[StoredValue, ...], bytes]:
-        """Where each of them lies in a file of all, and the file."""
-        made = [self._archived(path, value) for path, value in zip(paths, found, strict=True)]
-        data = bytearray()
-        starts = []
-        for archive in made:
-            data += bytes(-len(data) % ALIGNMENT)
-            starts.append(len(data))
-            data += archive
-        sizes = list(map(len, made))
-        if self._last[0] is not paths or self._last[1] != sizes:
-            places = [Archived(_VALUES_FILE, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)]
-            self._last = (paths, sizes, tuple(map(StoredValue, paths, places)))
-        return self._last[2], bytes(data)
-
-    def _archived(self, path: Path, value: Any) -> bytes | bytearray:
-        told = _told(value)
-        known = self._known.get(path)
-        if told is None or known is None or known[0] != told:
-            known = (told, lay_out_plain(value, metadata.name_of(path)).frame[0][1])
-            if told is not None:
-                self._known[path] = known
-            elif (path, type(value)) not in self._tried and not any(map(is_extra, map(str, path[1:2]))):
-                self._tried.add((path, type(value)))
-                self._try(path, known[1])
-        return known[1]
-
-    def _try(self, path: Path, archive: bytes | bytearray) -> None:
+    def _try(self, path: Path, kind: type, archive: bytearray) -> None:
+        """Try once whether a value can be read back; what modules give with ``get_extra_state`` is read elsewhere."""
+        if (path, kind) in self._tried or any(map(is_extra, map(str, path[1:2]))):
+            return
+        self._tried.add((path, kind))
         try:
             load_value(io.BytesIO(archive), metadata.name_of(path))
         except CorruptSnapshotError as error:
@@ -216,17 +182,3 @@ def _joined(frame: Frame) -> Frame:
 def load_state(data: memoryview) -> Any:
     """Read the file with a rank's own state; nothing in it runs code."""
     return safe_load(io.BytesIO(data))
-
-
-def _told(value: Any) -> object:
-    """What tells all of a plain value, ``None`` of others."""
-    if type(value) is list and _TEXTS.issuperset(map(type, value)):  # as the names of thousands of parameters
-        return (list, *value)
-    return repr(value) if _is_plain(value) else None
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether ``repr`` tells all of a value."""
-    if type(value) in (tuple, list):
-        return _SCALARS.issuperset(map(type, value)) or all(map(_is_plain, value))
-    return type(value) in _SCALARS

@@ -144,37 +144,13 @@ def _places(numbers: tuple[int, ...], sizes: tuple[int, ...]) -> _Places:
     return _Places(sizes, tuple(offsets), tuple(frame), b"".join(entries), end)
 
 
-def lay_out_plain(checkpoint: Any, what: str = "the training state") -> Layout:
-    """Serialise ``checkpoint`` with plain ``torch.save``: all frame, no pieces. Slower, holds a second copy.
-
-    Args:
-        checkpoint: what to serialise.
-        what: it is, for people.
-
-    Raises:
-        NotSerializableError: if it holds what cannot be pickled.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(checkpoint, buffer)
-    except MemoryError:
-        raise
-    except Exception as error:  # pickling runs the user's code, which may raise anything
-        raise NotSerializableError(
-            f"{what} cannot be serialised ({type(error).__name__}: {error}); look at what on_save_checkpoint,"
-            " state_dict and hyperparameters put into the checkpoint"
-        ) from error
-    data = buffer.getvalue()
-    return Layout(len(data), ((0, data),), ())
-
-
 def lay_out_in_any_case(
     checkpoint: Any,
     first: Sequence[UntypedStorage] = (),
     early: Container[int] = (),
     what: str = "the training state",
 ) -> Layout:
-    """Lay ``checkpoint`` out; with plain ``torch.save`` where that fails, which is said.
+    """Lay ``checkpoint`` out; where that fails, with plain ``torch.save``: all frame, no pieces. That is said.
 
     Args:
         checkpoint: what to save.
@@ -192,10 +168,20 @@ def lay_out_in_any_case(
         raise
     except Exception as error:  # pickling runs the user's code, which may raise anything
         problem = f"{type(error).__name__}: {error}"
-    layout = replace(lay_out_plain(checkpoint, what), problem=problem)
+    buffer = io.BytesIO()
+    try:
+        torch.save(checkpoint, buffer)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise NotSerializableError(
+            f"{what} cannot be serialised ({type(error).__name__}: {error}); look at what on_save_checkpoint,"
+            " state_dict and hyperparameters put into the checkpoint"
+        ) from error
     text = "checkpoints are serialized with plain torch.save, which is slower: {about}. Report it."
     say(logging.WARNING, "saved-slowly", text, about=problem)
-    return layout
+    data = buffer.getvalue()
+    return Layout(len(data), ((0, data),), (), problem)
 
 
 def outline_of(layout: Layout) -> Layout:
