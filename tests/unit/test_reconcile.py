@@ -228,6 +228,11 @@ SITUATIONS = {
         delete 1 storage
         retain 2 storage
     """,
+    "of a run that was forgotten, older ones stay": """
+        place storage newest=2
+        slot 2 safe=storage
+        ----
+    """,
 }
 
 
