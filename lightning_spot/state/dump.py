@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
 
-VERSION = 5
+VERSION = 6
 """Of the exact state's form."""
 
 _KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))

@@ -17,7 +17,6 @@ from lightning_spot.config import format_names
 from lightning_spot.patches import Patches
 from lightning_spot.say import say
 from lightning_spot.state import buffers, builtin_callbacks, compat, loggers, loops
-from lightning_spot.state.aliases import SharedOutside
 from lightning_spot.state.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.state.dataloader import (
     DataResume,
@@ -35,7 +34,7 @@ from lightning_spot.state.elastic import OtherRanks
 from lightning_spot.state.loadability import follow_named
 from lightning_spot.state.loaders import Loaders
 from lightning_spot.state.loops import StepBoundaries, is_tuning
-from lightning_spot.state.module_state import PreTrainingEffects, UntrackedAttributes, owners_of
+from lightning_spot.state.module_state import PreTrainingEffects, UntrackedAttributes
 from lightning_spot.state.optimizers import FixedSteps, keep_dtypes, names_of, precise_of
 from lightning_spot.state.own_parameters import what_is_rank_0s
 from lightning_spot.state.per_trainer import OfTrainer, PerTrainer
@@ -72,7 +71,6 @@ class FitState(PerTrainer):
         self._untracked = UntrackedAttributes()
         self._restoring = Restoring(self._trainer, parts)
         self._has_begun = False
-        self._shared = SharedOutside(self._trainer, lambda: owners_of(parts.module))
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
@@ -132,8 +130,7 @@ class FitState(PerTrainer):
         self.fixed_steps.check(trainer)
         parts.buffers.begin(parts.module)
         run(compat.BUCKETS, lambda: parts.gradient_order.begin(trainer, due.get("gradient_order", [])))
-        tied, apart = run(compat.HOOKED, lambda: self._shared.tie(due.get("shared_outside", []))) or ([], [])
-        run(compat.HOOKED, lambda: self._untracked.begin(trainer, set(restoring.untracked).difference(tied)))
+        run(compat.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
         parts.hooked.lost.update(restoring.lost)
         reasons = why_loaders_are_not_exact(parts.loaders) if parts.loaders is not None else []
         made = buffers.made_in_training(parts.module, due.get("buffers", {}))
@@ -141,7 +138,6 @@ class FitState(PerTrainer):
             *builtin_callbacks.what_begins_anew(trainer),
             *self._untracked.begin_anew([*restoring.lost, *made]),
             *what_is_rank_0s(trainer),
-            *apart,
             *parts.hooked.what_waits(),
             *parts.hooked.what_is_apart(),
         ]
@@ -166,14 +162,13 @@ class FitState(PerTrainer):
         checkpoint = run(compat.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
         self._say_left_out(leave_out_callbacks(checkpoint))
-        shared = run(compat.HOOKED, self._shared.saved) or []
         added = run("skipped batches", lambda: loops.even_out(checkpoint)) or {}
         mark = loops.mark_before_validation
         total = run(compat.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
         places = loggers.places_of
         return Dump(
             checkpoint=checkpoint,
-            state={**self.capture(at_end=at_end), "added": added, "shared_outside": shared},
+            state={**self.capture(at_end=at_end), "added": added},
             validation_progress=total,
             loggers=run(compat.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],

@@ -29,9 +29,18 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import Dataset
 
+from lightning_spot.capture.tensors import storage_address
 from lightning_spot.patches import Patches
 from lightning_spot.state import compat, namespaces
-from lightning_spot.state.aliases import Holders, Owners, Place, Sharing, are_tied, tie
+from lightning_spot.state.aliases import (
+    Groups,
+    Owners,
+    Place,
+    differing,
+    groups_of,
+    outside_of,
+    untrained_by_optimizers,
+)
 from lightning_spot.state.buffers import Buffers, Marks, marks_of
 from lightning_spot.state.builtin_callbacks import tuners
 from lightning_spot.state.change_detector import SCALARS, ChangeDetector, class_attributes, is_value, own_classes
@@ -244,15 +253,11 @@ class ModuleState:
 
     Attributes:
         before: what was changed before that, and no resumed run repeats: it counts, too.
-        tied_before: likewise, parameters and buffers that were tied, as records of :func:`~aliases.tie`.
-        apart_before: likewise, names of what cannot be tied again.
         lost: names of attributes that have changed, as ``Class.attribute``, and that no resumed run gets back.
     """
 
     def __init__(self) -> None:
         self.before = Names()
-        self.tied_before: list[State] = []
-        self.apart_before: list[str] = []
         self.lost: set[str] = set()
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, Attributes] = {}
@@ -261,8 +266,10 @@ class ModuleState:
         self._makes_data: set[str] = set()  # modules of which data sets are not as they were when attributes were saved
         self._waiting: dict[str, State] = {}  # attributes of modules, until the next data sets are made
         self._kinds: dict[str, type] = {}
-        self._sharing = Sharing()
-        self._apart: list[str] = []  # of the training before
+        self._captured = 0
+        self._addresses: list[tuple[int, int]] = []  # of parameters and buffers, when sharing was looked at
+        self._shared: Groups = []
+        self._apart: list[str] = []  # what shares memory otherwise than in the training before
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
@@ -270,7 +277,6 @@ class ModuleState:
         self._trains = _trains(modules.items())
         detector = ChangeDetector(modules.values())
         self._modules = {name: Attributes(part, detector) for name, part in _parts(modules.items())}
-        self._sharing.begin(_registered(trainer.lightning_module))
         self._settings = _settings(trainer)
         self._kinds = {name: type(part) for name, part in modules.items()}
 
@@ -290,16 +296,16 @@ class ModuleState:
                 self._makes_data |= {name} if known[name].has_made_data else set()
         others = (name for name, part in modules if self._kinds.get(name) is not type(part))
         self.lost |= {name for name in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
-        kept = {(name, key) for name, own in changed.items() for key, each in own.items() if type(each) not in SCALARS}
-        shared, apart = self._shared(trainer, kept)
+        keeps = any(type(each) not in SCALARS for own in changed.values() for each in own.values())
+        self._look_what_is_shared(trainer, keeps=keeps)
         for name, values in self._waiting.items():
             changed[name] = {**changed.get(name, {}), **values}
         trains, settings = _trains(modules).items(), _settings(trainer)
         return {
             "trains": {name: on for name, on in trains if self._trains.get(name, on) != on or name in before.trains},
             "attributes": {name: values for name, values in changed.items() if values},
-            "shared": shared,
-            "apart": apart,
+            "shared": self._shared,
+            "untrained": untrained_by_optimizers(trainer),
             "made_data": sorted(self._makes_data),
             "settings": {
                 name: value
@@ -310,12 +316,14 @@ class ModuleState:
             "before": before.saved(),
         }
 
-    def _shared(self, trainer: pl.Trainer, kept: Collection[Place]) -> tuple[list[State], list[str]]:
-        module = trainer.lightning_module
-        registered = _registered(module)
-        shared, apart = self._sharing.noted(lambda: owners_of(module), registered, kept, lambda: trainer.optimizers)
-        before = [record for record in self.tied_before if are_tied(record, registered)]
-        return [*before, *shared], [*self.apart_before, *apart]
+    def _look_what_is_shared(self, trainer: pl.Trainer, *, keeps: bool) -> None:
+        """Look where it may have changed, else in fewer and fewer snapshots: each tensor is asked for its address."""
+        self._captured += 1
+        registered = _registered(trainer.lightning_module).values()
+        addresses = [(id(value), storage_address(value)) for value in registered]
+        if keeps or addresses != self._addresses or self._captured & (self._captured - 1) == 0:
+            self._addresses = addresses
+            self._shared = groups_of(owners_of(trainer.lightning_module), outside_of(trainer))
 
     def restore(self, trainer: pl.Trainer, saved: State, *, untrained: bool = False) -> None:
         """Put back what :meth:`capture` returned, after :meth:`begin`.
@@ -341,8 +349,9 @@ class ModuleState:
             }
             attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
         self._put(module, attributes)
-        parts = dict(_parts(module.named_modules(remove_duplicate=False)))
-        self._apart = [*saved["apart"], *tie(parts, saved["shared"])]
+        others = set(saved["untrained"]).symmetric_difference(untrained_by_optimizers(trainer))
+        shared = groups_of(owners_of(module), outside_of(trainer))
+        self._apart = sorted({*differing(saved["shared"], shared), *others})
         for name, value in saved["settings"].items():
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
@@ -360,11 +369,12 @@ class ModuleState:
             )
 
     def what_is_apart(self) -> Iterator[str]:
-        """One sentence on what training had tied or made again, and is as the program makes it now, if there is any."""
+        """One sentence on what training had tied, parted or made again, and the program does not, if there is any."""
         if self._apart:
             yield (
-                "training had changed which tensors of the module are one, or what a parameter is, and they are as the"
-                f" program makes them now: {_listed(self._apart)}. Tie or replace them where the module is made"
+                "training had changed what shares memory, or which parameters an optimizer has, and that is as the"
+                f" program makes it now: {_listed(self._apart)}. Tie or replace them where they are made, or in"
+                " on_train_start"
             )
 
     def end_epoch(self, trainer: pl.Trainer) -> None:
@@ -378,12 +388,17 @@ class ModuleState:
         if not attributes:
             return
         parts = dict(_parts(module.named_modules()))
-        holders = Holders(owners_of(module))
+        shared = {name for group in groups_of(owners_of(module), {}) for name in group}
         for name, values in attributes.items():
             for attribute, value in values.items():
                 if name in parts:
-                    is_shared = holders.are_several(getattr(parts[name], attribute, None))
-                    put(parts[name], attribute, value, module.device, is_shared=is_shared)
+                    put(
+                        parts[name],
+                        attribute,
+                        value,
+                        module.device,
+                        is_shared=f"{name}.{attribute}".strip(".") in shared,
+                    )
 
     def note_limits(self, trainer: pl.Trainer) -> None:
         """Note how long the program has training go on, before hooks may change that."""
@@ -625,8 +640,6 @@ class PreTrainingEffects(OfTrainer):
     def _note_since(self, first: ModuleState) -> None:
         hooked, found = self._hooked, self._captured(first)
         hooked.before.update(self._since.common(Names.of(found)))
-        hooked.tied_before += found["shared"]
-        hooked.apart_before += found["apart"]
         hooked.lost |= self._lost & first.lost
 
     def _captured(self, values: ModuleState) -> State:

@@ -112,14 +112,14 @@ def is_generator(saved: Any) -> bool:
 
 
 def put(part: Any, name: str, saved: Any, device: torch.device | None = None, *, is_shared: bool = False) -> None:
-    """Give an attribute its value back, lists and dicts in place where others may hold them, too.
+    """Give an attribute its value back; lists and dicts, which others may hold, and what is shared, in place.
 
     Args:
         part: an object or a class; has the attribute.
         name: of it.
         saved: what :func:`copy_of` returned.
         device: for tensors; ``None`` for the one they were on.
-        is_shared: whether attributes have its present value in common: it gets one of its own.
+        is_shared: whether its present value shares memory with other attributes: it is written to.
     """
     present = getattr(part, name, None)
     if is_generator(saved):
@@ -127,15 +127,16 @@ def put(part: Any, name: str, saved: Any, device: torch.device | None = None, *,
             restore_generator(present, saved["state"])
         return
     value = whole(saved, device)
-    if is_shared and type(present) is type(value):
-        setattr(part, name, value)
-    elif type(present) is list and type(value) is list:
+    if type(present) is list and type(value) is list:
         present[:] = value
     elif type(present) is dict and type(value) is dict:
         present.clear()
         present.update(value)
     elif type(present) in _REPLACED and not _are_equal(present, value):
-        setattr(part, name, value)
+        if is_shared and _are_alike([present, value]) and not present.requires_grad:
+            present.copy_(value)
+        else:
+            setattr(part, name, value)
 
 
 def _are_equal(present: Any, value: Any) -> bool:

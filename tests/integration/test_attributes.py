@@ -289,7 +289,7 @@ def test_a_limit_raised_by_a_hook_returns_unless_one_is_given(given: int, traine
 
 def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
     root: Any = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
-    trainer: Any = SimpleNamespace(lightning_module=root)
+    trainer: Any = SimpleNamespace(lightning_module=root, callbacks=[], datamodule=None, optimizers=[])
     state = ModuleState()
     state.begin(trainer)
     assert not state.capture(trainer, root.named_modules())["trains"]

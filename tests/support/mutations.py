@@ -104,10 +104,10 @@ weights that hooks overwrite | state.fit_state | overwritten::a_resumed_run_has_
 values of objects in the data | state.own_state | loaders::data_that_training_or_reading_changes_is_kept_or_named[mid-epoch-Transformed-stronger-batch-]
 -state["values"] = {path: kept for path, _, kept in self._changed() if kept}
 +pass
-# a callback writes to a copy of what the module reads
-tensors that callbacks share with the module | state.aliases | aliases::objects_callbacks_and_optimizers_share_stay_shared[case6-]
--            if same and _replace(outside, place, other):
-+            if same and False:
+# a resumed run is another one: weights that training tied are two again
+what shares memory otherwise | state.module_state | aliases::what_a_module_shares_is_shared_after_a_resume_or_named[weights that training ties]
+-        self._apart = sorted({*differing(saved["shared"], shared), *others})
++        pass
 # a resumed run is another one: frozen layers train
 requires_grad | state.module_state | exact_table::equal_or_warned_of[backbone-finetuning]
 -                parameters[name].requires_grad_(trains)
