@@ -348,14 +348,6 @@ def test_two_callbacks_do_not_take_each_others_place(tmp_path: Path) -> None:
         trainer(spot(tmp_path), spot(tmp_path)).fit(Net(), data())
 
 
-@pytest.mark.parametrize("kind", [SpotCheckpoint, AutoResume])
-def test_a_class_in_the_place_of_a_callback_is_named(kind: Any) -> None:
-    """A method of it was said to lack an argument."""
-    run = trainer(kind)
-    with pytest.raises(SettingsError, match=rf"callbacks= holds the class {kind.__name__} itself"):
-        run.fit(Net(), data())
-
-
 def test_a_trainer_goes_on_from_one_run_only(tmp_path: Path) -> None:
     """It went on from the last one, also where only another one had snapshots: that training began anew."""
     one, other = spot(tmp_path / "one"), spot(tmp_path / "other")
