@@ -53,7 +53,7 @@ def groups_of(inside: Owners, outside: Owners) -> Groups:
     found = [group for group in containers.values() if len(group) > 1]
     for sharers in tensors.values():
         if len(sharers) > 1:
-            found += _overlapping(sorted((*_span(tensor), *names) for tensor, *names in sharers))
+            found += _overlapping(sorted((*_span(tensor), name, is_inside) for tensor, name, is_inside in sharers))
     return sorted(sorted(group) for group in found)
 
 

@@ -101,11 +101,6 @@ def marks_of(module: torch.nn.Module) -> Marks:
     return _marks(_there(dict(module.named_buffers())))
 
 
-def copied(module: torch.nn.Module) -> Values:
-    """Copies of its parameters and buffers, to be :func:`put` back."""
-    return {name: value.detach().clone() for name, value in _all(module).items()}
-
-
 def put(module: torch.nn.Module, values: Values) -> None:
     """Write into the parameters and buffers of these names."""
     present = _all(module)

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_spot.patches import Patches
 from lightning_spot.say import say
-from lightning_spot.state import buffers, compat, logged_values, namespaces
+from lightning_spot.state import compat, logged_values, namespaces
 from lightning_spot.state.compare import is_drawn
 from lightning_spot.store.fsspec_client import forget_listings
 
@@ -97,56 +97,9 @@ def restore_modules(trainer: pl.Trainer, saved: State) -> None:
                     buffer.copy_(values["buffers"][name])
 
 
-# -- StochasticWeightAveraging: its scheduler takes the place of the user's when its first epoch starts --------------
-
-
-def capture_averaging(trainer: pl.Trainer) -> State:
-    """Whether the scheduler is in its place, for each."""
-    return {
-        key: compat.SWA_SCHEDULER.of(callback) is not None
-        for key, callback in _callbacks(trainer, "StochasticWeightAveraging")
-    }
-
-
-def restore_averaging(trainer: pl.Trainer, saved: State) -> None:
-    """Have it take its place again."""
-    progress = compat.EPOCH_PROGRESS.of(trainer.fit_loop).current
-    for key, callback in _callbacks(trainer, "StochasticWeightAveraging"):
-        if saved.get(key) and compat.SWA_SCHEDULER.of(callback) is None:
-            groups = trainer.optimizers[0].param_groups
-            before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-            epoch = progress.completed  # it is trainer.current_epoch
-            progress.completed = min(epoch, callback.swa_end)
-            # Averages nothing: that this epoch was averaged is in its state_dict.
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
-            progress.completed = epoch
-            for group, values in zip(groups, before, strict=True):
-                group.update(values)  # a new scheduler sets its first rate
-            if epoch > callback.swa_end:
-                _update_batch_norm(trainer, callback)
-
-
-def _update_batch_norm(trainer: pl.Trainer, callback: Any) -> None:
-    """Have an epoch go on that only updates BatchNorm's statistics, with what there is of them."""
-    module = trainer.lightning_module
-    as_loaded = buffers.copied(module)
-    callback.on_train_epoch_start(trainer, module)  # gives it the averages, and empty statistics
-    buffers.put(module, as_loaded)
-
-
 def further_epochs(trainer: pl.Trainer) -> int:
     """How many epochs more than ``max_epochs`` there may be: one in which BatchNorm is updated, once ``fit`` starts."""
     return sum(1 for _ in _callbacks(trainer, "StochasticWeightAveraging"))
-
-
-def steps_without_backward(trainer: pl.Trainer) -> bool:
-    """Whether an epoch may follow whose one step is on the gradients that are left of this one.
-
-    That in which StochasticWeightAveraging updates BatchNorm: Lightning leaves out the backward passes, not the step.
-    """
-    is_over = compat.NO_MORE_BATCHES.of(trainer.fit_loop.epoch_loop)()
-    averaging = (callback for _, callback in _callbacks(trainer, "StochasticWeightAveraging"))
-    return is_over and any(callback.swa_end == trainer.current_epoch for callback in averaging)
 
 
 # -- the tuners: what they found is kept, and they do not look for it again ------------------------------------------
@@ -237,6 +190,12 @@ def _exists(path: str) -> bool:
 
 def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
     """One sentence for each callback that cannot go on where it was."""
+    averaging = (callback for _, callback in _callbacks(trainer, "StochasticWeightAveraging"))
+    if any(callback.swa_start <= trainer.current_epoch for callback in averaging):
+        yield (
+            "StochasticWeightAveraging: Lightning sets its learning rate, and updates BatchNorm, only where an epoch"
+            " begins: the rest of this one goes on without that"
+        )
     if any(True for _ in _callbacks(trainer, "ThroughputMonitor")):
         yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
 

@@ -41,7 +41,6 @@ SIGNALS = "Lightning's signal handlers"
 ENVIRONMENT = "the ranks' address"
 BUCKETS = "DDP's buckets"
 SHARING = "DDP's sharing of buffers"
-AVERAGING = "StochasticWeightAveraging"
 TUNERS = "the tuners"
 TOGGLES = "toggled optimizers"
 
@@ -288,7 +287,6 @@ COMPOSABLE = "__composable_api_state_key_"
 
 # -- callbacks and loggers that Lightning ships -----------------------------------------------------------------------
 
-SWA_SCHEDULER = Name(AVERAGING, "_swa_scheduler", _first("StochasticWeightAveraging"))
 BATCH_SIZE_NAME = Name(TUNERS, "_batch_arg_name", _first("BatchSizeFinder"), str)
 ENDS_EARLY = Name(TUNERS, "_early_exit", _first("BatchSizeFinder", "LearningRateFinder"), bool)
 RATE_NAME = Name(TUNERS, "_attr_name", _first("LearningRateFinder"), (str, type(None)))

@@ -120,8 +120,8 @@ def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | 
     """Have a loader begin an epoch: by its workers if they persist, else with ``indices`` in its sampler's place."""
     if workers is not None:
         return workers.begin_epoch()
-    if indices is None or iterates_itself(loader):
-        return begin_watched(loader, indices=indices)
+    if indices is None:
+        return begin_watched(loader)
     with replacing(loader, {sampler_name(loader): indices, **watching(loader)}):
         return iter(loader)
 
@@ -389,7 +389,12 @@ class ResumedEpoch(Epoch):
         if "state" in resume:
             return (self._goes_by_state(resume) and not self.exhausted) or lasts(self.loader)
         are_there = 0 < self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
-        return are_there and self._seeks and self.yielded > 0 and not self.exhausted
+        return are_there and self._seeks and self.is_within
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the epoch goes on after some of its batches."""
+        return self.yielded > 0 and not self.exhausted
 
     @property
     def _seeks(self) -> bool:
@@ -509,11 +514,9 @@ def shuffle_buffers(own: OwnState) -> Iterator[str]:
 
 
 def _indices(loader: Any, workers: LastingWorkers | None) -> Indices | None:
-    """What stands in for the loader's sampler; none where that is torch's, and its iteration, too."""
+    """What stands in for the loader's sampler; none where that is torch's, or the iteration is the loader's own."""
     if workers is not None:
         return workers.indices
-    if iterates_itself(loader):
-        return Indices(getattr(loader, sampler_name(loader)))
     sampler = getattr(loader, sampler_name(loader)) if draws_at_once(loader) else None
     return None if sampler is None or is_known(sampler) else Indices(sampler)
 
@@ -732,6 +735,11 @@ def why_not_exact(loader: Any) -> Iterator[str]:
     yield from why_workers_are_not_exact(loader)
     epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
     yield from _what_workers_lack(epoch, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
+    if isinstance(epoch, ResumedEpoch) and epoch.is_within and iterates_itself(inner):
+        yield (
+            f"{type(inner).__name__} iterates in a way of its own, and its batches are loaded again: the rest of this"
+            " epoch is exact unless it draws from the random numbers of the process. Give it a state_dict"
+        )
     if epoch is not None and epoch.indices is not None and epoch.indices.draws_along:
         yield (
             f"{_kind(epoch.loader)} draws from the random numbers of the process while training draws from them, too:"
@@ -792,8 +800,8 @@ def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
 
 
 def _kind(loader: Any) -> str:
-    """Class of what draws: of the sampler, or of the loader if that is torch's."""
+    """Class of the sampler that draws."""
     sampler = getattr(loader, sampler_name(loader))
     while type(sampler).__module__.startswith("torch.") and hasattr(sampler, "sampler"):
         sampler = sampler.sampler
-    return type(loader if is_known(sampler) and iterates_itself(loader) else sampler).__name__
+    return type(sampler).__name__

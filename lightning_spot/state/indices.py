@@ -24,9 +24,8 @@ class Indices:
         questions: to yield instead of indices.
         at_start: called just before a pass draws.
         instead: what passes draw in place of the sampler's indices; ``None`` for those.
-        draws_along: whether the sampler, or an iteration of the loader's own, was seen to draw from the generators of
-            the process after its first draw: then the order depends on what else is drawn meanwhile, and cannot be
-            drawn again.
+        draws_along: whether the sampler was seen to draw from the generators of the process after its first draw: then
+            the order depends on what else is drawn meanwhile, and cannot be drawn again.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -77,31 +76,6 @@ class Indices:
             yield drawn
         yield from draws
 
-    def watched(self, loader: DataLoader[Any], begun: Callable[[dict[str, Any]], Iterator[Any]]) -> Iterator[Any]:
-        """An epoch of a loader that iterates in a way of its own, of which the first batches show whether it draws.
-
-        Args:
-            loader: that has the sampler.
-            begun: begins the epoch, with these values in place of the loader's attributes.
-        """
-        collated: list[Any] = []
-        values: dict[str, Any] = {sampler_name(loader): self}
-        if loader.num_workers == 0:
-            values["collate_fn"] = _noting(loader.collate_fn, collated)
-        return self._watched_batches(begun(values), collated)
-
-    def _watched_batches(self, inner: Iterator[Any], collated: list[Any]) -> Iterator[Any]:
-        for number in range(_WATCHED):
-            before = [random_now()] if number else []
-            collated.clear()
-            batch = next(inner, _END)
-            if batch is _END:
-                return
-            since = collated or before  # samples may draw as they like
-            self.draws_along |= bool(since) and since[-1] != random_now()
-            yield batch
-        yield from inner
-
     def __len__(self) -> int:
         return len(self._sampler)
 
@@ -110,17 +84,6 @@ class Indices:
 
 
 _END = object()
-
-
-def _noting(collate: Callable[[Any], Any], collated: list[Any]) -> Callable[[Any], Any]:
-    """The same function, which notes where the generators are behind it."""
-
-    def noting(samples: Any) -> Any:
-        batch = collate(samples)
-        collated[:] = [random_now()]
-        return batch
-
-    return noting
 
 
 def random_now() -> tuple[Any, ...]:

@@ -121,7 +121,7 @@ def put(part: Any, name: str, saved: Any, device: torch.device | None = None, *,
         device: for tensors; ``None`` for the one they were on.
         is_shared: whether its present value shares memory with other attributes: it is written to.
     """
-    present = getattr(part, name, None)
+    present: Any = getattr(part, name, None)
     if is_generator(saved):
         if type(present).__qualname__ == saved[_GENERATOR]:
             restore_generator(present, saved["state"])

@@ -30,14 +30,11 @@ from lightning_spot.say import say
 from lightning_spot.state import compat, logged_values
 from lightning_spot.state.buffers import Buffers
 from lightning_spot.state.builtin_callbacks import (
-    capture_averaging,
     capture_checkpoints,
     capture_found,
     capture_modules,
-    restore_averaging,
     restore_checkpoints,
     restore_modules,
-    steps_without_backward,
 )
 from lightning_spot.state.loaders import Loaders
 from lightning_spot.state.logged_values import (
@@ -285,8 +282,7 @@ class StateParts(OfTrainer):
         if not self.module.automatic_optimization:
             return True
         accumulates = self.switches.run(compat.PROGRESS, lambda: bool(compat.SHOULD_ACCUMULATE.of(loop)()))
-        again = self.switches.run(compat.AVERAGING, lambda: steps_without_backward(self._trainer))
-        return accumulates is not False or bool(again)
+        return accumulates is not False
 
     def restore_gradients(self, saved: State) -> None:
         """Give parameters the gradients that they had."""
@@ -352,7 +348,6 @@ _AROUND_LOADERS = {
     Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),
 }
 _HOOKED: Mapping[Stage, Restore] = {
-    Stage.LOAD: lambda parts, saved: parts.hooked.restore_limits(parts.trainer, saved),
     Stage.TRAIN_START: lambda parts, saved: parts.hooked.restore(parts.trainer, saved),
     Stage.FIRST_BATCH: lambda parts, saved: parts.hooked.restore_generators(parts.trainer, saved),
     Stage.UNTRAINED: lambda parts, saved: parts.hooked.restore(parts.trainer, saved, untrained=True),
@@ -376,7 +371,6 @@ PARTS = (
     StatePart(
         "modules", "metrics and averages of callbacks", _of(capture_modules), _to(restore_modules, Stage.TRAIN_START)
     ),
-    StatePart("averaging", compat.AVERAGING, _of(capture_averaging), _to(restore_averaging, Stage.TRAIN_START)),
     StatePart("found", "what the tuners found", _of(capture_found)),  # see rest_tuners
     StatePart("should_stop", None, lambda parts: parts.trainer.should_stop, _to(_restore_stop, Stage.FIRST_BATCH)),
     StatePart(

@@ -260,22 +260,15 @@ def watching(loader: Any) -> dict[str, Any]:
     return known.values(loader) if known is not None else {}
 
 
-def begin_watched(loader: Any, *, apart: bool = False, indices: Indices | None = None) -> Iterator[Any]:
-    """``iter(loader)``, with its workers and its own iteration watched where what these draw has to be known.
+def begin_watched(loader: Any, *, apart: bool = False) -> Iterator[Any]:
+    """``iter(loader)``, with its workers watched where what these draw has to be known.
 
     Args:
         loader: any.
         apart: whether one that begins only where its first batch is asked for draws the seed of workers apart from what
             training draws from: an epoch that was begun before had it already.
-        indices: stand in for the sampler of one that iterates in a way of its own.
     """
-    if indices is not None:
-        return indices.watched(loader, lambda values: _begun(loader, values, apart=apart))
-    return _begun(loader, watching(loader), apart=apart)
-
-
-def _begun(loader: Any, values: dict[str, Any], *, apart: bool) -> Iterator[Any]:
-    apart = apart or loader in _MADE_LATE
+    values, apart = watching(loader), apart or loader in _MADE_LATE
     with replacing(loader, values) if values else nullcontext():
         inner: Iterator[Any] = iter(loader)
     if not (isinstance(loader, DataLoader) and inspect.isgenerator(inner)):

@@ -27,10 +27,6 @@ from lightning_spot.state.builtin_callbacks import capture_modules
 from lightning_spot.state.change_detector import ChangeDetector
 from lightning_spot.state.compare import differences
 from lightning_spot.state.module_state import Attributes, ModuleState, put
-from tests.integration.test_exact import final
-from tests.support.exact_kept import Longer
-from tests.support.exact_table import Case, train
-from tests.support.trainer import Stop, StopAfter
 
 
 class Phase(Enum):
@@ -277,14 +273,6 @@ def test_a_module_keeps_what_has_changed(change: str) -> None:
         module.forward = module.forward
     assert known.changed(module, (), detector(module)) == expected
     assert known.lost == set()
-
-
-@pytest.mark.parametrize(("given", "trained"), [(3, 4), (6, 6)])
-def test_a_limit_raised_by_a_hook_returns_unless_one_is_given(given: int, trained: int, tmp_path: Path) -> None:
-    with pytest.raises(Stop):
-        train(Case(model=Longer), tmp_path, StopAfter(13), seed=11)
-    train(Case(model=Longer, settings={"max_epochs": given}), tmp_path, seed=200)
-    assert final(tmp_path)["epoch"] == trained
 
 
 def test_what_hooks_change_beside_scripted_modules_is_found() -> None:

@@ -92,21 +92,6 @@ AT_ENDS = {
         Case(model=m.Several, loaders=m.combined("max_size_cycle"), settings={"val_check_interval": 2}),
         StopIn("on_train_epoch_end", 1),
     ),
-    "before-batch-norm-is-updated": (
-        Case(
-            callbacks=CALLBACKS["weight-averaging-stochastic-batchnorm"].callbacks,
-            settings={"val_check_interval": 0.4},
-        ),
-        StopIn("on_train_batch_start", 18),
-    ),
-    "batch-norm-is-updated": (
-        Case(
-            callbacks=CALLBACKS["weight-averaging-stochastic-batchnorm"].callbacks,
-            settings={"val_check_interval": 0.4},
-            ignored=("consumed",),  # whether a loader has ended once: the next epoch begins it anew
-        ),
-        StopIn("on_train_epoch_end", 4),
-    ),
 }
 """Stopped behind the last step of an epoch, with no validation in between."""
 

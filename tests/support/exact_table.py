@@ -107,16 +107,16 @@ CALLBACKS: dict[str, Case] = {
     ),
     "weight-averaging-stochastic": Case(
         model=m.Plain,
-        callbacks=lambda: [shipped.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=3)],
+        callbacks=lambda: [shipped.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2)],
         settings={"max_epochs": 4},
-        stops=(3, 6, 5),
+        stops=(3,),
         covers=("StochasticWeightAveraging",),
     ),
-    "weight-averaging-stochastic-batchnorm": Case(
-        callbacks=lambda: [
-            shipped.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
-        ],
-        soak=True,
+    "weight-averaging-stochastic-under-way": Case(
+        callbacks=lambda: [shipped.StochasticWeightAveraging(0.02, swa_epoch_start=1)],
+        stops=(8,),
+        says="StochasticWeightAveraging",
+        differs=True,
     ),
     "weight-averaging-ema": Case(
         callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)],
@@ -379,7 +379,9 @@ LOADERS: dict[str, Case] = {
         soak=True,
     ),
     "loader-of-ones-own": Case(loaders=m.HandMade, says=STREAM),
-    "loader-that-iterates-in-its-own-way": Case(loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True)),
+    "loader-that-iterates-in-its-own-way": Case(
+        loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True), says="iterates in a way of its own"
+    ),
     "loader-that-iterates-in-its-own-way-persistent": Case(
         loaders=lambda: m.Generating(Rows(), BATCH, shuffle=True, num_workers=1, persistent_workers=True),
         says="workers persist",
@@ -441,7 +443,7 @@ LOOPS: dict[str, Case] = {
     ),
     "optimizer-with-attributes": Case(model=kept.Slow, says="Averaging.seen, Averaging.slow", differs=True),
     "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
-    "more-epochs-later": Case(model=kept.Longer, stops=(18,), ignored=("hooked.before.settings",)),
+    "more-epochs-later": Case(model=kept.Longer, stops=(13,), says="Trainer.max_epochs", differs=True),
     "extra-state-and-lazy-layer": Case(model=kept.Extra, stops=(8, 4)),
     "buffers-without-a-shape": Case(model=kept.Odd, stops=(8, 4)),
     "left-out-of-the-state-dict": Case(model=kept.LeavingOut, stops=(8, 4)),

@@ -120,10 +120,10 @@ attributes of modules | state.module_state | exact_table::equal_or_warned_of[pla
 settings of the trainer | state.module_state | exact_table::equal_or_warned_of[accumulation-scheduler]
 -                setattr(trainer, name, value)
 +                pass
-# a run that a hook made longer ends early
-limits of the trainer | state.module_state | attributes::a_limit_raised_by_a_hook_returns_unless_one_is_given
--        limits = {name: saved["settings"][name] for name in names}
-+        limits = dict[str, int]()
+# a run that a hook made longer ends early, and nothing says so
+limits of the trainer | state.module_state | exact_table::equal_or_warned_of[more-epochs-later]
+-if given and raised and 0 < given < raised
++if False
 # a resumed run is another one: a toggled optimizer trains both
 optimizers' toggles | state.state_parts | exact_table::equal_or_warned_of[toggled-over-batches]
 -_of(toggled)
@@ -143,10 +143,6 @@ restarting | state.fit_state | exact_table::equal_or_warned_of[plateau-of-the-ep
 # a resumed run is another one: averages and metrics of callbacks
 modules of callbacks | state.state_parts | exact_table::equal_or_warned_of[weight-averaging-ema]
 -, _to(restore_modules, Stage.TRAIN_START)
-+
-# a resumed run is another one: another average
-StochasticWeightAveraging | state.state_parts | exact_table::equal_or_warned_of[weight-averaging-stochastic]
--, _to(restore_averaging, Stage.TRAIN_START)
 +
 # a resumed run is another one: tuners look again
 what tuners found | state.state_parts | exact_table::equal_or_warned_of[batch-size-finder]
