@@ -55,9 +55,6 @@ _MOST_BYTES = 2**20
 _SAMPLES = 4096
 _MOST_DIGESTED = 2**16  # bytes of an array whose digest is not one of samples
 _ENDS = 16  # items at each end of a container that its digest tells of
-NESTED = 3
-"""So many containers within each other does the digest of an attribute tell of."""
-
 _PLAIN = (*SCALARS, complex)
 _DEEPEST = 3  # of objects
 _DEEPEST_NESTED = 8  # of containers
@@ -237,16 +234,12 @@ def _is_open(value: Any) -> bool:
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 
-def digest_of(value: Any, nested: int = 1) -> str:
+def digest_of(value: Any) -> str:
     """What a value contains, equal in every process: of large arrays by samples, of containers by items at both ends.
 
     Objects are their class: what they hold is not looked at. An open file or connection counts as ``None``, which it
     takes the place of where a sample is read first: every process opens its own. An iterator is the place it is at, as
     far as it shows that.
-
-    Args:
-        value: any.
-        nested: how many containers within each other are looked into.
     """
     if is_handle(value):
         value = None
@@ -257,9 +250,9 @@ def digest_of(value: Any, nested: int = 1) -> str:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return f"{value.dtype}{value.shape}{_crc_of(_sampled(value))}"
     if isinstance(value, dict):
-        return f"dict{len(value)}{_ends(value, nested)}{_ends(value.values(), nested)}"
+        return f"dict{len(value)}{_ends(value)}{_ends(value.values())}"
     if isinstance(value, (list, tuple, deque)):
-        return f"{type(value).__name__}{len(value)}{_ends(value, nested)}"
+        return f"{type(value).__name__}{len(value)}{_ends(value)}"
     if isinstance(value, (set, frozenset)):
         known = sorted(map(repr, value)) if len(value) <= _SAMPLES and set(map(type, value)) <= set(_PLAIN) else []
         return f"set{len(value)}{zlib.crc32(repr(known).encode()):x}"
@@ -300,8 +293,8 @@ def _crc_of(values: Any) -> str:
     return format(zlib.crc32(values.tobytes()), "x")
 
 
-def _ends(items: Collection[Any], nested: int) -> list[str]:
+def _ends(items: Collection[Any]) -> list[str]:
     """Digests of a container's first items, and of its last ones."""
     shown = [*islice(items, _ENDS), *islice(reversed(items), _ENDS)]  # type: ignore[call-overload]
-    too_deep = (dict, list, tuple) if nested <= 1 else ()
-    return [type(item).__name__ if isinstance(item, too_deep) else digest_of(item, nested - 1) for item in shown]
+    too_deep = (dict, list, tuple)
+    return [type(item).__name__ if isinstance(item, too_deep) else digest_of(item) for item in shown]

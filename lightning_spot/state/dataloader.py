@@ -57,13 +57,14 @@ def say_not_exact(findings: Iterable[str]) -> None:
 
 
 def made_of(loader: Any) -> State:
-    """Length of the data set, workers, sampler and ``drop_last`` of a loader; ``None`` for what it has not."""
+    """Length of the data set, batch size, workers, sampler and ``drop_last``; ``None`` for what a loader has not."""
     length = None
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         with suppress(TypeError, NotImplementedError):
             length = len(loader.dataset)  # type: ignore[arg-type]
     return {
         "length": length,
+        "batch": batch_of(loader),
         "workers": getattr(loader, "num_workers", 0),
         "sampler": type(sampler).__name__ if (sampler := _sampler_of(loader)) is not None else None,
         "drop_last": getattr(loader, "drop_last", None),
@@ -81,27 +82,25 @@ def differences(position: State | None, loader: Any) -> Iterator[str]:
     if position is None:
         return
     was, now = position["made_of"], made_of(loader)
-    changed = {name for name, value in was.items() if value != now[name]}
-    within = "at_iter" in position and not position["exhausted"] and position["yielded"]
-    if "workers" in changed:
-        what = "random numbers drawn in loading (augmentation) are others"
-        if now["length"] is None:
-            what = "a stream deals its samples to them in another way, so that some are seen twice or not at all"
-        yield f"num_workers was {was['workers']} and is {now['workers']}: {what}"
-    if changed & {"length", "sampler"}:
-        facts = [f"{text} was {was[name]} and is {now[name]}" for name, text in _NAMES.items() if name in changed]
-        what = "epochs from here on are made of what there is now"
-        if within:
-            what = (
-                f"this epoch goes on behind batch {position['yielded']} in another order, so that some of its samples"
-                " are seen twice or not at all; the next epoch is a whole one"
-            )
-        yield f"{', '.join(facts)}: {what}"
-    if "drop_last" in changed:
-        yield f"drop_last was {was['drop_last']} and is {now['drop_last']}: epochs end with another batch"
+    changed = [f"{text} was {was[name]} and is {now[name]}" for name, text in _NAMES.items() if was[name] != now[name]]
+    if not changed:
+        return
+    what = "epochs from here on are made of what there is now"
+    if "at_iter" in position and not position["exhausted"] and position["yielded"]:
+        what = (
+            f"this epoch goes on after as many batches as were trained on ({position['yielded']}): some of its samples"
+            " may be seen twice or not at all, and workers draw other random numbers. The next epoch is a whole one"
+        )
+    yield f"{', '.join(changed)}: {what}"
 
 
-_NAMES = {"length": "the number of samples in the data set", "sampler": "the sampler"}
+_NAMES = {
+    "length": "the number of samples in the data set",
+    "batch": "the batch size",
+    "workers": "num_workers",
+    "sampler": "the sampler",
+    "drop_last": "drop_last",
+}
 
 
 DataResume = Literal["auto", "replay", "seek"]
@@ -134,12 +133,9 @@ class Epoch:
         self.yielded = 0
         self.exhausted = False
         self.at_iter = self._random()
-        self.data_at_iter = own.changed_data()
         self.made_of = made_of(loader)
         self.workers_draw = self._draws_at_start()
         self.workers_changed: list[str] = []
-        self.expected: int | None = None
-        self.is_checked = False
         self.at_first: State | None = None
         self.first_batch: str | None = None
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
@@ -162,35 +158,12 @@ class Epoch:
         try:
             batch = next(self.inner)
         except StopIteration:
-            self._say_if_short()
             self.exhausted = True
             raise
         if self.yielded == 0:
             self.first_batch = digest_of(batch)
         self.yielded += 1
         return batch
-
-    def follow(self, before: Epoch) -> None:
-        """Expect as many batches as the epoch before had; to have less is an error in a run that was resumed only."""
-        self.is_checked |= before.is_checked
-        if self.expected is None:
-            self.expected = before.whole
-
-    @property
-    def whole(self) -> int | None:
-        """So many batches an epoch has: by the loader's length, or else as many as the last one that ended."""
-        if has_length(self.loader):
-            return len(self.loader)
-        return self.yielded if self.exhausted else self.expected
-
-    def _say_if_short(self) -> None:
-        is_short = self.expected is not None and self.yielded < self.expected
-        if is_short and self.is_checked and not (self.exhausted or self.dealt):
-            why = (
-                f"an epoch ended after {self.yielded} of {self.expected} batches: {type(self.loader).__name__} is not"
-                ' back at its place. Set data_resume="replay": batches are loaded again in place of its state'
-            )
-            say_not_exact([why])
 
     def leave(self) -> None:
         """Before the loader begins another epoch."""
@@ -208,9 +181,8 @@ class Epoch:
         done = state["exhausted"] or epoch_done
         workers = self.workers.saved(now=done) if self.workers is not None else None
         position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
-        data: State = {"data": self.own.changed_data(), "data_at_iter": self.data_at_iter}
         watch = watch_of(self.loader)
-        data |= {"made_of": self.made_of, "whole": self.whole, "first_batch": self.first_batch}
+        data: State = {"data": self.own.changed_data(), "made_of": self.made_of, "first_batch": self.first_batch}
         data |= {"workers_draw": True if watch is not None and watch.draws else self.workers_draw}
         changed = [*self.workers_changed, *(watch.changed if watch is not None else ())]
         data |= {"workers_changed": sorted(set(changed))}
@@ -218,7 +190,7 @@ class Epoch:
         lost = self.workers is not None and self.workers.is_lost
         flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along, "workers_lost": lost}
         order = self.dealt or order_of(self.loader, self.at_iter, self.at_first)
-        dealing = {"order": order, "dealt": self.dealt is not None, "batch": batch_of(self.loader)}
+        dealing = {"order": order, "dealt": self.dealt is not None}
         return {**state, **position, **flags, **dealing, **data}
 
     def _state(self) -> State:
@@ -263,14 +235,10 @@ class ResumedEpoch(Epoch):
         self.yielded = resume.get("yielded", 0)
         self.exhausted = resume.get("exhausted", False)
         self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
-        self.data_at_iter = resume.get("data_at_iter", {})
         self.workers_draw = resume["workers_draw"] if "at_iter" in resume else self._draws_at_start()
         self.workers_changed = resume.get("workers_changed", [])
-        self.expected = len(loader) if has_length(loader) else resume.get("whole")
-        self.is_checked = True
         self.made_of = resume["made_of"]
-        has_same_batches = resume.get("batch") in (None, batch_of(self.loader))
-        self.first_batch = resume.get("first_batch") if has_same_batches else None
+        self.first_batch = resume.get("first_batch")
         self._ahead = None if has_length(loader) else self._state
         self.before = None
         self.resume: State | None = resume
@@ -278,9 +246,9 @@ class ResumedEpoch(Epoch):
         self._data_resume = data_resume
         self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
         self._due_random = False
-        self._data: dict[str, str] = resume.get("data", {})
+        self._lost: list[str] = resume.get("data", [])
         named = self.workers_changed if self.has_other_workers else []
-        self._lost = [name for name in (workers.lost() if workers is not None else []) if name not in named]
+        self._lost += [name for name in (workers.lost() if workers is not None else []) if name not in named]
         self._begins_otherwise = False
         self._ended: Any = None
         self._loaded: list[tuple[Any, str, Any, Any]] = []
@@ -345,7 +313,6 @@ class ResumedEpoch(Epoch):
 
     def _begin(self, resume: State) -> None:
         present = capture_random()
-        self._lost += self._lost_before()
         by_state = self._goes_by_state(resume)
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
             if not self._restore_step(True):
@@ -402,9 +369,8 @@ class ResumedEpoch(Epoch):
         return self._data_resume == "seek" and draws_at_once(self.loader)
 
     def say_what_differs(self) -> None:
-        """Warn of what an attempt before had changed in the data, and that is not so now. Once."""
-        names = [*self._lost, *self.own.differing_data(self._data)]
-        self._data, self._lost = {}, []
+        """Warn of what an attempt before had changed in the data, and that does not come back. Once."""
+        names, self._lost = [*self._lost, *self.own.refused], []
         say_changed(names)
         if self._begins_otherwise and not names and made_of(self.loader) == self.made_of:
             why = (
@@ -413,15 +379,6 @@ class ResumedEpoch(Epoch):
             )
             say_not_exact([why])
         self._begins_otherwise = False
-
-    def _lost_before(self) -> list[str]:
-        """What earlier epochs had changed in the data, and this process has neither so nor as it was at the snapshot.
-
-        Objects look alike when the batches are loaded again, however they began.
-        """
-        changed = {name: told for name, told in self.data_at_iter.items() if name in self._data}
-        present = self.own.differing_data(self._data)
-        return [name for name in self.own.differing_data(changed) if name in present]
 
     def _goes_by_state(self, resume: State) -> bool:
         """Whether its own state brings the loader to its place: one of as many workers."""
@@ -460,8 +417,7 @@ class ResumedEpoch(Epoch):
         if workers and not self.made_of["workers"] and at_first is not None and draws_at_once(self.loader):
             self.indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
             self.indices.at_start = lambda: self._random_was(at_first)
-        loads = workers or self._data != self.data_at_iter  # what reading changes in the data happens again
-        if self._seeks or (self._data_resume == "auto" and not loads and draws_at_once(self.loader)):
+        if self._seeks or (self._data_resume == "auto" and not workers and draws_at_once(self.loader)):
             return self._iter_by_index(batches, at_first)
         inner = begin_epoch(self.loader, self.workers, self.indices)
         if at_first is not None:
@@ -494,7 +450,7 @@ class ResumedEpoch(Epoch):
 
 
 def say_changed(names: list[str]) -> None:
-    """Warn of what an attempt before had changed in the data, and that is not so now, if there is anything."""
+    """Warn of what an attempt before had changed in the data, and that does not come back, if there is anything."""
     if names:
         why = (
             f"training or reading had changed {', '.join(sorted(set(names)))}, which no snapshot holds: the data begin"
@@ -616,8 +572,6 @@ class PositionedLoader(FollowedLoader):
             if position is None
             else ResumedEpoch(*parts, position, own["_restore_step"], own["_data_resume"])
         )
-        if before is not None:
-            own["_epoch"].follow(before)
         return own["_epoch"]  # type: ignore[no-any-return]
 
 
@@ -654,7 +608,7 @@ def restore_state(loader: Any, state: State | None, but: Collection[int] = ()) -
     if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
         own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
         own.restore(state["own"], but=but)
-        names = own.differing_data(state["data"])
+        names = [*state["data"], *own.refused]
         if workers is not None:
             workers.resume(state["workers"])
             names += workers.lost()
@@ -696,22 +650,6 @@ def batches_done(loader: Any) -> int | None:
         return int(epoch.yielded)
     left = len(dealt(epoch.dealt, epoch.loader)) - epoch.yielded if epoch.dealt is not None else 0
     return max(0, len(loader) - (0 if epoch.exhausted else left))
-
-
-def other_batches(loader: Any, position: State | None) -> Iterator[str]:
-    """What to say where a loader goes on in the middle of its epoch with larger or smaller batches than before."""
-    if position is None or "at_iter" not in position or position["exhausted"]:
-        return
-    was, now = position.get("batch"), batch_of(loader_itself(loader))
-    passed = position["yielded"]
-    if was is None or now is None or was == now or not passed or "state" in position:
-        return
-    what = "passed over" if now > was else "seen twice"
-    yield (
-        f"the batch size was {was} when the snapshot was taken and is {now} now: this epoch goes on after as many"
-        f" batches as were trained on ({passed}), and {passed * abs(now - was)} of its samples are {what}, on each"
-        " rank. The next epoch is a whole one"
-    )
 
 
 def loader_itself(loader: Any) -> Any:

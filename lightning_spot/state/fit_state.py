@@ -24,7 +24,6 @@ from lightning_spot.state.dataloader import (
     batches_done,
     differences,
     loader_itself,
-    other_batches,
     say_not_exact,
     why_not_exact,
     why_workers_are_not_exact,
@@ -420,10 +419,7 @@ class Restoring(OfTrainer):
         if self._others is not None:
             return []
         both = zip(loaders, positions, strict=True)
-        reasons = [
-            [*differences(saved, loader_itself(loader)), *other_batches(loader, saved)] for loader, saved in both
-        ]
-        return [". ".join(each) for each in reasons if each]
+        return [reason for loader, saved in both for reason in differences(saved, loader_itself(loader))]
 
     def has_positions(self) -> bool:
         """Whether a snapshot has told where training loaders were."""

@@ -24,11 +24,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_spot.state import namespaces
 from lightning_spot.state.change_detector import (
-    NESTED,
     PACKAGES,
     ChangeDetector,
     class_attributes,
-    digest_of,
     is_handle,
     own_classes,
 )
@@ -65,13 +63,16 @@ class OwnState:
     Args:
         roots: where the walk begins, by name.
         by_state: whether what has a ``load_state_dict`` comes back by it.
+
+    Attributes:
+        refused: names of attributes that could not be set.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, by_state: bool = False) -> None:
         self._roots = dict(roots)
         self._by_state = by_state or is_stateful(roots.get(""))
         self._first = {path: _stamps(item, own) for path, item, own in self._owners()}
-        self._refused: set[str] = set()
+        self.refused: set[str] = set()
 
     @classmethod
     def of(cls, loader: Any) -> OwnState:
@@ -113,7 +114,7 @@ class OwnState:
                 try:
                     _put(item, name, value)
                 except Exception:  # a class of the user's lets nobody set it, or checks what it is set to
-                    self._refused.add(_name(path, name))
+                    self.refused.add(_name(path, name))
 
     def drawn(self) -> Any:
         """Where generators are, equal to a later one if none was drawn from; those that come back are left out."""
@@ -121,21 +122,14 @@ class OwnState:
         found = ((path, item) for path, item, comes_back in self._walk() if _is_generator(item) and not comes_back)
         return [(path, detector.stamp(item)) for path, item in found]
 
-    def changed_data(self) -> dict[str, str]:
-        """Digests of attributes that are not as they were at first, and that neither a state nor a snapshot holds."""
-        lost = ((_name(path, name), value) for path, own, _ in self._changed() for name, value in own.items())
-        return {name: digest_of(value, NESTED) for name, value in lost}
+    def changed_data(self) -> list[str]:
+        """Names of attributes that are not as they were at first, and that neither a state nor a snapshot holds."""
+        return sorted({*self.refused, *(_name(path, name) for path, lost, _ in self._changed() for name in lost)})
 
     def changed_names(self) -> list[str]:
         """Names of all attributes that are not as they were at first, but for epochs, which programs tell data."""
         changed = ((path, name) for path, lost, kept in self._changed() for name in (*lost, *kept))
         return [_name(path, name) for path, name in changed if name not in _EPOCHS]
-
-    def differing_data(self, saved: Mapping[str, str]) -> list[str]:
-        """Names of attributes that another process had changed, and that are not as they were there."""
-        present = {_name(path, name): value for path, _, own in self._owners() for name, value in own.items()}
-        differing = (name for name, told in saved.items() if digest_of(present.get(name), NESTED) != told)
-        return [*differing, *self._refused]
 
     def _changed(self) -> Iterator[tuple[str, State, State]]:
         """Of each object the attributes that have changed: those that do not come back, and copies of those that do."""

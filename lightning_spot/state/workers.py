@@ -57,7 +57,7 @@ class LastingWorkers:
     def lost(self) -> list[str]:
         """Names of what workers of the attempt before had changed in the data, and those to be made will not have."""
         states: list[State] = (self._pending or {}).get("workers") or []
-        return [name for state in states for name in self._own.differing_data(state["data"])]
+        return [name for state in states for name in state["data"]]
 
     def saved(self, *, now: bool) -> State | None:
         """How to make them again, as plain values; ``None`` if they are to be made where an epoch begins.

@@ -69,14 +69,12 @@ def test_changes_no_checkpoint_holds_are_named_before_resuming(tmp_path: Path) -
         told.clear()
 
 
-@pytest.mark.parametrize(
-    ("now", "what"), [(6, "8 of its samples are passed over"), (2, "8 of its samples are seen twice")]
-)
+@pytest.mark.parametrize("now", [6, 2])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_with_another_batch_size_the_epoch_continues_and_says_so(
-    tmp_path: Path, now: int, what: str, workers: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, now: int, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It continues after as many batches as before, and the log says what that costs."""
+    """It continues after as many batches as before, and the log says so."""
 
     class Seen(pl.Callback):
         def __init__(self) -> None:
@@ -99,7 +97,7 @@ def test_with_another_batch_size_the_epoch_continues_and_says_so(
         fit(4, StopAfter(16))  # four batches of the second epoch
     after = fit(now)
     findings = [each for facts in said(caplog, "not-exact") for each in facts["findings"]]
-    assert [what in each for each in findings].count(True) == 1
+    assert [f"the batch size was 4 and is {now}" in each for each in findings].count(True) == 1
     assert not [each for each in findings if "first batch" in each]  # it is another one, of course
     assert after.samples == {1: list(range(4 * now, 48)), 2: list(range(48))}
 
