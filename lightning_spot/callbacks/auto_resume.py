@@ -86,12 +86,6 @@ class AutoResume(FitCallback):
             return
         fit = FitSession.of(trainer)
         fit.begin()  # first: what one rank refuses, all do
-        places = list(dict.fromkeys(part._named.url for part in fit.callbacks(AutoResume)))
-        if len(places) > 1:
-            raise SettingsError(
-                f"callbacks of this Trainer resume runs from {' and from '.join(places)}, and it can go on from one"
-                " only: keep one of them. With resume=False another one takes snapshots only"
-            )
         FitState.of(trainer).data_resume = self.data_resume
         self._resume = fit.resume
         fit.resume.on_failure = self.on_resume_failure

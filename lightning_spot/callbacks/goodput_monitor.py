@@ -89,7 +89,7 @@ class GoodputMonitor(SpotCallback):
         if snapshots is None and self._dirpath is None:
             raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
         self._begun_unix_s, self._journal, self._ended = begin_unix_s(), None, None
-        if snapshots is None or any(item.writing.number for item in fit.snapshotters):
+        if snapshots is None or (fit.snapshotter is not None and fit.snapshotter.writing.number):
             self._begin(trainer)  # else the attempt begins later in setup, or when it is decided what to resume from
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

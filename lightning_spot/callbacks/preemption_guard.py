@@ -190,7 +190,7 @@ class PreemptionGuard(FitCallback):
                 FitSession.of(trainer).warn_of_local_dirpath(cloud)
         if not self._is_advised and self._watcher is not None and self._watcher.advice is not None:
             self._is_advised = True
-            for snapshotter in FitSession.of(trainer).snapshotters:
+            if (snapshotter := FitSession.of(trainer).snapshotter) is not None:
                 snapshotter.pacing.expect_failure()
 
     def _leave(self, trainer: pl.Trainer, seam: StepBoundary) -> None:

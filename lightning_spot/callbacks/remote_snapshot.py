@@ -230,14 +230,13 @@ class RemoteSnapshot(FitCallback):
         move_to_the_end(trainer, self)
         fit = FitSession.of(trainer)
         fit.begin()  # first: what one rank refuses, all do
-        if any(other is not self and other._named.url == self._named.url for other in fit.callbacks(RemoteSnapshot)):
+        if len(fit.callbacks(RemoteSnapshot)) > 1:
             raise SettingsError(
-                f"two callbacks of this Trainer take snapshots in {self._named.url}. Keep one of them: a configuration"
-                " file and the command line may each have added one"
+                "two callbacks of this Trainer take snapshots. Keep one of them: a configuration file and the command"
+                " line may each have added one"
             )
         self.location = fit.resume.location_of(self._named)
-        self.snapshotter = Snapshotter(trainer, self.location, self._settings, fit.resume)
-        fit.snapshotters.append(self.snapshotter)
+        self.snapshotter = fit.snapshotter = Snapshotter(trainer, self.location, self._settings, fit.resume)
         self.snapshotter.open()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

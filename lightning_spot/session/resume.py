@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,8 @@ class Resume(OfTrainer):
         trainer: that fits.
 
     Attributes:
-        named: location that the user gave to who resumes the run; ``None`` if nobody does.
-        location: where that run is; ``None`` likewise.
+        named: location that the user gave; ``None`` if no callback knows one.
+        location: where the run of this ``fit`` is, which may be one of several there; ``None`` likewise.
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
         run_id: identity of the run; ``""`` while it is not known, or where no snapshots are taken.
@@ -96,7 +96,6 @@ class Resume(OfTrainer):
         self.interval: dict[str, Any] | None = None
         self.on_failure: OnResumeFailure = "error"
         self._found: Survey | None = None
-        self._locations: dict[Location, Location] = {}
         self._trusts = False
         self._is_loaded = False
         self._has_trained = False
@@ -110,29 +109,35 @@ class Resume(OfTrainer):
         is_able = FitState.of(self._trainer).can(compat.RESUME)
         return is_able and any(getattr(part, "resumes", False) for part in parts_of(self._trainer))
 
-    @property
-    def all_named(self) -> Collection[Location]:
-        """Locations that the user gave, of which this ``fit`` has a run."""
-        return self._locations.keys()
-
     def location_of(self, named: Location) -> Location:
-        """Where the run of this ``fit`` is: ``dirpath`` may have several. Every rank calls it."""
-        if named not in self._locations:
-            ranks = Agreement(self._trainer)
-            self._locations[named] = location = ranks.tell(run_lookup.next_at(named))
-            if location != named:
-                say(
-                    logging.INFO,
-                    "run-of-its-own",
-                    "this program has finished a fit at {about}: this fit is a run of its own, in {url}",
-                    about=named.url,
-                    only_rank_zero=True,
-                    url=location.url,
+        """Where the run of this ``fit`` is: ``dirpath`` may have several. Every rank calls it.
+
+        Raises:
+            SettingsError: if callbacks name several.
+        """
+        if self.location is not None:
+            if self.named is not None and named != self.named:
+                raise SettingsError(
+                    f"callbacks of this Trainer name two runs, {self.named.url} and {named.url}. A Trainer has one:"
+                    " give them the same dirpath, servers, local_server and run_name"
                 )
-            if self.is_wanted():
-                bring_below(self._trainer, location)
-                ranks.on_rank_zero(lambda: self._look_first(location))
-        return self._locations[named]
+            return self.location
+        ranks = Agreement(self._trainer)
+        self.named, self.location = named, ranks.tell(run_lookup.next_at(named))
+        location = self.location
+        if location != named:
+            say(
+                logging.INFO,
+                "run-of-its-own",
+                "this program has finished a fit at {about}: this fit is a run of its own, in {url}",
+                about=named.url,
+                only_rank_zero=True,
+                url=location.url,
+            )
+        if self.is_wanted():
+            bring_below(self._trainer, location)
+            ranks.on_rank_zero(lambda: self._look_first(location))
+        return location
 
     def _look_first(self, location: Location) -> None:
         if self._trainer.ckpt_path is not None:  # no snapshot that is there is chosen
@@ -148,7 +153,7 @@ class Resume(OfTrainer):
 
     def look(self, location: Location) -> Survey:
         """Ask all tiers what they hold of the run. On rank 0."""
-        if self._found is None or self._found.location != location:
+        if self._found is None:
             self._found = survey(location)
         self.snapshots = [manifest for manifest, _ in self._found.candidates]
         return self._found
@@ -181,8 +186,7 @@ class Resume(OfTrainer):
             where the run of this ``fit`` is.
         """
         trainer = self._trainer
-        self.named = named
-        self.location = location = self.location_of(named)
+        location = self.location_of(named)
         if not self.is_wanted():
             Agreement(trainer).on_rank_zero(lambda: self._refuse(location))
             return location
@@ -261,7 +265,7 @@ class Resume(OfTrainer):
 
     def _newest_survey(self, location: Location) -> Survey:
         """What the tiers hold now; what was found at servers at this start is kept."""
-        if self._found is None or self._found.location != location:
+        if self._found is None:
             return survey(location)
         return look_again(self._found) if self._found.durable is not None else self._found
 

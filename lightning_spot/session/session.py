@@ -60,7 +60,7 @@ class FitSession(PerTrainer):
 
     Attributes:
         resume: what it goes on from.
-        snapshotters: those who take its snapshots, one for each :class:`RemoteSnapshot`.
+        snapshotter: takes its snapshots; ``None`` if no callback does.
         deadline: by when all has to be safe; ``None`` while no notice stops the run.
         summarize: logs the summary of the run; where the end is an error, that comes last.
         report: has servers told at once what was measured, without waiting for it.
@@ -72,7 +72,7 @@ class FitSession(PerTrainer):
 
     def _renew(self) -> None:
         self._has_begun, self._is_complete, self._pid = False, False, os.getpid()
-        self.snapshotters: list[Snapshotter] = []
+        self.snapshotter: Snapshotter | None = None
         self.resume = Resume(self._trainer)
         self.deadline: Deadline | None = None
         self.summarize: Callable[[], object] = bool
@@ -116,21 +116,21 @@ class FitSession(PerTrainer):
     def _now(self) -> tuple[str, int, int]:
         """Name of the run, number of the attempt and step."""
         trainer, resume = self._of(), self.resume
-        locations = [resume.location, *(item.location for item in self.snapshotters)]
-        name = next((location.name for location in locations if location is not None), "")
+        name = resume.location.name if resume.location is not None else ""
         return name, resume.attempt, trainer.global_step if trainer is not None else 0
 
     def emit(self, kind: EventKind, message: str, **detail: Any) -> None:
         """Tell an event, see :meth:`Events.emit`. What a function raises does not change how a notice ends a run."""
-        strict = kind != "preempted" and any(item.settings.ring.strict for item in self.snapshotters)
+        snapshotter = self.snapshotter
+        strict = kind != "preempted" and snapshotter is not None and snapshotter.settings.ring.strict
         self._events.emit(kind, message, strict=strict, **detail)
 
     # -- notices --------------------------------------------------------------------------------------------------
 
     def expect_stop(self) -> None:
         """Somebody watches for notices: the state in front of a validation is kept at hand from now on."""
-        for snapshotter in self.snapshotters:
-            snapshotter.current_state.keeps = True
+        if self.snapshotter is not None:
+            self.snapshotter.current_state.keeps = True
 
     def warn_of_passing_folder(self) -> None:
         """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
@@ -169,19 +169,20 @@ class FitSession(PerTrainer):
         Args:
             cloud: that was found.
         """
-        for snapshotter in self.snapshotters:
-            url = snapshotter.location.url
-            if (kind := local_file_system(url)) is not None and read_environment().drill_dir is None:
-                say(
-                    logging.WARNING,
-                    "dirpath-local",
-                    "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}), and lost with it. Use a"
-                    " bucket, or a disk that outlives the VM",
-                    about=url,
-                    only_rank_zero=True,
-                    kind=kind,
-                    cloud=cloud,
-                )
+        if self.snapshotter is None or read_environment().drill_dir is not None:
+            return
+        url = self.snapshotter.location.url
+        if (kind := local_file_system(url)) is not None:
+            say(
+                logging.WARNING,
+                "dirpath-local",
+                "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}), and lost with it. Use a"
+                " bucket, or a disk that outlives the VM",
+                about=url,
+                only_rank_zero=True,
+                kind=kind,
+                cloud=cloud,
+            )
 
     def warn_of_short_grace(self, grace_period_s: float) -> bool:
         """Say early that a notice would come too late for an urgent snapshot.
@@ -192,19 +193,18 @@ class FitSession(PerTrainer):
         Returns:
             whether enough was measured to tell.
         """
-        measured = [safe_s for item in self.snapshotters if (safe_s := item.writing.safe_after_s()) is not None]
-        for safe_s in measured:
-            if safe_s > grace_period_s:
-                say(
-                    logging.WARNING,
-                    "grace-too-short",
-                    "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload: too long. Use a"
-                    " snapshot server nearby, or a shorter interval",
-                    only_rank_zero=True,
-                    grace_s=grace_period_s,
-                    safe_s=safe_s,
-                )
-        return bool(measured)
+        safe_s = self.snapshotter.writing.safe_after_s() if self.snapshotter is not None else None
+        if safe_s is not None and safe_s > grace_period_s:
+            say(
+                logging.WARNING,
+                "grace-too-short",
+                "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload: too long. Use a"
+                " snapshot server nearby, or a shorter interval",
+                only_rank_zero=True,
+                grace_s=grace_period_s,
+                safe_s=safe_s,
+            )
+        return safe_s is not None
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -222,22 +222,21 @@ class FitSession(PerTrainer):
         Raises:
             PreemptedError: always; the process exits with :data:`EXIT_CODE`.
         """
-        trainer = self._trainer
+        trainer, snapshotter, safe = self._trainer, self.snapshotter, ""
         text = "{notice}; all ranks stop after step {step}"
         say(logging.INFO, "stopping", text, only_rank_zero=True, notice=notice.text, step=trainer.global_step)
-        longest_s = max((item.settings.upload_timeout_s for item in self.snapshotters), default=0.0)
+        longest_s = snapshotter.settings.upload_timeout_s if snapshotter is not None else 0.0
         self.deadline = deadline = Deadline.of(notice.deadline_s, longest_s)
-        secured = []
         self.report()
-        for snapshotter in self.snapshotters:
-            bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
-            if safe := snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE):
-                say(logging.INFO, "secured", "{safe}", about=snapshotter.location.url, only_rank_zero=True, safe=safe)
-                secured.append(safe)
-        if not self.snapshotters:
+        if snapshotter is None:
             _save_beside_model_checkpoint(trainer, seam)
+        else:
+            bring = partial(secure, trainer, snapshotter, seam, deadline, cut_short)
+            safe = snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE)
+            if safe:
+                say(logging.INFO, "secured", "{safe}", about=snapshotter.location.url, only_rank_zero=True, safe=safe)
         part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
-        raise self._preempted(notice, *secured)
+        raise self._preempted(notice, safe)
 
     def workers_ended(self, notice: Notice, error: BaseException) -> NoReturn:
         """Leave, since the signal of a notice has ended workers of a loader, too. In mid-step nothing can be secured.
@@ -256,13 +255,13 @@ class FitSession(PerTrainer):
             " to the main process only",
             notice=notice.text,
         )
-        raise self._preempted(notice) from error
+        raise self._preempted(notice, "") from error
 
-    def _preempted(self, notice: Notice, *secured: str) -> PreemptedError:
+    def _preempted(self, notice: Notice, safe: str) -> PreemptedError:
         """What ends the process; the job's scheduler is asked for another turn."""
         if self._trainer.is_global_zero and is_requeued_by_slurm(self._trainer):
             requeue_slurm_job()
-        self.emit("preempted", "; ".join([notice.text, *secured]), source=notice.source)
+        self.emit("preempted", f"{notice.text}; {safe}" if safe else notice.text, source=notice.source)
         return PreemptedError(notice.text, EXIT_CODE)
 
     def complete(self) -> None:
@@ -271,8 +270,8 @@ class FitSession(PerTrainer):
             return
         self._is_complete = True
         self._finish(complete=True)
-        for named in self.resume.all_named:
-            run_lookup.finished(named)
+        if self.resume.named is not None:
+            run_lookup.finished(self.resume.named)
 
     def end(self, error: BaseException | None = None) -> None:
         """Upload what is committed, and let the trainer go; the one way out. A second call does nothing.
@@ -304,40 +303,36 @@ class FitSession(PerTrainer):
 
     def _interrupt(self, error: BaseException, ends: ExitStack) -> None:
         """Say what an exception has ended, once snapshots are uploaded, and note it for the next ``fit``."""
-        is_first = self._trainer.is_global_zero
-        begun = [each for each in self.snapshotters if is_first and each.writing.attempt is not None]
-        for named in self.resume.all_named:
-            ends.callback(run_lookup.interrupted, named, error)
+        if self.resume.named is not None:
+            ends.callback(run_lookup.interrupted, self.resume.named, error)
+        snapshotter = self.snapshotter
+        if snapshotter is None or snapshotter.writing.attempt is None or not self._trainer.is_global_zero:
+            return
         if self.deadline is None or not isinstance(error, PreemptedError):  # else more was said
-            ends.callback(self._say_interrupted, error, begun)
-        for snapshotter in begun:
-            run_lookup.server_was_left(snapshotter.location, snapshotter.writing.number, error)
+            ends.callback(self._say_interrupted, error, snapshotter)
+        run_lookup.server_was_left(snapshotter.location, snapshotter.writing.number, error)
 
-    def _say_interrupted(self, error: BaseException, begun: list[Snapshotter]) -> None:
-        for snapshotter in begun:
-            is_none = snapshotter.writing.committed is None and not self.resume.snapshots
-            can_go_on = not (is_none or _would_come_again(error))
-            way_on = ". The same command goes on from the newest one" if can_go_on else ""
-            if can_go_on and snapshotter.writing.committed is None and (chosen := self.resume.chosen) is not None:
-                way_on = f". The same command goes on from {chosen.name} again, as this start did"
-            say(
-                logging.INFO,
-                "run-interrupted",
-                "{error} has ended run {about!r} at step {step}; {safe}{way_on}",
-                about=snapshotter.location.name,
-                only_rank_zero=True,
-                error=_what(error),
-                step=self._trainer.global_step,
-                safe=snapshotter.writing.what_is_safe(),
-                way_on=way_on,
-            )
+    def _say_interrupted(self, error: BaseException, snapshotter: Snapshotter) -> None:
+        is_none = snapshotter.writing.committed is None and not self.resume.snapshots
+        can_go_on = not (is_none or _would_come_again(error))
+        way_on = ". The same command goes on from the newest one" if can_go_on else ""
+        if can_go_on and snapshotter.writing.committed is None and (chosen := self.resume.chosen) is not None:
+            way_on = f". The same command goes on from {chosen.name} again, as this start did"
+        say(
+            logging.INFO,
+            "run-interrupted",
+            "{error} has ended run {about!r} at step {step}; {safe}{way_on}",
+            about=snapshotter.location.name,
+            only_rank_zero=True,
+            error=_what(error),
+            step=self._trainer.global_step,
+            safe=snapshotter.writing.what_is_safe(),
+            way_on=way_on,
+        )
 
     def _finish(self, *, complete: bool) -> None:
-        with ExitStack() as ends:
-            for snapshotter in reversed(self.snapshotters):
-                ends.callback(self._finish_one, snapshotter, complete=complete)
-
-    def _finish_one(self, snapshotter: Snapshotter, *, complete: bool) -> None:
+        if (snapshotter := self.snapshotter) is None:
+            return
         wait_s = snapshotter.settings.upload_timeout_s
         if self.deadline is not None:
             wait_s = min(wait_s, self.deadline.left_s)

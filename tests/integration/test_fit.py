@@ -344,19 +344,26 @@ def test_without_a_server_nobody_is_said_to_go_on_trying(
 
 
 def test_two_callbacks_do_not_take_each_others_place(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"two callbacks of this Trainer take snapshots in .*run-1.*Keep one"):
+    with pytest.raises(SettingsError, match=r"two callbacks of this Trainer take snapshots.*Keep one"):
         trainer(spot(tmp_path), spot(tmp_path)).fit(Net(), data())
 
 
-def test_a_trainer_goes_on_from_one_run_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [SpotCheckpoint, AutoResume])
+def test_a_class_in_the_place_of_a_callback_is_named(kind: Any) -> None:
+    """A method of it was said to lack an argument."""
+    run = trainer(kind)
+    with pytest.raises(SettingsError, match=rf"callbacks= holds the class {kind.__name__} itself"):
+        run.fit(Net(), data())
+
+
+def test_a_trainer_has_one_run(tmp_path: Path) -> None:
     """It went on from the last one, also where only another one had snapshots: that training began anew."""
-    one, other = spot(tmp_path / "one"), spot(tmp_path / "other")
-    with pytest.raises(SettingsError, match=r"resume runs from .*/run-1 and from .*/run-1.*keep one.*resume=False"):
-        trainer(one, other).fit(Net(), data())
-    assert not manifests(tmp_path / "one")
-    second = SpotCheckpoint(str(tmp_path / "other" / "run-1"), local_server=False, resume=False)
-    trainer(one, second, max_epochs=1).fit(Net(), data())
-    assert manifests(tmp_path / "one")[0].name == manifests(tmp_path / "other")[0].name
+    resumes = AutoResume(str(tmp_path / "other"), local_server=False)
+    with pytest.raises(SettingsError, match=r"name two runs, .*/one and .*/other.*same dirpath"):
+        trainer(AutoResume(str(tmp_path / "one"), local_server=False), resumes).fit(Net(), data())
+    with pytest.raises(SettingsError, match=r"name two runs, .*/other and .*/run-1"):
+        trainer(resumes, spot(tmp_path, resume=False)).fit(Net(), data())
+    assert not manifests(tmp_path)
 
 
 def test_lightnings_own_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
