@@ -25,7 +25,7 @@ from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location, check_replicas, memory_limit_bytes
-from lightning_spot.session.coordinator import Iterations, OnError, SnapshotSettings
+from lightning_spot.session.coordinator import OnError, SnapshotSettings
 from lightning_spot.session.preflight import takes_part
 from lightning_spot.session.session import FitSession
 from lightning_spot.session.snapshotter import Snapshotter
@@ -215,10 +215,6 @@ class RemoteSnapshot(FitCallback):
         """Whether training goes on and ``on_train_start`` was not called: another callback has changed the list."""
         return self.snapshotter is not None and not self.snapshotter.has_begun
 
-    @property
-    def _iterations(self) -> Iterations | None:
-        return self.snapshotter.writing.iterations if self.snapshotter is not None else None
-
     # -- Lightning's hooks, in the order in which they are called -------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -255,13 +251,13 @@ class RemoteSnapshot(FitCallback):
         """The forward pass of a micro-batch begins: what was held for it is copied."""
         if self.is_passed_over:
             self.on_train_start(trainer, pl_module)
-        if (iterations := self._iterations) is not None:
-            iterations.schedule.batch_begins()
+        if self.snapshotter is not None:
+            self.snapshotter.writing.iterations.schedule.batch_begins()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """The backward pass begins."""
-        if (iterations := self._iterations) is not None:
-            iterations.schedule.backward_begins()
+        if self.snapshotter is not None:
+            self.snapshotter.writing.iterations.schedule.backward_begins()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All gradients of a micro-batch are there."""
@@ -286,9 +282,7 @@ class RemoteSnapshot(FitCallback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the state go that was kept for the time of the validation."""
         if self.snapshotter is not None:
-            self.snapshotter.current_state.after_validation()
-            if not trainer.sanity_checking:
-                self.snapshotter.pacing.validated()
+            self.snapshotter.validated()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Callbacks may change weights here."""

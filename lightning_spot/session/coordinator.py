@@ -158,7 +158,7 @@ class Coordinator(OfTrainer):
         self.found: Survey | None = None
         self.attempt: Attempt | None = None
         self.number, self.begun_step = 0, -1
-        self.iterations: Iterations | None = None
+        self.iterations = Iterations(trainer, settings.copy_mode)
         self.is_warm = False
         self.uploaded_bytes = self._begun = self._skipped = self._dropped = 0
         self._location, self._settings, self._resume, self._interval = location, settings, resume, interval
@@ -223,8 +223,7 @@ class Coordinator(OfTrainer):
 
     def begin(self) -> None:
         """Begin the next attempt of the run, once it is decided what it goes on from. Every rank calls it."""
-        trainer, resume, ranks = self._trainer, self._resume, Agreement(self._trainer)
-        self.iterations = Iterations(trainer, self._settings.copy_mode)
+        resume, ranks = self._resume, Agreement(self._trainer)
         self.attempt = attempt = ranks.on_rank_zero(self._begin_attempt)
         mine = (attempt.info, attempt.lineage, attempt.is_claimed) if attempt is not None else None
         info, lineage, is_claimed = ranks.tell(mine)
@@ -257,7 +256,6 @@ class Coordinator(OfTrainer):
 
     def _attempt_at(self, host: Host) -> Attempt:
         assert self.found is not None
-        assert self.iterations is not None
         look, schedule = self._resume.trial(), self.iterations.schedule
         return Attempt.begin(self.found, host, self._settings.ring, self._layouter, look, schedule)
 
@@ -272,7 +270,6 @@ class Coordinator(OfTrainer):
         if self.attempt is None:
             host, self._host = self._host, None
             assert host is not None
-            assert self.iterations is not None
             self.attempt = Attempt.join(
                 *(self._location, info, host, self._settings.ring),
                 layouter=self._layouter(info),

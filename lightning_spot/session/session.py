@@ -130,7 +130,7 @@ class FitSession(PerTrainer):
     def expect_stop(self) -> None:
         """Somebody watches for notices: the state in front of a validation is kept at hand from now on."""
         if self.snapshotter is not None:
-            self.snapshotter.current_state.keeps = True
+            self.snapshotter.keeps_state = True
 
     def warn_of_passing_folder(self) -> None:
         """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
@@ -466,13 +466,12 @@ def secure(
 
 def _stand_still(snapshotter: Snapshotter) -> None:
     snapshotter.wait_copied()
-    if (iterations := snapshotter.writing.iterations) is not None:  # none comes over which to spread it
-        iterations.end()
+    snapshotter.writing.iterations.end()  # none comes over which to spread it
 
 
 def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: StepBoundary) -> Dump | None:
-    """The newest state of this rank, see :meth:`CurrentState.newest`; an error of one rank is an error of all."""
-    take = partial(snapshotter.current_state.newest, seam)
+    """The newest state of this rank, see :meth:`Snapshotter.newest_state`; an error of one rank is an error of all."""
+    take = partial(snapshotter.newest_state, seam)
     # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
     return take() if snapshotter.writing.hold_their_own else ranks.together(take)
 

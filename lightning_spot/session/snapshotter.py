@@ -483,7 +483,7 @@ class Snapshotter(OfTrainer):
         pacing: decides when.
         writing: has them written.
         has_begun: whether :meth:`begin_training` was called.
-        current_state: the state of this rank.
+        keeps_state: whether the state in front of a validation is kept, for a stop in the middle.
         best_effort: runs what training can do without.
     """
 
@@ -493,8 +493,9 @@ class Snapshotter(OfTrainer):
         self.settings = settings
         self.best_effort = BestEffort(strict=settings.ring.strict)
         self.pacing = Pacing(settings.policy, self.best_effort)
-        self.writing = writing = Coordinator(trainer, location, settings, resume, self.pacing.state_dict)
-        self.current_state = CurrentState(trainer, writing, self.best_effort, strict=settings.ring.strict)
+        self.writing = Coordinator(trainer, location, settings, resume, self.pacing.state_dict)
+        self.keeps_state = False
+        self._kept_state: Dump | None = None
         self._resume = resume
         self._seen_step = -1
         self._steps_itself = self.has_begun = False
@@ -529,9 +530,8 @@ class Snapshotter(OfTrainer):
         self.pacing.begin(trainer, writing.number, self._resume.interval)
         StepBoundaries.of(trainer).add(self)
         self._patches.callback(lambda: StepBoundaries.of(trainer).remove(self))
-        if writing.iterations is not None:
-            writing.iterations.begin()
-            self._patches.callback(writing.iterations.end)
+        writing.iterations.begin()
+        self._patches.callback(writing.iterations.end)
         self._steps_itself = namespaces.overrides(trainer.lightning_module, "optimizer_step")
         self._follow_steps()
 
@@ -567,26 +567,24 @@ class Snapshotter(OfTrainer):
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Take a snapshot if one is due: a resumed run begins with this validation."""
         self._at_seam(before_validation=True)
-        self.current_state.before_validation()
+        if self.keeps_state:
+            self._kept_state = self.best_effort.run("keeping the state in front of a validation", self._keep, None)
         self.disturbed()  # averaging callbacks exchange weights around a validation
 
     def after_backward(self) -> None:
         """All gradients of a micro-batch are there. A module's own ``optimizer_step`` may go past Lightning's hook."""
-        if (iterations := self.writing.iterations) is not None:
-            iterations.schedule.backward_ends()
+        self.writing.iterations.schedule.backward_ends()
         if self._steps_itself:
             self.before_step()
 
     def before_step(self) -> None:
         """The optimizer is about to step: wait for what is not copied yet."""
-        if (iterations := self.writing.iterations) is not None:
-            iterations.schedule.stepping()
+        self.writing.iterations.schedule.stepping()
         self.wait_copied()
 
     def disturbed(self) -> None:
         """Something else than training comes, in which weights may change: wait for what is not copied yet."""
-        if (iterations := self.writing.iterations) is not None:
-            iterations.schedule.disturbed()
+        self.writing.iterations.schedule.disturbed()
         self.wait_copied()
 
     def wait_copied(self) -> None:
@@ -686,8 +684,7 @@ class Snapshotter(OfTrainer):
 
     def _after_step(self, *, before_validation: bool) -> bool:
         trainer, run, iterations = self._trainer, self.best_effort.run, self.writing.iterations
-        if iterations is not None:
-            run(_FOLLOWING, iterations.ends, None)
+        run(_FOLLOWING, iterations.ends, None)
         run(_AHEAD, self.writing.warm, None)
         if (how := self.pacing.due(trainer, self._decide, self._paces)) is not None:
             self._take(Decision.heard(how), before_validation=before_validation)
@@ -695,8 +692,7 @@ class Snapshotter(OfTrainer):
         run("leasing a slot ahead", self._lease_ahead, None)
         if not self._has_said_first:
             run("logging the first snapshot", self._say_first, None)
-        if iterations is not None:
-            run(_FOLLOWING, iterations.begins, None)
+        run(_FOLLOWING, iterations.begins, None)
         return True
 
     def _say_first(self) -> None:
@@ -736,9 +732,51 @@ class Snapshotter(OfTrainer):
         if not is_fenced:  # else none is, and it is not for want of a slot
             self.pacing.taken(trainer.global_step)
         with self.pacing.stalling():
-            dump = self.current_state.state(before_validation=before_validation, at_end=how.complete)
+            dump = self._state(before_validation=before_validation, at_end=how.complete)
             wait_s = WAIT_FOR_SLOT_S if self.settings.on_full == "wait" or how.complete else 0.0
             writing.write(dump, how, wait_s=wait_s)
+
+    # -- the state of this rank -----------------------------------------------------------------------------------
+
+    def _state(self, *, before_validation: bool, at_end: bool = False) -> Dump | SpotError:
+        """The state of this rank as it is now; or why it cannot be had, which costs a snapshot.
+
+        Args:
+            before_validation: whether a validation follows the step.
+            at_end: whether the run has come to its end, outside any epoch.
+        """
+        try:
+            return FitState.of(self._trainer).dump(before_validation=before_validation, at_end=at_end)
+        except Exception as error:
+            # Where ranks wait for each other in their optimizers' states, the others do not wait for what comes next.
+            if self.settings.ring.strict or (self._trainer.world_size > 1 and self.writing.hold_their_own):
+                raise
+            return failure_of(error)
+
+    def newest_state(self, seam: StepBoundary) -> Dump | None:
+        """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
+        if seam is StepBoundary.SANITY_CHECK:
+            return None
+        if seam is StepBoundary.VALIDATION:
+            kept, self._kept_state = self._kept_state, None
+            return kept if kept is not None and kept.is_unchanged else None
+        dump = self._state(before_validation=seam is StepBoundary.BEFORE_VALIDATION)
+        if isinstance(dump, SpotError):
+            text = "no snapshot of step {step}: {error}"
+            say(logging.WARNING, "no-urgent-snapshot", text, step=self._trainer.global_step, error=dump)
+            return None
+        return dump
+
+    def _keep(self) -> Dump:
+        return FitState.of(self._trainer).dump(before_validation=True).kept()
+
+    def validated(self) -> None:
+        """A validation is over: let the state go that was kept for the time of it."""
+        self._kept_state = None
+        if not self._trainer.sanity_checking:
+            self.pacing.validated()
+
+    # -- end ------------------------------------------------------------------------------------------------------
 
     def report(self, figures: Figures) -> None:
         """Tell the local server what was measured; without one, nobody asks. Any thread may call it."""
@@ -746,8 +784,6 @@ class Snapshotter(OfTrainer):
         if host is not None:
             with contextlib.suppress(SpotError):  # whoever takes the next snapshot finds that it is lost
                 host.report(figures)
-
-    # -- end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Listen no more. A second call does nothing."""
@@ -777,64 +813,3 @@ class Snapshotter(OfTrainer):
 def _is_of(trainer: pl.Trainer, optimizer: torch.optim.Optimizer) -> bool:
     """Whether Lightning was given an optimizer, or one that is made of it, as ``ZeroRedundancyOptimizer``."""
     return any(own is optimizer or any(part is optimizer for part in vars(own).values()) for own in trainer.optimizers)
-
-
-class CurrentState(OfTrainer):
-    """The state of this rank that a snapshot is taken of: as it is now, or as it was in front of a validation.
-
-    Args:
-        trainer: whose state it is.
-        writing: has its snapshots written.
-        best_effort: runs what training can do without.
-        strict: whether an error is raised that would only cost a snapshot.
-
-    Attributes:
-        keeps: whether the state in front of a validation is kept, for a stop in the middle.
-    """
-
-    def __init__(self, trainer: pl.Trainer, writing: Coordinator, best_effort: BestEffort, *, strict: bool) -> None:
-        super().__init__(trainer)
-        self.keeps = False
-        self._writing, self._best_effort, self._strict = writing, best_effort, strict
-        self._kept: Dump | None = None
-
-    def state(self, *, before_validation: bool, at_end: bool = False) -> Dump | SpotError:
-        """The state of this rank; or why it cannot be had, which costs a snapshot.
-
-        Args:
-            before_validation: whether a validation follows the step.
-            at_end: whether the run has come to its end, outside any epoch.
-        """
-        try:
-            return FitState.of(self._trainer).dump(before_validation=before_validation, at_end=at_end)
-        except Exception as error:
-            # Where ranks wait for each other in their optimizers' states, the others do not wait for what comes next.
-            if self._strict or (self._trainer.world_size > 1 and self._writing.hold_their_own):
-                raise
-            return failure_of(error)
-
-    def newest(self, seam: StepBoundary) -> Dump | None:
-        """The newest state that a run can resume from exactly: in the middle of a validation, the one before it."""
-        if seam is StepBoundary.SANITY_CHECK:
-            return None
-        if seam is StepBoundary.VALIDATION:
-            kept, self._kept = self._kept, None
-            return kept if kept is not None and kept.is_unchanged else None
-        dump = self.state(before_validation=seam is StepBoundary.BEFORE_VALIDATION)
-        if isinstance(dump, SpotError):
-            text = "no snapshot of step {step}: {error}"
-            say(logging.WARNING, "no-urgent-snapshot", text, step=self._trainer.global_step, error=dump)
-            return None
-        return dump
-
-    def before_validation(self) -> None:
-        """Keep the state for the time of the validation, if it may be needed."""
-        if self.keeps:
-            self._kept = self._best_effort.run("keeping the state in front of a validation", self._keep, None)
-
-    def after_validation(self) -> None:
-        """Let go what was kept."""
-        self._kept = None
-
-    def _keep(self) -> Dump:
-        return FitState.of(self._trainer).dump(before_validation=True).kept()

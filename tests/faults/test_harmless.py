@@ -339,7 +339,7 @@ URGENT = [
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        (1, "session/snapshotter:CurrentState.newest"),
+        (1, "session/snapshotter:Snapshotter.newest_state"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in URGENT),
     ],
 )
