@@ -28,7 +28,6 @@ from lightning_spot.state.loops import StepBoundaries, StepBoundary
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_CHECK_GRACE_EVERY = 100
 _FIRST_RANK_S = 3600.0  # for the first rank to bring the last snapshot to safety, before a signal ends another one
 
 
@@ -79,7 +78,6 @@ class PreemptionGuard(FitCallback):
         self._is_advised = self._is_cloud_known = False
         self._place = Place(0)
         self._patches = Patches()
-        self._grace_checked = False
         self._best_effort = BestEffort()
 
     def of_a_fit(self) -> dict[str, Any]:
@@ -131,8 +129,6 @@ class PreemptionGuard(FitCallback):
     def after_batch(self, trainer: pl.Trainer) -> None:
         """The end of a batch."""
         self._pass(trainer, Place(self._place.batch + 1), StepBoundary.AFTER_BATCH)
-        if not self._grace_checked and self._place.batch % _CHECK_GRACE_EVERY == 0:
-            self._best_effort.run("checking the grace of a notice", lambda: self._check_grace(trainer), None)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """The end of a validation batch, also of the sanity check."""
@@ -217,12 +213,6 @@ class PreemptionGuard(FitCallback):
                 raise
             self.notice = watcher.notice
             FitSession.of(trainer).workers_ended(watcher.notice, error)
-
-    def _check_grace(self, trainer: pl.Trainer) -> None:
-        """Say early, once something was measured, that a notice would come too late for an urgent snapshot."""
-        grace_period_s = self.grace_period_s or (self._watcher.usual_grace_s if self._watcher is not None else None)
-        if grace_period_s is not None:
-            self._grace_checked = FitSession.of(trainer).warn_of_short_grace(grace_period_s)
 
     def _keep_signals(self, trainer: pl.Trainer, watcher: Watcher) -> None:
         """Have our handlers stand where Lightning would put its own, which hang or crash with several ranks."""

@@ -110,10 +110,6 @@ class Safety:
         waits = bool(tiers) and newest is not None and self._safe_step(self._ring_safe_step()) < newest.step
         return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
 
-    def usual_s(self) -> float | None:
-        """Measured seconds until a snapshot is safe; ``None`` before any was."""
-        return self.plan(None).expected_s if self._writer.committed is not None else None
-
     def paces(self) -> tuple[TierPace, ...]:
         """How fast each working tier takes snapshots, as measured."""
         return paces_of(tiers_of(self._writer.link), self._min_upload_interval_s)

@@ -337,7 +337,6 @@ class AutoSource(NoticeSource):
 
     def __init__(self, detect: Callable[[], str | None] = detect_cloud) -> None:
         self.name, self.every_s = "auto", 1.0
-        self.grace_period_s: float | None = None
         _given()  # what cannot be used is an error here, and not on the thread that asks
         self._detect = detect
         self._source: NoticeSource | None = None
@@ -350,7 +349,7 @@ class AutoSource(NoticeSource):
             cloud = self._detect()
             if cloud is not None:
                 self._source = source = CLOUDS[cloud]()
-                self.name, self.every_s, self.grace_period_s = source.name, source.every_s, source.grace_period_s
+                self.name, self.every_s = source.name, source.every_s
             else:
                 self.every_s = 3600.0
         return self._source.poll() if self._source is not None else None

@@ -36,12 +36,10 @@ class NoticeSource(Protocol):
     Attributes:
         name: for messages.
         every_s: seconds to wait between two polls.
-        grace_period_s: seconds that this source usually leaves; ``None`` if it cannot be told.
     """
 
     name: str
     every_s: float
-    grace_period_s: float | None
 
     def poll(self) -> Notice | None:
         """Ask once; called on a thread of its own, may take some seconds.

@@ -35,7 +35,6 @@ class CallSource(NoticeSource):
 
     name = "call"
     every_s = 1.0
-    grace_period_s: float | None = None
 
     def __init__(self, call: Callable[[], Answer]) -> None:
         self._call = call
@@ -68,7 +67,6 @@ class FileSource(NoticeSource):
 
     name = "file"
     every_s = 0.5
-    grace_period_s: float | None = None
 
     def __init__(self, path: str | Path, *, once: bool = False) -> None:
         self.path, self._once = Path(path), once
@@ -171,12 +169,6 @@ class Watcher:
     def advice(self) -> Notice | None:
         """The first notice that an end has become more likely."""
         return self._advice
-
-    @property
-    def usual_grace_s(self) -> float | None:
-        """The least time that one of the sources usually leaves; ``None`` if none tells."""
-        known = [self.signals.grace_period_s, *(item.grace_period_s for item in self._polled)]
-        return min((seconds for seconds in known if seconds is not None), default=None)
 
     @property
     def cloud(self) -> str | None:

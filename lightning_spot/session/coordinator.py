@@ -197,10 +197,6 @@ class Coordinator(OfTrainer):
         """Snapshots that never count: a tensor changed while it was copied, or, on rank 0, another rank has failed."""
         return self.attempt.writer.dropped if self.attempt is not None else self._dropped
 
-    def safe_after_s(self) -> float | None:
-        """Measured seconds from a snapshot's begin until it is safe outside this machine; ``None`` before any was."""
-        return self.attempt.safety.usual_s() if self.attempt is not None else None
-
     def what_is_safe(self) -> str:
         """What a run that was ended goes on from, after :meth:`finish`, for people."""
         if (newest := self._committed) is None:

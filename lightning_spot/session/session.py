@@ -184,28 +184,6 @@ class FitSession(PerTrainer):
                 cloud=cloud,
             )
 
-    def warn_of_short_grace(self, grace_period_s: float) -> bool:
-        """Say early that a notice would come too late for an urgent snapshot.
-
-        Args:
-            grace_period_s: seconds that a notice leaves.
-
-        Returns:
-            whether enough was measured to tell.
-        """
-        safe_s = self.snapshotter.writing.safe_after_s() if self.snapshotter is not None else None
-        if safe_s is not None and safe_s > grace_period_s:
-            say(
-                logging.WARNING,
-                "grace-too-short",
-                "a notice leaves {grace_s:.0f} s, but a snapshot takes {safe_s:.0f} s to upload: too long. Use a"
-                " snapshot server nearby, or a shorter interval",
-                only_rank_zero=True,
-                grace_s=grace_period_s,
-                safe_s=safe_s,
-            )
-        return safe_s is not None
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def stop(

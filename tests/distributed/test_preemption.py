@@ -453,18 +453,6 @@ def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:
     assert snapshots.global_step == 40
 
 
-def test_a_grace_that_fits_no_tier_is_said_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    spot = stopping(tmp_path, interval=EverySteps(3), grace_period_s=1e-9)
-
-    class Wait(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 99:
-                until(lambda: spot.snapshots.snapshotter.writing.safe_after_s() is not None, "a measured speed")
-
-    trainer(Wait(), spot, max_epochs=5).fit(Net(), data(21))
-    assert len(said(caplog, "grace-too-short")) == 1
-
-
 def test_a_local_dirpath_on_a_vm_of_a_cloud_is_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
