@@ -20,10 +20,14 @@ from lightning_spot.run.sources import Source
 from lightning_spot.run.survey import Survey, of_tier
 from lightning_spot.say import say
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
+from lightning_spot.store.store import Progress
 
 WAY_ON = "pass resume=False to start afresh all the same (nothing that is there is deleted), or another dirpath"
 
 T = TypeVar("T")
+
+OpenAt = Callable[[Source, Manifest, Progress], OpenSnapshot]
+"""Opens a snapshot at a tier, and is told how many bytes were just checked."""
 
 
 def doubt(found: Survey) -> SpotError | None:
@@ -59,7 +63,12 @@ def doubt(found: Survey) -> SpotError | None:
 
 
 def open_newest(
-    found: Survey, use: Callable[[OpenSnapshot], T], policy: RetryPolicy | None = None, *, stays: bool = True
+    found: Survey,
+    use: Callable[[OpenSnapshot], T],
+    policy: RetryPolicy | None = None,
+    *,
+    stays: bool = True,
+    open_at: OpenAt = lambda source, manifest, progress: source.open(manifest, progress),
 ) -> tuple[OpenSnapshot, T] | None:
     """Use the newest snapshot whose checksums hold; ``None`` when the tiers were read and there is none.
 
@@ -71,6 +80,7 @@ def open_newest(
         policy: how often a tier that fails is tried again.
         stays: whether a snapshot that has left its tier since it was listed is passed over: where the tiers are asked
             once more, it may be at another one by now.
+        open_at: opens a snapshot at the tier that has it.
 
     Returns:
         the snapshot, closed, and what ``use`` made of it.
@@ -106,7 +116,7 @@ def open_newest(
     for manifest, source in found.candidates:
         pass_over_unreadable(manifest)
         try:
-            opened = _try(manifest, source, use, pauses)
+            opened = _try(manifest, source, open_at, use, pauses)
         except (CorruptSnapshotError, SnapshotNotFoundError, TierError) as error:
             if isinstance(error, SnapshotNotFoundError) and not stays:
                 raise
@@ -135,13 +145,13 @@ def _order(what: str) -> Order:
 
 
 def _try(
-    manifest: Manifest, source: Source, use: Callable[[OpenSnapshot], T], pauses: Iterator[float]
+    manifest: Manifest, source: Source, open_at: OpenAt, use: Callable[[OpenSnapshot], T], pauses: Iterator[float]
 ) -> tuple[OpenSnapshot, T]:
     """Open and use one snapshot; a tier that fails is tried again a few times in all, before an older one is taken."""
 
     def once() -> tuple[OpenSnapshot, T]:
         with RestoreProgress(f"{manifest.name} from {source.tier}", manifest.nbytes) as progress:
-            snapshot = source.open(manifest, progress)
+            snapshot = open_at(source, manifest, progress)
             try:
                 return snapshot, use(snapshot)
             finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lightning_spot.client.stores import open_store
@@ -22,7 +22,7 @@ from lightning_spot.run.survey import Survey
 from lightning_spot.say import say
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.store.store import Holdings, Progress
+from lightning_spot.store.store import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,6 @@ class SharedOpening:
     Args:
         ranks: all of them; every rank makes this at the same time.
         location: of the run.
-
-    Attributes:
-        count: how many hosts there are.
     """
 
     def __init__(self, ranks: Agreement, location: Location) -> None:
@@ -65,7 +62,6 @@ class SharedOpening:
             self._exporter.address if self._exporter is not None else None
         )
         hosts = [address.host if address is not None else "" for address in addresses]
-        self.count = len(set(hosts))
         leader = hosts.index(hosts[ranks.rank])
         self._leader = addresses[leader]
         self._leads = leader == ranks.rank
@@ -131,28 +127,6 @@ def _together(memory: MemorySource, tried: Try) -> ScatteredSource:
     return ScatteredSource([*held, *((stores[url], Manifest.from_json(shard)) for url, _, shard in tried.shards)])
 
 
-class Announced:
-    """A source of rank 0, from which all ranks open a snapshot when it does; see :class:`Source`.
-
-    Args:
-        source: where rank 0 has found it.
-        opening: opens on all ranks.
-    """
-
-    def __init__(self, source: Source, opening: Callable[[Manifest, Source, Progress | None], OpenSnapshot]) -> None:
-        self.tier = source.tier
-        self._source = source
-        self._opening = opening
-
-    def survey(self) -> Holdings:
-        """See :meth:`Source.survey`."""
-        return self._source.survey()
-
-    def open(self, manifest: Manifest, progress: Progress | None = None, *, shared: bool = False) -> OpenSnapshot:
-        """See :meth:`Source.open`."""
-        return self._opening(manifest, self._source, progress)
-
-
 class Restore(Generic[T]):
     """Reads a snapshot on all ranks.
 
@@ -168,20 +142,22 @@ class Restore(Generic[T]):
         self._load = load
         self._turn = 0
 
-    def announced(self, found: Survey) -> Survey:
-        """On rank 0: the same snapshots; when one is opened, all ranks are told, and open it, too."""
+    def announce(
+        self, found: Survey, source: Source, manifest: Manifest, progress: Progress | None = None
+    ) -> OpenSnapshot:
+        """On rank 0: open a snapshot on all ranks, which are told of it.
 
-        def opening(manifest: Manifest, source: Source, progress: Progress | None) -> OpenSnapshot:
-            self._turn += 1
-            stores, shards = _stores(found, manifest, source), _shards(manifest, source)
-            tried = Try(self._turn, manifest.to_json(), tuple(stores), tuple(shards))
-            self._ranks.tell(tried)
-            return self._open(tried, source, progress)
-
-        answers: list[tuple[Source, Holdings]] = [
-            (Announced(source, opening), holdings) for source, holdings in found.answers
-        ]
-        return replace(found, answers=answers)
+        Args:
+            found: what the tiers hold.
+            source: where rank 0 has found it.
+            manifest: of the snapshot.
+            progress: called with the number of bytes just checked.
+        """
+        self._turn += 1
+        stores, shards = _stores(found, manifest, source), _shards(manifest, source)
+        tried = Try(self._turn, manifest.to_json(), tuple(stores), tuple(shards))
+        self._ranks.tell(tried)
+        return self._open(tried, source, progress)
 
     def use(self, snapshot: OpenSnapshot) -> T:
         """Load it on every rank."""

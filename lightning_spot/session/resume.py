@@ -40,7 +40,6 @@ from lightning_spot.say import say
 from lightning_spot.session import run_lookup
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.preflight import check_one_model, parts_of
-from lightning_spot.session.restore import SharedOpening
 from lightning_spot.session.selection import OnResumeFailure, ResumedFrom, choose, load_snapshot, without_failed
 from lightning_spot.session.topology import place_of
 from lightning_spot.sharded.reader import changed
@@ -273,16 +272,11 @@ class Resume(OfTrainer):
         """Read the newest good snapshot on all ranks, and hand it to Lightning."""
         trainer = self._trainer
         ranks = Agreement(trainer)
-        hosts = SharedOpening(ranks, location)
-        try:
-            found = choose(
-                ranks,
-                hosts,
-                lambda: without_failed(self._newest_survey(location), self.attempt, self.on_failure),
-                partial(load_snapshot, trainer, trusts=self._trusts),
-            )
-        finally:
-            hosts.close()
+
+        def look() -> Survey:
+            return without_failed(self._newest_survey(location), self.attempt, self.on_failure)
+
+        found = choose(ranks, location, look, partial(load_snapshot, trainer, trusts=self._trusts))
         if found is None:
             say(
                 logging.INFO,

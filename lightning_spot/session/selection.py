@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
-from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.goodput.records import read_records
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.identity import starts_between
+from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import Survey, look_again
 from lightning_spot.say import say
@@ -29,6 +30,7 @@ from lightning_spot.state.dump import KEY, read_checkpoint, with_ranks
 from lightning_spot.state.loadability import check_resumable
 from lightning_spot.state.rank_states import states_in_files
 from lightning_spot.state.sharded import is_sharded, put_back
+from lightning_spot.trees import leaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -86,7 +88,7 @@ class ResumedFrom:
 
 def choose(
     ranks: Agreement,
-    hosts: SharedOpening,
+    location: Location,
     look: Callable[[], Survey],
     load: Callable[[OpenSnapshot], Checkpoint],
 ) -> tuple[ResumedFrom, Checkpoint] | None:
@@ -94,50 +96,33 @@ def choose(
 
     Args:
         ranks: all of them.
-        hosts: theirs.
+        location: of the run.
         look: what the tiers have; on rank 0.
         load: reads a snapshot, see :func:`load_snapshot`.
 
     Returns:
         the snapshot and its checkpoint; ``None`` if there is none.
     """
-    begun_s = time.monotonic()
-
-    restore = Restore(ranks, hosts, load)
-    if ranks.rank != 0:
-        said, checkpoint = restore.follow()
-        if isinstance(said, Failed):
-            raise said.error()
-        return None if said is None or checkpoint is None else (said, checkpoint)
-    try:
-        opened = _newest(look(), restore)
-    except Exception as error:
-        ranks.tell(Failed.of(error))
-        raise
-    chosen = ResumedFrom.of(opened[0]) if opened is not None else None
-    ranks.tell(chosen)
-    if opened is None or chosen is None:
-        return None
-    if ranks.size > 1:
-        on = "one host" if hosts.count == 1 else f"{hosts.count} hosts"
-        size = format_bytes(opened[0].manifest.stored_bytes)
-        say(
-            logging.INFO,
-            "restored-together",
-            "{ranks} ranks on {on} have found and read {size} in {took_s:.1f} s, once on each host",
-            about=opened[0].manifest.name,
-            only_rank_zero=True,
-            ranks=ranks.size,
-            on=on,
-            size=size,
-            took_s=time.monotonic() - begun_s,
-        )
-    return chosen, opened[1]
+    with contextlib.closing(SharedOpening(ranks, location)) as hosts:
+        restore = Restore(ranks, hosts, load)
+        if ranks.rank != 0:
+            said, checkpoint = restore.follow()
+            if isinstance(said, Failed):
+                raise said.error()
+            return None if said is None or checkpoint is None else (said, checkpoint)
+        try:
+            opened = _newest(look(), restore)
+        except Exception as error:
+            ranks.tell(Failed.of(error))
+            raise
+        chosen = ResumedFrom.of(opened[0]) if opened is not None else None
+        ranks.tell(chosen)
+        return None if opened is None or chosen is None else (chosen, opened[1])
 
 
 def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, Checkpoint] | None:
     try:
-        return open_newest(restore.announced(found), restore.use, stays=False)
+        return open_newest(found, restore.use, stays=False, open_at=partial(restore.announce, found))
     except (CorruptSnapshotError, SnapshotNotFoundError) as error:
         again = look_again(found)
         if isinstance(error, CorruptSnapshotError) and [item[0] for item in again.candidates] == [
@@ -146,7 +131,7 @@ def _newest(found: Survey, restore: Restore[Checkpoint]) -> tuple[OpenSnapshot, 
             raise
         # A write that was under way when the run was claimed took their place, or what left a snapshot server is
         # durable.
-        return open_newest(restore.announced(again), restore.use)
+        return open_newest(again, restore.use, open_at=partial(restore.announce, again))
 
 
 def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) -> Checkpoint:
@@ -218,37 +203,20 @@ def own_small(checkpoint: dict[str, Any]) -> dict[str, Any]:
     Returns:
         the same checkpoint.
     """
-    _Owner().visit(checkpoint)
-    return checkpoint
-
-
-class _Owner:
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._copies: dict[int, torch.UntypedStorage] = {}
-
-    def visit(self, item: Any) -> None:
-        if isinstance(item, torch.Tensor):
-            self._own(item)
-        elif isinstance(item, (dict, list, tuple, set)) and id(item) not in self._seen:
-            self._seen.add(id(item))
-            for value in item.values() if isinstance(item, dict) else item:
-                self.visit(value)
-
-    def _own(self, tensor: torch.Tensor) -> None:
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in leaves(checkpoint, torch.Tensor):
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            return
-        if tensor.device.type != "cpu" or tensor.is_quantized:
-            return
+            continue
         storage = tensor.untyped_storage()
-        if storage.nbytes() >= _SMALL_BYTES or not storage.nbytes() or id(tensor) in self._seen:
-            return
-        self._seen.add(id(tensor))
-        copy = self._copies.get(storage.data_ptr())
+        if tensor.device.type != "cpu" or tensor.is_quantized or not 0 < storage.nbytes() < _SMALL_BYTES:
+            continue
+        copy = copies.get(storage.data_ptr())
         if copy is None:
-            copy = self._copies[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
+            copy = storage.clone()  # type: ignore[no-untyped-call]
+            copies[storage.data_ptr()] = copies[copy.data_ptr()] = copy  # the same tensor may come once more
         with torch.no_grad():
             tensor.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return checkpoint
 
 
 def load_shards(trainer: pl.Trainer, image: Image, manifest: Manifest, *, trusts: bool) -> dict[str, Any]:

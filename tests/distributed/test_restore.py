@@ -31,7 +31,6 @@ from lightning_spot.run.survey import Survey, survey
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session import restore
 from lightning_spot.session.collectives import Agreement
-from lightning_spot.session.restore import SharedOpening
 from lightning_spot.session.selection import ResumedFrom, choose, load_snapshot, own_small
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
@@ -42,7 +41,7 @@ from tests.integration.test_stores import sharded, snapshot
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.ranks import Group, Rank, rank_of_this_thread
-from tests.support.said import informed, said
+from tests.support.said import said
 from tests.support.server import served
 
 pytestmark = pytest.mark.guarantee("G1")
@@ -108,13 +107,10 @@ def restored(
         threading.current_thread().name = f"rank-{rank}"
         trainer = Rank(group, rank)
         ranks = Agreement(trainer)  # type: ignore[arg-type]
-        hosts = SharedOpening(ranks, location)
         try:
-            return then(rank, choose(ranks, hosts, lambda: look(location), load))
+            return then(rank, choose(ranks, location, lambda: look(location), load))
         except (SpotError, NotImplementedError) as error:
             return error
-        finally:
-            hosts.close()
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(restore_on, range(size)))
@@ -149,10 +145,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             assert path.stat().st_size == 0, os.readlink(path)  # what is empty is held by an error in a log
 
 
-def test_a_host_reads_once_and_its_ranks_look_at_the_same_memory(
-    run: LocalStore, fetched: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_a_host_reads_once_and_its_ranks_look_at_the_same_memory(run: LocalStore, fetched: list[str]) -> None:
     group = Group(4)
 
     def pages(tensor: torch.Tensor) -> str:
@@ -169,8 +162,6 @@ def test_a_host_reads_once_and_its_ranks_look_at_the_same_memory(
 
     assert restored(run, 4, then=write, group=group) == [(6, 6 + rank, True, True) for rank in range(4)]
     assert fetched == [run.url]
-    facts = informed(caplog)["restored-together"]
-    assert (facts["ranks"], facts["on"], facts["size"]) == (4, "one host", "3.20 MB")
     assert group.moved_bytes < 64 * 1024 < LARGE
 
 

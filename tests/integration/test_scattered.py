@@ -93,8 +93,8 @@ def test_a_rank_of_another_host_reads_shards_of_several_servers(
     found = Survey(
         location, Identity(run_id=RUN_ID), None, None, answers=scattered([(s, s.survey()) for s in servers.sources])
     )
-    ((manifest, source),) = Restore(ranks, opening, lambda _: None).announced(found).candidates
-    with closing(source.open(manifest)):
+    ((manifest, source),) = found.candidates
+    with closing(Restore(ranks, opening, lambda _: None).announce(found, source, manifest)):
         (tried,) = told
     with closing(opening.open(tried)) as opened:
         assert opened.reader().read() == checkpoint_of(1, 3)
