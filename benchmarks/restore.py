@@ -34,7 +34,6 @@ from lightning_spot.run.sources import MemorySource, Source, StoreSource
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
-from lightning_spot.session.restore import SharedOpening
 from lightning_spot.session.selection import _load, choose
 from lightning_spot.snapshot.layout import lay_out
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
@@ -212,10 +211,7 @@ def _chosen(location: Location, source: Source) -> _Prepare:
     def prepare(trainer: _Trainer) -> Callable[[], _State]:
         def find() -> _State:
             agreement = Agreement(trainer)  # type: ignore[arg-type]
-            hosts = SharedOpening(agreement, location)
-            look = functools.partial(_found, source, location)
-            found = choose(agreement, hosts, look, functools.partial(_load, trusts=False))
-            hosts.close()
+            found = choose(agreement, location, functools.partial(_found, source, location), _load)
             assert found is not None
             return found[1]
 

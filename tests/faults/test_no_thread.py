@@ -22,7 +22,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session.collectives import Agreement
-from lightning_spot.session.restore import SharedOpening
+from lightning_spot.session.selection import SharedOpening
 from lightning_spot.store.local import LocalStore
 from tests.distributed.test_restore import put
 from tests.support.ranks import Group, Rank

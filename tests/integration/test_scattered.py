@@ -19,7 +19,7 @@ from lightning_spot.run.sources import ScatteredSource, StoreSource
 from lightning_spot.run.survey import Survey, scattered
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
-from lightning_spot.session.restore import Restore, SharedOpening
+from lightning_spot.session.selection import Restore, SharedOpening
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
