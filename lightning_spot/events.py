@@ -101,19 +101,15 @@ class Events:
         self._later = InBackground(self._call, "spot-on-event")
         self._stop_listening = listen(self._heard) if self._on_event or self._webhooks else lambda: None
 
-    def emit(self, kind: EventKind, message: str, *, strict: bool = False, **detail: Any) -> None:
-        """Tell an event: functions are called at once.
+    def emit(self, kind: EventKind, message: str, **detail: Any) -> None:
+        """Tell an event: functions are called at once, and an error of one is logged.
 
         Args:
             kind: of the event.
             message: one line for people.
-            strict: whether an error of a function is raised.
             detail: further plain values.
-
-        Raises:
-            Exception: of a function, with ``strict``.
         """
-        self._call(self._post(kind, message, detail), strict=strict)
+        self._call(self._post(kind, message, detail))
 
     def close(self, wait_s: float) -> None:
         """Wait so many seconds at most until all is told, and tell nothing more. A second call does nothing."""
@@ -143,13 +139,11 @@ class Events:
             webhook.add(event)
         return event
 
-    def _call(self, event: Event, *, strict: bool = False) -> None:
+    def _call(self, event: Event) -> None:
         for call in self._on_event:
             try:
                 call(event)
             except Exception as error:
-                if strict:
-                    raise
                 text = "on_event raised {error} when the run was {about}. Training continues. Fix the function."
                 why = f"{type(error).__name__}: {error}"
                 say(logging.WARNING, "on-event-failed", text, about=event.kind, error=why)

@@ -100,8 +100,7 @@ class SpotCheckpoint(SpotCallback):
             ``"raise"`` the error.
         on_event: function that is called on rank 0 with an :class:`Event` when the run is preempted, resumed, degraded,
             recovered or finished; default none. Training waits for it, but if the run is degraded or recovered: then a
-            thread of its own calls it. An exception in it is a warning; with ``on_error="raise"`` it is raised if
-            training has resumed or finished.
+            thread of its own calls it. An exception in it is a warning.
         webhook: URL to which each event is sent as JSON, in the background; the field ``text`` is what a chat shows.
             Default ``LIGHTNING_SPOT_WEBHOOK``, or none. Such a URL is a secret: prefer the variable.
         copy_mode: when the state of a snapshot is copied out of the model. ``"eager"`` copies all of it at once,

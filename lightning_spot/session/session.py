@@ -120,10 +120,8 @@ class FitSession(PerTrainer):
         return name, resume.attempt, trainer.global_step if trainer is not None else 0
 
     def emit(self, kind: EventKind, message: str, **detail: Any) -> None:
-        """Tell an event, see :meth:`Events.emit`. What a function raises does not change how a notice ends a run."""
-        snapshotter = self.snapshotter
-        strict = kind != "preempted" and snapshotter is not None and snapshotter.settings.ring.strict
-        self._events.emit(kind, message, strict=strict, **detail)
+        """Tell an event, see :meth:`Events.emit`."""
+        self._events.emit(kind, message, **detail)
 
     # -- notices --------------------------------------------------------------------------------------------------
 
