@@ -240,11 +240,6 @@ class RemoteSnapshot(FitCallback):
         if self.snapshotter is not None:
             self.snapshotter.begin_training()
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look whether the metric that the interval follows was logged in the epoch before."""
-        if self.snapshotter is not None:
-            self.snapshotter.check_monitor()
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:

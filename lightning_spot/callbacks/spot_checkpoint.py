@@ -275,7 +275,6 @@ _FORWARDED = (
     "on_sanity_check_start",
     "on_sanity_check_end",
     "on_train_start",
-    "on_train_epoch_start",
     "on_before_backward",
     "on_after_backward",
     "on_train_batch_end",

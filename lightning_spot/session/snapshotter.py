@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_spot.capture.device import Cuda
 from lightning_spot.capture.slot_pool import AHEAD_S
 from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, BestEffort, failure_of
-from lightning_spot.config import format_bytes, format_count, format_seconds
+from lightning_spot.config import format_bytes, format_seconds
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
 from lightning_spot.interval.policy import IntervalPolicy
@@ -102,7 +102,6 @@ class Pacing:
         self._ran_until_s = 0.0
         self._warned, self._has_validated = False, False
         self._taken_s = 0.0
-        self._said_budget = False
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
@@ -179,13 +178,8 @@ class Pacing:
         """A validation of the training is over: what is logged in one is known when the next batch is."""
         self._has_validated = True
 
-    def check_monitor(self, trainer: pl.Trainer, epochs: int) -> None:
-        """Say once, after so many epochs, that the monitored metric is not logged."""
-        monitor = self.policy.monitor
-        if monitor and epochs >= (trainer.check_val_every_n_epoch or 1):  # else the first validation is yet to come
-            self._check_monitor(trainer, monitor)
-
     def _check_monitor(self, trainer: pl.Trainer, monitor: str) -> None:
+        """Say once that the monitored metric is not logged."""
         logged = {} if self._warned else last_values(trainer)
         if self._warned or monitor in logged:
             return
@@ -208,8 +202,9 @@ class Pacing:
 
     def taken(self, step: int) -> None:
         """A snapshot of ``step`` was begun, on every rank."""
-        if self._is_refused:
-            self._count_passed_over(step)
+        if self._is_refused:  # some could not begin when they were due: those that never will are counted
+            self._is_refused = False
+            self.passed_over += self.policy.passed_over(step)
         self._taken_s = time.monotonic()
         self.policy.taken(step, self._taken_s)
         self._stalled_s = 0.0
@@ -299,40 +294,9 @@ class Pacing:
         self._is_refused = self._is_refused or (self.policy.by_step and not how)
         return how
 
-    def _count_passed_over(self, step: int) -> None:
-        """Some snapshots could not begin when they were due: count those that never will, and say so once."""
-        self._is_refused = False
-        count = self.policy.passed_over(step)
-        if count and not self.passed_over:
-            say(
-                logging.INFO,
-                "snapshots-skipped",
-                'skipped {count} due before that of step {step}: there was no slot yet (on_full="wait" waits instead)',
-                only_rank_zero=True,
-                count=format_count(count, "snapshot"),
-                step=step,
-            )
-        self.passed_over += count
-
     def _affords(self, now_s: float) -> bool:
         """Whether a snapshot that is due by its step is within the budget for waiting."""
-        shortest_s = self.policy.shortest_s()
-        if now_s - self._taken_s >= shortest_s:
-            return True
-        self._say_budget(shortest_s)
-        return False
-
-    def _say_budget(self, shortest_s: float) -> None:
-        if not self._said_budget:
-            self._said_budget = True
-            say(
-                logging.INFO,
-                "interval-grows",
-                "a snapshot blocks training for {blocked_ms:.1f} ms. The interval is {interval}, for max_overhead",
-                only_rank_zero=True,
-                blocked_ms=1000 * self.blocked_each_s,
-                interval=format_seconds(shortest_s),
-            )
+        return now_s - self._taken_s >= self.policy.shortest_s()
 
     @property
     def interval(self) -> str:
@@ -368,8 +332,6 @@ class Pacing:
         if stall_s is not None:
             costs = Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s, tiers=tiers(), total_steps=self._total_steps)
             self.policy.learn(costs)
-            if 0 < self.policy.wanted_s(self._begun[0]) < (shortest_s := self.policy.shortest_s()):
-                self._say_budget(shortest_s)
 
     def _apart(self, step: int) -> int:
         """Steps until rank 0 speaks again: half of the way to where a snapshot is due.
@@ -599,19 +561,12 @@ class Snapshotter(OfTrainer):
         """Look at the progress of the batch that is done."""
         self.best_effort.run("reading the progress of training", lambda: self.pacing.read(self._trainer, outputs), None)
 
-    def check_monitor(self) -> None:
-        """Say so if the metric that the interval follows is not logged by now."""
-        if self.writing.is_warm:
-            check = partial(self.pacing.check_monitor, self._trainer, self._trainer.current_epoch)
-            self.best_effort.run("looking for the monitored metric", check, None)
-
     def end_training(self) -> None:
         """Take the last snapshot, of the finished run: after the module's own hook, which may change the weights."""
         self.wait_copied()
         if 0 < self._uncounted < _UNCOUNTED_BATCHES and not self._has_counted:
             self._say_uncounted()
         self.best_effort.run(_AHEAD, self.writing.warm, None)  # of a run that only comes to its end there was no step
-        self.check_monitor()
         self.best_effort.run(THE_END, self.close, None, still=STILL_ENDS)
         # The module's own hook follows those of callbacks; the strategy's is the last that Lightning calls then.
         self._patches.wrap(self._trainer.strategy, "on_train_end", partial(partial, self._on_train_end))

@@ -29,7 +29,7 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import StoreSource
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.session import restore
+from lightning_spot.session import selection
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.selection import ResumedFrom, choose, load_snapshot, own_small
 from lightning_spot.snapshot.files import FileSpan
@@ -231,14 +231,14 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rank_of_this_thread() == 2, "the first rank of the other host opens for it"
         return LocalStore(url + "-of-another-host")
 
-    monkeypatch.setattr(restore, "open_store", open_store)
+    monkeypatch.setattr(selection, "open_store", open_store)
 
 
 @pytest.mark.usefixtures("two_hosts")
 def test_a_host_that_sees_the_tier_reads_there(
     run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "open_store", lambda url: LocalStore(url))
+    monkeypatch.setattr(selection, "open_store", lambda url: LocalStore(url))
     assert [found[1]["step"] for found in restored(run, 4)] == [6] * 4
     assert fetched == [run.url, run.url]
 
@@ -256,7 +256,7 @@ def test_a_host_to_which_no_tier_gives_it_is_an_error_on_all(run: LocalStore, mo
 def test_each_host_reads_a_sharded_snapshot_once_from_a_server(
     run: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "open_store", open_store)
+    monkeypatch.setattr(selection, "open_store", open_store)
     plain, content = snapshot(9, nbytes=4_000_000, part_bytes=1 << 20)
     manifest = replace(
         plain, files=(FileSpan("__0_0.distcp", 0, 2_048_000), FileSpan("__1_0.distcp", 2_048_000, 1_952_000))
@@ -360,7 +360,7 @@ def test_a_rank_that_cannot_reach_its_hosts_reader_reads_alone(
     def refused(*_: Any) -> OpenSnapshot:
         raise NotExportedError("no way there")
 
-    monkeypatch.setattr(restore, "import_snapshot", refused)
+    monkeypatch.setattr(selection, "import_snapshot", refused)
     assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
     assert fetched == [run.url]  # by the first; the others have nobody to share with, and read in place
     assert [str(facts["error"]) for facts in said(caplog, "not-imported")] == ["no way there"]
