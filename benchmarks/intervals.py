@@ -24,20 +24,51 @@ from benchmarks.closed_form import FailureClass, expected_total_s
 from benchmarks.measure import scratch
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import read_records
-from lightning_spot.simulation.failures import Bathtub, Exponential, Failures, Fleet, Trace, Weibull
-from lightning_spot.simulation.job import (
-    Loss,
-    SimulatedJob,
-    Tier,
-    exponential_loss,
-    floor_loss,
-    power_loss,
-    stepwise_loss,
-)
-from lightning_spot.simulation.simulator import PolicyRow, compare, simulate
+from lightning_spot.simulation.failures import Array, Failures, Fleet, Trace, Weibull
+from lightning_spot.simulation.simulator import Loss, PolicyRow, SimulatedJob, Tier, compare, exponential_loss, simulate
 
 ROOT = Path(__file__).parent.parent
 HOUR_S = 3600.0
+
+
+def power_loss(exponent: float = 0.5, offset: float = 0.01) -> Loss:
+    """``(1 + x / offset) ** -exponent``: heavy-tailed, as scaling laws are."""
+    return lambda x: (1 + x / offset) ** -exponent
+
+
+def floor_loss(rate: float = 30.0) -> Loss:
+    """A fall that is over early: the rest of the run is a plateau."""
+    return lambda x: 0.5 + 0.5 * np.exp(-rate * x)
+
+
+def stepwise_loss(drops: tuple[float, ...] = (0.3, 0.6, 0.8)) -> Loss:
+    """A learning rate that is cut now and then: the loss falls anew after each cut."""
+    begins = np.array([0.0, *drops])
+    sizes = 0.5 ** np.arange(len(begins))
+
+    def loss(x: Array) -> Array:
+        since = np.maximum(np.asarray(x)[..., None] - begins, 0.0)
+        return (sizes * np.exp(-12 * since)).sum(axis=-1)  # type: ignore[no-any-return]
+
+    return loss
+
+
+@dataclass(frozen=True, slots=True)
+class Bathtub:
+    """Many die young, few in the middle, the rest at an age limit, as in Google's class of at most 24 hours."""
+
+    mean_s: float
+    early: float = 0.3
+
+    def draw(self, random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Lifetimes of new machines, seconds."""
+        young = random.exponential(0.05, shape)
+        old = np.maximum(1 - random.exponential(0.1, shape), 0.0)
+        drawn = np.where(random.random(shape) < self.early, young, old)
+        mean = self.early * 0.05 + (1 - self.early) * (1 - 0.1 * (1 - np.exp(-10.0)))
+        return drawn * (self.mean_s / mean)  # type: ignore[no-any-return]
+
+
 CURVES: dict[str, Loss] = {
     "exponential, a·T = 3": exponential_loss(3),
     "exponential, a·T = 5": exponential_loss(5),
@@ -48,10 +79,10 @@ CURVES: dict[str, Loss] = {
     "step learning rate": stepwise_loss(),
 }
 HAZARDS: dict[str, Failures] = {
-    "exponential": Fleet(Exponential(2 * HOUR_S)),
+    "exponential": Fleet(Weibull(2 * HOUR_S, k=1)),
     "Weibull 0.6": Fleet(Weibull(2 * HOUR_S)),
     "bathtub": Fleet(Bathtub(2 * HOUR_S)),
-    "4 of 16 at a time": Fleet(Exponential(8 * HOUR_S), 16, 4),
+    "4 of 16 at a time": Fleet(Weibull(8 * HOUR_S, k=1), 16, 4),
 }
 NOISE = 0.02
 DURABLE = (Tier(name="storage", drain_s=3.0),)
@@ -90,7 +121,7 @@ def closed_form(runs: int) -> list[float]:
         tiers = (Tier(name="storage", drain_s=drain_s),)
         job = SimulatedJob(work_s=count * interval_s, stall_s=stall_s, tiers=tiers, restore_s=60, restart_s=300)
         taken = np.arange(1, count + 1) * float(interval_s)
-        outcome = simulate(job, taken, Fleet(Exponential(mtbf_s)), runs=runs)
+        outcome = simulate(job, taken, Fleet(Weibull(mtbf_s, k=1)), runs=runs)
         one = FailureClass(drain_s=drain_s, restore_s=60 + drain_s, restart_s=300)
         exact_s = expected_total_s(job.work_s, interval_s, stall_s, mtbf_s, [one])
         ratios.append(float(outcome.total_s.mean()) / exact_s)

@@ -15,9 +15,18 @@ from lightning_spot.config import format_seconds
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import EverySeconds
-from lightning_spot.simulation.failures import Exponential, Fleet, Mixed, Weibull
-from lightning_spot.simulation.job import SimulatedJob, Tier, chain, exponential_loss, server_tier, storage_tier
-from lightning_spot.simulation.simulator import PolicyRow, row_of, simulate
+from lightning_spot.simulation.failures import Fleet, Mixed, Weibull
+from lightning_spot.simulation.simulator import (
+    PolicyRow,
+    SimulatedJob,
+    Tier,
+    chain,
+    exponential_loss,
+    row_of,
+    server_tier,
+    simulate,
+    storage_tier,
+)
 
 HOUR_S = 3600.0
 NODE_BYTES_PER_S = 600e6
@@ -95,7 +104,7 @@ def mixed_closed_form(runs: int) -> list[float]:
         job = SimulatedJob(
             work_s=count * interval_s, stall_s=stall_s, tiers=tiers, restore_s=RESTORE_S, restart_s=RESTART_S
         )
-        failures = Mixed(Fleet(Exponential(HOUR_S)), process_h * HOUR_S, node_h * HOUR_S, RESTART_S + node_s)
+        failures = Mixed(Fleet(Weibull(HOUR_S, k=1)), process_h * HOUR_S, node_h * HOUR_S, RESTART_S + node_s)
         taken = np.arange(1, count + 1) * interval_s
         outcome = simulate(job, taken, failures, runs=runs)
         classes = []

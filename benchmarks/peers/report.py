@@ -174,7 +174,7 @@ def write_report(comparisons: list[Found], folder: Path) -> str:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print("no pictures: matplotlib is not installed (extra `plot`)")
+        print("no pictures: matplotlib is not installed (extra `bench`)")
         return text
     for found in comparisons:
         for model, interval in [key for columns in groups(found) for key in columns]:

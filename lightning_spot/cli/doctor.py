@@ -37,7 +37,7 @@ from lightning_spot.store.s3 import aborts_unfinished
 from lightning_spot.store.store import Holdings, Store
 
 if TYPE_CHECKING:
-    from lightning_spot.simulation.job import Outlook
+    from lightning_spot.simulation.simulator import Outlook
 
 ALONE, WITH_SERVER = "storage only", "with the snapshot server"
 _WORTH_A_SERVER = 0.01
@@ -272,7 +272,7 @@ def _outlooks(
     snapshot_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> dict[str, Outlook]:
     """What to expect without a snapshot server, and with the first one that works."""
-    from lightning_spot.simulation.job import SimulatedJob, chain, outlook, server_tier, storage_tier
+    from lightning_spot.simulation.simulator import SimulatedJob, chain, outlook, server_tier, storage_tier
 
     if durable_url not in tiers:
         return {}

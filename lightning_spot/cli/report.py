@@ -25,8 +25,7 @@ _PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("url", metavar="RUN", help="the run's directory, or URL in a bucket")
-    parser.add_argument("--plot", metavar="FILE", help="draw the run (.png, .svg, .pdf; needs matplotlib)")
-    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page, which draws the run")
     add_output(parser)
 
 
@@ -45,10 +44,6 @@ def report(arguments: argparse.Namespace) -> int:
         )
     parts = spent(records)
     whole = total([before.closed, *parts])
-    if arguments.plot:
-        from lightning_spot.simulation.plot import plot_run
-
-        plot_run(records, arguments.plot)
     lines = []
     if before.attempts:
         gone = format_count(before.attempts, "attempt")

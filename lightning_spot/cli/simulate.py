@@ -14,16 +14,17 @@ from lightning_spot.cli.output import add_output, plain_table, print_answer
 from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
 from lightning_spot.http.flags import seconds
+from lightning_spot.interval.costs import PROCESS_MTBF_S, SERVER_MTBF_S
 
 if TYPE_CHECKING:
     from lightning_spot.simulation.failures import Failures
-    from lightning_spot.simulation.job import SimulatedJob
-    from lightning_spot.simulation.simulator import PolicyRow
+    from lightning_spot.simulation.simulator import PolicyRow, SimulatedJob
 
 _SMALL = 0.01
 _MOST_RUNS = 10**6
+_LOSS_RATE = 5.0
+"""The loss falls to ``exp(-5)`` in the run."""
 _OUTLIVES = {"process": "process", "machine": "machine", "server": "snapshot server"}
-LOSSES = ("exponential", "power", "floor", "steps")
 
 
 def _bytes(text: str) -> int:
@@ -43,22 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--blocked", type=seconds, default=1.0, metavar="TIME", help="how long training waits for a snapshot (1s)"
     )
-    job.add_argument("--loss", choices=LOSSES, default="exponential", help="shape of the loss curve (exponential)")
-    job.add_argument(
-        "--loss-rate", type=float, default=5.0, metavar="N", help="an exponential loss falls to exp(-N) in the run (5)"
-    )
     spot = parser.add_argument_group("machines")
     spot.add_argument(
-        "--hazard",
-        choices=("exponential", "weibull", "bathtub"),
-        default="weibull",
-        help="distribution of a machine's lifetime (weibull)",
-    )
-    spot.add_argument(
-        "--lifetime", type=seconds, default=7200.0, metavar="TIME", help="mean lifetime of a machine (2h)"
+        "--lifetime", type=seconds, default=7200.0, metavar="TIME", help="of a machine, mean (2h; Weibull, k = 0.6)"
     )
     spot.add_argument("--hosts", type=int, default=1, metavar="N", help="machines of the job (1)")
-    spot.add_argument("--correlated", type=int, default=1, metavar="N", help="machines lost in one event (1)")
     spot.add_argument("--trace", metavar="CSV", help="recorded preemptions instead: a file with a column 'time'")
     spot.add_argument(
         "--restart", type=seconds, default=600.0, metavar="TIME", help="from a loss until a machine is back (10min)"
@@ -68,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     spot.add_argument("--price", type=float, default=0.0, metavar="PRICE", help="price of a machine for an hour (0)")
     spot.add_argument(
-        "--crash-every", type=seconds, default=None, metavar="TIME", help="mean between crashes of the process (7d)"
+        "--crash-every",
+        type=seconds,
+        default=PROCESS_MTBF_S,
+        metavar="TIME",
+        help="mean between crashes of the process (7d)",
     )
     tiers = parser.add_argument_group("storage and server")
     tiers.add_argument(
@@ -90,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tiers.add_argument(
         "--server-lifetime",
         type=seconds,
-        default=None,
+        default=SERVER_MTBF_S,
         metavar="TIME",
         help="mean lifetime of the snapshot server, which is no spot machine (30d)",
     )
@@ -98,8 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
     )
     parser.add_argument("--runs", type=int, default=1000, help="simulated runs (1000)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the simulated losses (0)")
-    parser.add_argument("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
     add_output(parser)
 
 
@@ -107,14 +99,13 @@ def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
     from lightning_spot.simulation.simulator import POLICIES, compare
 
-    for flag in ("--price", "--server-price", "--loss-rate", "--seed"):
-        check_number(flag, _given(arguments, flag), 0)
-    for flag in ("--work", "--lifetime", "--crash-every", "--server-lifetime"):
-        if (value := _given(arguments, flag)) is not None:
-            check_number(flag, value, 0, above=True)
+    check_number("--price", arguments.price, 0)
+    check_number("--server-price", arguments.server_price, 0)
+    check_number("--work", arguments.work, 0, above=True)
+    check_number("--lifetime", arguments.lifetime, 0, above=True)
+    check_number("--crash-every", arguments.crash_every, 0, above=True)
+    check_number("--server-lifetime", arguments.server_lifetime, 0, above=True)
     check_number("--hosts", arguments.hosts, 1, whole=True)
-    if not 1 <= arguments.correlated <= arguments.hosts:
-        raise SettingsError(f"--correlated={arguments.correlated}: of --hosts={arguments.hosts}, 1 to all go at a time")
     check_number("--runs", arguments.runs, 1, whole=True)
     if arguments.runs > _MOST_RUNS:
         raise SettingsError(f"--runs={arguments.runs}: at most {_MOST_RUNS}, which fit the memory; a thousand will do")
@@ -123,14 +114,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"--policy {unknown[0]!r} is not known; there are {', '.join(map(repr, POLICIES))}")
     policies = {name: make for name, make in POLICIES.items() if not arguments.policy or name in arguments.policy}
     failures = _failures(arguments)
-    groups = {
-        name: compare(job, failures, policies, runs=arguments.runs, seed=arguments.seed)
-        for name, job in _jobs(arguments).items()
-    }
-    if arguments.plot:
-        from lightning_spot.simulation.plot import plot_rows
-
-        plot_rows(groups, arguments.plot)
+    groups = {name: compare(job, failures, policies, runs=arguments.runs) for name, job in _jobs(arguments).items()}
     verdict = _verdict(groups)
     tables = {name: [asdict(row) for row in rows] for name, rows in groups.items()}
     priced = bool(arguments.price or arguments.server_price)
@@ -142,57 +126,32 @@ def simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _given(arguments: argparse.Namespace, flag: str) -> object:
-    value: object = getattr(arguments, flag[2:].replace("-", "_"))
-    return value
-
-
 def _failures(arguments: argparse.Namespace) -> Failures:
-    from lightning_spot.simulation import failures
+    from lightning_spot.simulation.failures import Fleet, Mixed, Trace, Weibull
 
-    machines: Failures
-    if arguments.trace:
-        machines = failures.Trace.read(arguments.trace)
-    else:
-        shapes = {"exponential": failures.Exponential, "weibull": failures.Weibull, "bathtub": failures.Bathtub}
-        machines = failures.Fleet(shapes[arguments.hazard](arguments.lifetime), arguments.hosts, arguments.correlated)
-    process_s = failures.PROCESS_MTBF_S if arguments.crash_every is None else arguments.crash_every
-    server_s = failures.SERVER_MTBF_S if arguments.server_lifetime is None else arguments.server_lifetime
+    lifetimes = Weibull(arguments.lifetime)
+    machines = Trace.read(arguments.trace) if arguments.trace else Fleet(lifetimes, arguments.hosts)
     back_s = 0.0
     if arguments.server_speed:  # another machine, and the first snapshot on its way there
         back_s = arguments.restart + arguments.snapshot_size / arguments.server_speed
-    return failures.Mixed(machines, process_s, server_s, back_s)
+    return Mixed(machines, arguments.crash_every, arguments.server_lifetime, back_s)
 
 
 def _jobs(arguments: argparse.Namespace) -> dict[str, SimulatedJob]:
-    from lightning_spot.simulation.job import (
-        SimulatedJob,
-        chain,
-        exponential_loss,
-        floor_loss,
-        power_loss,
-        server_tier,
-        stepwise_loss,
-        storage_tier,
-    )
+    from lightning_spot.simulation.simulator import SimulatedJob, chain, exponential_loss, server_tier, storage_tier
 
-    loss = {
-        "exponential": lambda: exponential_loss(arguments.loss_rate),
-        "power": power_loss,
-        "floor": floor_loss,
-        "steps": stepwise_loss,
-    }[arguments.loss]()
+    size, speed = arguments.snapshot_size, arguments.server_speed
+    durable = storage_tier(size, arguments.storage_speed)
     job = SimulatedJob(
         work_s=arguments.work,
         stall_s=arguments.blocked,
+        tiers=chain(durable),
         restart_s=arguments.restart,
         restore_s=arguments.restore,
         price_per_hour=arguments.price * arguments.hosts,
-        loss=loss,
+        loss=exponential_loss(_LOSS_RATE),
     )
-    size, speed = arguments.snapshot_size, arguments.server_speed
-    durable = storage_tier(size, arguments.storage_speed)
-    jobs = {"storage only": replace(job, tiers=chain(durable))}
+    jobs = {"storage only": job}
     if speed:
         server = server_tier(size, speed, arguments.server_price)
         jobs["with a snapshot server"] = replace(job, tiers=chain(server, durable))

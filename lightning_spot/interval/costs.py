@@ -92,6 +92,13 @@ class RobustMean:
 PRIOR_MTBF_S = 2 * 3600.0
 """Mean lifetime of a spot VM before anything was seen: that of V100 VMs in public traces."""
 
+PROCESS_MTBF_S = 7 * 86400.0
+"""Assumed, where nothing else is known: a crash that leaves the machine alone (an exception, memory that ran out, a
+collective that timed out) comes once a week."""
+
+SERVER_MTBF_S = 30 * 86400.0
+"""Assumed likewise: a snapshot server on a machine that is not preemptible is lost once in thirty days."""
+
 ADVISED_MTBF_S = 600.0
 """What to expect of a machine that its cloud calls likely to be taken away."""
 

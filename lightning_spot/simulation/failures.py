@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.interval.costs import Failure
+from lightning_spot.interval.costs import PROCESS_MTBF_S, SERVER_MTBF_S, Failure
 
 Array = NDArray[np.float64]
 
@@ -32,19 +32,8 @@ class Lifetimes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Exponential:
-    """A constant hazard: age does not matter."""
-
-    mean_s: float
-
-    def draw(self, random: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Lifetimes of new machines, seconds."""
-        return random.exponential(self.mean_s, shape)
-
-
-@dataclass(frozen=True, slots=True)
 class Weibull:
-    """A hazard that falls with age where ``k`` is below 1; 0.6 fits spot lifetimes of several clouds."""
+    """A hazard that falls with age where ``k`` is below 1; 0.6 fits spot lifetimes of several clouds, 1 is constant."""
 
     mean_s: float
     k: float = 0.6
@@ -52,22 +41,6 @@ class Weibull:
     def draw(self, random: np.random.Generator, shape: tuple[int, ...]) -> Array:
         """Lifetimes of new machines, seconds."""
         return random.weibull(self.k, shape) * (self.mean_s / gamma(1 + 1 / self.k))
-
-
-@dataclass(frozen=True, slots=True)
-class Bathtub:
-    """Many die young, few in the middle, the rest at an age limit, as in Google's class of at most 24 hours."""
-
-    mean_s: float
-    early: float = 0.3
-
-    def draw(self, random: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Lifetimes of new machines, seconds."""
-        young = random.exponential(0.05, shape)
-        old = np.maximum(1 - random.exponential(0.1, shape), 0.0)
-        drawn = np.where(random.random(shape) < self.early, young, old)
-        mean = self.early * 0.05 + (1 - self.early) * (1 - 0.1 * (1 - np.exp(-10.0)))
-        return drawn * (self.mean_s / mean)  # type: ignore[no-any-return]
 
 
 Event = tuple[Array, NDArray[np.int64]]
@@ -99,14 +72,6 @@ class Fleet:
     lifetimes: Lifetimes
     machines: int = 1
     correlated: int = 1
-
-    def __post_init__(self) -> None:
-        if self.machines < 1:
-            raise SettingsError(f"machines={self.machines}: a job has at least 1 machine")
-        if not 1 <= self.correlated <= self.machines:
-            raise SettingsError(
-                f"correlated={self.correlated}: of {self.machines} machines, between 1 and all go at a time"
-            )
 
     @property
     def mtbf_s(self) -> float:
@@ -174,14 +139,6 @@ class Trace:
         return cls(tuple(gaps))
 
 
-PROCESS_MTBF_S = 7 * 86400.0
-"""Assumed, where nothing else is known: a crash that leaves the machine alone (an exception, memory that ran out, a
-collective that timed out) comes once a week."""
-
-SERVER_MTBF_S = 30 * 86400.0
-"""Assumed likewise: a snapshot server on a machine that is not preemptible is lost once in thirty days."""
-
-
 @dataclass(frozen=True, slots=True)
 class Mixed:
     """Losses of machines, and besides them crashes of the training process and of the snapshot server.
@@ -201,12 +158,6 @@ class Mixed:
     process_mtbf_s: float = PROCESS_MTBF_S
     server_mtbf_s: float = SERVER_MTBF_S
     server_back_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.process_mtbf_s > 0 and self.server_mtbf_s > 0 and self.server_back_s >= 0):
-            raise SettingsError(
-                "failures: mean times between them are more than 0, and a snapshot server comes back later"
-            )
 
     @property
     def mtbf_s(self) -> float:

@@ -508,7 +508,7 @@ SHELLS = [shell for shell in ("bash", "zsh") if shutil.which(shell)]
         (["ls", "--s"], {"--server"}),
         (["ls", "-o", ""], {"table", "json", "name"}),
         (["report", "-o", "n"], set()),
-        (["simulate", "--hazard", "w"], {"weibull"}),
+        (["prune", "--mode", "mi"], {"min"}),
         (["completion", ""], {"bash", "zsh"}),
         (["ls", ""], set()),  # files, by the shell itself
         (["ls", "--server", "-"], set()),
