@@ -1,8 +1,4 @@
-"""``lightning-spot``: parses the command line, calls the command, turns errors into one line and an exit code.
-
-Exit codes: 0 done, 1 the answer is bad news (a snapshot is damaged, something could not be uploaded), 2 wrong usage or
-a tier that failed, 3 done as far as tiers answered.
-"""
+"""``lightning-spot``: parses the command line, calls the command, turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_spot._version import __version__
@@ -23,7 +19,7 @@ from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.renamed import refuse_old_words
 from lightning_spot.untrusted import log_plainly
 
-Codes = dict[int | str, str]
+Codes = dict[int, str]
 """Exit codes, and what each means."""
 
 
@@ -44,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         refuse_old_words(words)
         arguments = command_parser(words[:1]).parse_args(words)
-        code = int(COMMANDS[arguments.command].load("call")(arguments))
+        command = COMMANDS[arguments.command]
+        code = int(command.load(command.call or arguments.command)(arguments))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever reads the answer has enough of it
@@ -80,11 +77,11 @@ def command_parser(complete: Collection[str] | None = None) -> argparse.Argument
             name,
             help=each.text,
             description=f"{each.text[0].upper()}{each.text[1:]}.",
-            epilog="\n  ".join(["examples:", *each.examples]) + f"\n\n{_exit_codes(each.codes)}",
+            epilog="\n  ".join(["examples:", *each.examples]) + f"\n\n{_exit_codes(_ALWAYS | each.codes)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if complete is None or name in complete:
-            each.load("add_arguments")(command)
+            each.load(each.add_arguments)(command)
     return parser
 
 
@@ -93,20 +90,13 @@ def _say(text: str) -> None:
 
 
 def _exit_codes(codes: Codes) -> str:
-    return "\n".join(["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in codes.items())])
+    return "\n".join(["exit codes:", *(f"  {code:<4} {codes[code]}" for code in sorted(codes))])
 
 
-_INTERRUPTED: Codes = {130: "interrupted"}
-_CODES: Codes = {
-    0: "done",
-    1: "bad news: a snapshot is damaged, states differ, not everything is stored",
-    2: "wrong usage, or a server or the storage failed",
-    INCOMPLETE: "done, but a server or the storage did not answer",
-    **_INTERRUPTED,
-}
-_NO_RUN: Codes = {2: "wrong usage, no such run, or nothing that could be asked answers"}
-_NO_SNAPSHOT: Codes = {2: "wrong usage, no such run or snapshot, or nothing that could be asked answers"}
-_REFUSED: Codes = {2: "wrong usage, no such run or snapshot, a trainer is at work, or a tier failed"}
+_ALWAYS: Codes = {0: "done", 2: "wrong usage, no such run or snapshot, or a server or the storage failed"}
+_INCOMPLETE: Codes = {INCOMPLETE: "done, but a server or the storage did not answer: it may hold newer snapshots"}
+_BAD_NEWS: Codes = {1: "bad news: a snapshot is damaged, states differ, not everything is stored"}
+_CODES: Codes = {**_ALWAYS, **_BAD_NEWS, **_INCOMPLETE, 130: "interrupted"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,23 +105,23 @@ class _Command:
 
     Attributes:
         module: that has it, below ``lightning_spot``.
-        call: name of the function that runs it.
+        call: name of the function that runs it, if that is not the command's.
         add_arguments: name of the function that adds its arguments to its parser.
         text: what it does.
-        codes: exit codes, and what each means.
+        codes: exit codes besides 0 and 2, and what each means.
         examples: command lines.
     """
 
     module: str
-    call: str
+    call: str = ""
     add_arguments: str = "add_arguments"
     text: str
-    codes: Codes
+    codes: Codes = field(default_factory=dict)
     examples: tuple[str, ...]
 
-    def load(self, attribute: str) -> Any:
-        """The function that an attribute names."""
-        return getattr(importlib.import_module(f"lightning_spot.{self.module}"), getattr(self, attribute))
+    def load(self, function: str) -> Any:
+        """A function of its module."""
+        return getattr(importlib.import_module(f"lightning_spot.{self.module}"), function)
 
 
 COMMANDS = {
@@ -139,11 +129,7 @@ COMMANDS = {
         module="http.program",
         call="run",
         text="run a snapshot server",
-        codes={
-            0: "ended by SIGTERM or SIGINT, and every snapshot is stored",
-            1: "ended, but snapshots could not be stored",
-            2: "wrong usage, or the address or the storage cannot be used",
-        },
+        codes={1: "snapshots could not be stored"},
         examples=(
             "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",
             "lightning-spot serve --listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
@@ -152,14 +138,8 @@ COMMANDS = {
     ),
     "run": _Command(
         module="cli.supervise",
-        call="run",
         text="run a training, and start it again after a crash or a kill",
-        codes={
-            0: "the training is done",
-            2: "wrong usage, or the training cannot be started",
-            143: "ended by a preemption notice or SIGTERM",
-            "N": "that of the last start, if it was not started again",
-        },
+        codes={143: "ended by a preemption notice or SIGTERM; any other code is that of the last start"},
         examples=(
             "lightning-spot run -- python train.py",
             "lightning-spot run --max-restarts 20 --pause 30s -- torchrun --nproc-per-node 2 train.py",
@@ -167,14 +147,8 @@ COMMANDS = {
     ),
     "drill": _Command(
         module="cli.drill",
-        call="drill",
         text="train undisturbed and with kills, and compare the final states bit by bit",
-        codes={
-            0: "the final states are equal",
-            1: "the final states differ",
-            2: "wrong usage, or a training failed",
-            **_INTERRUPTED,
-        },
+        codes={1: "the final states differ"},
         examples=(
             "lightning-spot drill -- python train.py",
             "lightning-spot drill --kills 5 --limit 20min -- torchrun --nproc-per-node 2 train.py",
@@ -182,9 +156,7 @@ COMMANDS = {
     ),
     "simulate": _Command(
         module="cli.simulate",
-        call="simulate",
         text="simulate a job under preemptions, with each interval policy",
-        codes={0: "done", 2: "wrong usage", **_INTERRUPTED},
         examples=(
             "lightning-spot simulate --work 3d --snapshot-size 15GB --lifetime 4h",
             "lightning-spot simulate --hosts 8 --server-speed 1GB/s --server-price 0.4 --price 1.2",
@@ -192,21 +164,13 @@ COMMANDS = {
     ),
     "report": _Command(
         module="cli.report",
-        call="report",
         text="show where the time of a run went, attempt by attempt",
-        codes={0: "done", 2: "wrong usage, no record of such a run, or the storage failed", **_INTERRUPTED},
         examples=("lightning-spot report s3://bucket/run-1 --html run-1.html",),
     ),
     "doctor": _Command(
         module="cli.doctor",
-        call="doctor",
         text="measure this host, its servers and the storage, and recommend settings",
-        codes={
-            0: "everything can be used",
-            1: "a server or the storage cannot be used",
-            2: "wrong usage",
-            **_INTERRUPTED,
-        },
+        codes={1: "a server or the storage cannot be used"},
         examples=(
             "lightning-spot doctor s3://bucket/run-1",
             "lightning-spot doctor s3://bucket/run-1 --server spot://10.0.0.5:7070 --snapshot-size 15GB",
@@ -214,14 +178,8 @@ COMMANDS = {
     ),
     "stop": _Command(
         module="cli.stop",
-        call="stop",
         text="end servers of this host once everything is uploaded",
-        codes={
-            0: "ended, and every snapshot is stored",
-            1: "a server did not end, or snapshots that are stored nowhere else stay in memory",
-            2: "wrong usage, or no such server",
-            **_INTERRUPTED,
-        },
+        codes={1: "a server did not end, or snapshots that are stored nowhere else stay in memory"},
         examples=(
             "lightning-spot stop s3://bucket/run-1",
             "lightning-spot stop --all",
@@ -230,9 +188,8 @@ COMMANDS = {
     ),
     "status": _Command(
         module="cli.status",
-        call="status",
         text="show the runs at servers and on this host, and how safe they are",
-        codes={0: "done, also by Ctrl-C", 2: "wrong usage", INCOMPLETE: "done, but a server did not answer"},
+        codes=_INCOMPLETE,
         examples=(
             "lightning-spot status -w",
             "lightning-spot status --server spot://10.0.0.5:7070 -o json",
@@ -241,55 +198,38 @@ COMMANDS = {
     ),
     "ls": _Command(
         module="cli.snapshots",
-        call="ls",
         add_arguments="add_ls_arguments",
         text="list the snapshots of a run: on this host, at servers, in storage",
-        codes={
-            0: "done",
-            **_NO_RUN,
-            INCOMPLETE: "done, but a server or the storage did not answer: it may hold more snapshots",
-            **_INTERRUPTED,
-        },
-        examples=("lightning-spot ls s3://bucket/run-1", "lightning-spot ls spot://10.0.0.5:7070/run-1 -o json"),
+        codes=_INCOMPLETE,
+        examples=(
+            "lightning-spot ls s3://bucket/run-1",
+            "lightning-spot ls spot://10.0.0.5:7070/run-1 -o json",
+        ),
     ),
     "show": _Command(
         module="cli.snapshots",
-        call="show",
         add_arguments="add_show_arguments",
         text="show one snapshot: sizes, checksums, versions",
-        codes={
-            0: "done",
-            **_NO_SNAPSHOT,
-            INCOMPLETE: "done, but a server or the storage did not answer: it may hold a newer snapshot",
-            **_INTERRUPTED,
-        },
-        examples=("lightning-spot show s3://bucket/run-1", "lightning-spot show s3://bucket/run-1@2000"),
+        codes=_INCOMPLETE,
+        examples=(
+            "lightning-spot show s3://bucket/run-1",
+            "lightning-spot show s3://bucket/run-1@2000",
+        ),
     ),
     "verify": _Command(
         module="cli.snapshots",
-        call="verify",
         add_arguments="add_verify_arguments",
         text="read every byte of the snapshots and check it",
-        codes={
-            0: "every snapshot is good",
-            1: "a snapshot is damaged",
-            **_NO_SNAPSHOT,
-            INCOMPLETE: "all that was read is good, but a server or the storage did not answer",
-            **_INTERRUPTED,
-        },
-        examples=("lightning-spot verify s3://bucket/run-1", "lightning-spot verify s3://bucket/run-1@latest"),
+        codes={1: "a snapshot is damaged", **_INCOMPLETE},
+        examples=(
+            "lightning-spot verify s3://bucket/run-1",
+            "lightning-spot verify s3://bucket/run-1@latest",
+        ),
     ),
     "diff": _Command(
         module="cli.diff",
-        call="diff",
         text="show in which entries two snapshots or checkpoints differ",
-        codes={
-            0: "they are equal, bit by bit",
-            1: "they differ",
-            **_NO_SNAPSHOT,
-            INCOMPLETE: "equal, but a server or the storage did not answer: it may hold a newer snapshot",
-            **_INTERRUPTED,
-        },
+        codes={1: "they differ", **_INCOMPLETE},
         examples=(
             "lightning-spot diff s3://bucket/run-1@1000 s3://bucket/run-1@2000",
             "lightning-spot diff last.ckpt s3://bucket/run-1",
@@ -300,13 +240,7 @@ COMMANDS = {
         call="copy",
         add_arguments="add_copy_arguments",
         text="copy a snapshot: a checkpoint file, or a directory for a sharded model",
-        codes={
-            0: "the snapshot is copied",
-            1: "the snapshot is damaged; nothing is copied",
-            2: "wrong usage, no such run or snapshot, or it cannot be read or written",
-            INCOMPLETE: "copied, but a server or the storage did not answer: it may hold a newer snapshot",
-            **_INTERRUPTED,
-        },
+        codes={1: "the snapshot is damaged; nothing is copied", **_INCOMPLETE},
         examples=(
             "lightning-spot cp s3://bucket/run-1 last.ckpt",
             "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
@@ -314,39 +248,29 @@ COMMANDS = {
     ),
     "completion": _Command(
         module="cli.completion",
-        call="completion",
         text="print a script that completes commands in a shell",
-        codes={0: "done", 2: "wrong usage"},
         examples=("lightning-spot completion bash",),
     ),
     "export": _Command(
         module="cli.snapshots",
-        call="export",
         add_arguments="add_export_arguments",
         text="write the weights of a snapshot into one file, as safetensors",
-        codes={
-            0: "the weights are written",
-            1: "the snapshot is damaged; nothing is written",
-            2: "wrong usage, no such run or snapshot, or it cannot be read or written",
-            INCOMPLETE: "written, but a server or the storage did not answer: it may hold a newer snapshot",
-            **_INTERRUPTED,
-        },
+        codes={1: "the snapshot is damaged; nothing is written", **_INCOMPLETE},
         examples=("lightning-spot export s3://bucket/run-1@2000 model.safetensors --safetensors",),
     ),
     "rewind": _Command(
         module="cli.history",
-        call="rewind",
         add_arguments="add_rewind_arguments",
         text="have the next start resume from an earlier snapshot, and set newer ones aside",
-        codes={0: "done", **_REFUSED, **_INTERRUPTED},
-        examples=("lightning-spot rewind s3://bucket/run-1@2000", "lightning-spot rewind s3://bucket/run-1 --undo"),
+        examples=(
+            "lightning-spot rewind s3://bucket/run-1@2000",
+            "lightning-spot rewind s3://bucket/run-1 --undo",
+        ),
     ),
     "prune": _Command(
         module="cli.history",
-        call="prune",
         add_arguments="add_prune_arguments",
         text="delete the snapshots in storage that a policy does not keep",
-        codes={0: "done", 2: "wrong usage, no such run, or the storage failed", **_INTERRUPTED},
         examples=(
             "lightning-spot prune s3://bucket/run-1 --keep 1 --dry-run",
             "lightning-spot prune s3://bucket/run-1 --keep 2 --best 3 --monitor val_loss",
@@ -354,24 +278,21 @@ COMMANDS = {
     ),
     "rm": _Command(
         module="cli.history",
-        call="rm",
         add_arguments="add_rm_arguments",
         text="remove a snapshot or a run, on this host, at servers and in storage",
-        codes={0: "done", **_REFUSED, **_INTERRUPTED},
-        examples=("lightning-spot rm s3://bucket/run-1@2000", "lightning-spot rm s3://bucket/run-1 --all --dry-run"),
+        examples=(
+            "lightning-spot rm s3://bucket/run-1@2000",
+            "lightning-spot rm s3://bucket/run-1 --all --dry-run",
+        ),
     ),
     "token": _Command(
         module="cli.token",
-        call="token",
         text="make a token that holds for some runs, for some time",
-        codes={0: "done", 2: "wrong usage, or no secret to sign with", **_INTERRUPTED},
         examples=("lightning-spot token --run team-a --rights write --expires 7d",),
     ),
     "cert": _Command(
         module="cli.cert",
-        call="cert",
         text="make certificates to try TLS with: a CA, a server's and a client's",
-        codes={0: "done", 2: "wrong usage, or a file is there already", **_INTERRUPTED},
         examples=("lightning-spot cert certs 10.0.0.5 snapshots.example.com",),
     ),
 }
