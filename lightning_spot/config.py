@@ -135,7 +135,7 @@ class Environment:
         drill_dir: ``LIGHTNING_SPOT_DRILL``: set by ``lightning-spot drill``; replaces every ``dirpath``.
         notice_file: ``LIGHTNING_SPOT_NOTICE_FILE``: file that announces a preemption when it appears.
         grace_period_s: ``LIGHTNING_SPOT_GRACE_PERIOD_S``: seconds between SIGTERM and the end of the process.
-        cloud: ``LIGHTNING_SPOT_CLOUD``: ``aws``, ``gcp``, ``azure``, ``alibaba`` or ``none``. Default: detected.
+        cloud: ``LIGHTNING_SPOT_CLOUD``: ``aws``, ``gcp``, ``azure``, ``alibaba`` or ``none``. Default: by the firmware.
         aws_endpoint: ``AWS_EC2_METADATA_SERVICE_ENDPOINT``: address of Amazon's instance metadata service.
         aws_checksums: ``AWS_REQUEST_CHECKSUM_CALCULATION``: when S3 uploads carry a trailing checksum.
         gcp_host: ``GCE_METADATA_HOST``: address of Google's metadata server.

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import http.client
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from concurrent.futures import TimeoutError as NotInTime
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,10 +25,10 @@ from urllib.parse import urlsplit
 from lightning_spot.config import read_environment
 from lightning_spot.errors import MalformedError, NoticeUnavailableError, SettingsError
 from lightning_spot.preemption.notice import Notice, NoticeSource
+from lightning_spot.say import say
 from lightning_spot.untrusted import plain, read_object
 
 ASK_S = 2.0
-ASK_ALL_S = 1.0
 _MOST_BYTES = 1024 * 1024
 _LINK_LOCAL = "http://169.254.169.254"
 
@@ -106,28 +106,18 @@ class CloudSource(NoticeSource):
 
     Attributes:
         address: see above.
-        vendor: how the firmware names the cloud.
+        firmware: patterns of how the firmware names the cloud.
         headers: of each request.
-        probe: method, path and headers of a request that shows whether this is the cloud.
     """
 
     every_s = 5.0
     grace_period_s: float | None = None
     address = _LINK_LOCAL
-    vendor: str
+    firmware: tuple[str, ...]
     headers: Mapping[str, str] = {}
-    probe: tuple[str, str, Mapping[str, str]]
 
     def __init__(self, endpoint: str | None = None) -> None:
         self._endpoint = (endpoint or self.address).rstrip("/")
-
-    def is_found(self) -> bool:
-        """Whether the service answers, within a second."""
-        method, path, headers = self.probe
-        with contextlib.suppress(NoticeUnavailableError):
-            url = self._endpoint + path
-            return self._is_good(ask(url, headers, source=self.name, method=method, wait_s=ASK_ALL_S / 2))
-        return False
 
     def _is_good(self, answer: Answer) -> bool:
         return answer.status == 200
@@ -159,8 +149,7 @@ class AwsSource(CloudSource):
 
     name = "aws"
     grace_period_s = 120.0
-    vendor = "Amazon EC2"
-    probe = ("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
+    firmware = ("Amazon EC2*", "*.amazon")  # the second on Xen, as p3
 
     def __init__(self, endpoint: str | None = None) -> None:
         super().__init__(endpoint or read_environment().aws_endpoint)
@@ -186,8 +175,8 @@ class AwsSource(CloudSource):
             if answer.status != 401:
                 return answer
         # There is no token yet; or it has expired, or the service was restarted.
-        method, token_path, ttl = self.probe
-        token = ask(self._endpoint + token_path, ttl, source=self.name, method=method)
+        lives = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+        token = ask(f"{self._endpoint}/latest/api/token", lives, source=self.name, method="PUT")
         if token.status != 200 or not token.text:
             raise NoticeUnavailableError(f"aws: the metadata service gives no token ({token.status})")
         self.headers = {"X-aws-ec2-metadata-token": token.text}
@@ -207,9 +196,8 @@ class GcpSource(CloudSource):
     name = "gcp"
     every_s = 1.0
     grace_period_s = 30.0
-    vendor = "Google"
+    firmware = ("Google*",)
     headers: Mapping[str, str] = {"Metadata-Flavor": "Google"}
-    probe = ("GET", "/computeMetadata/v1/instance/id", headers)
 
     def __init__(self, endpoint: str | None = None, hold_s: float = 10.0) -> None:
         host = read_environment().gcp_host
@@ -242,9 +230,8 @@ class AzureSource(CloudSource):
     name = "azure"
     every_s = 1.0
     grace_period_s = 30.0
-    vendor = "7783-7084-3265-9085-8269-3286-77"
+    firmware = ("7783-7084-3265-9085-8269-3286-77",)
     headers: Mapping[str, str] = {"Metadata": "true"}
-    probe = ("GET", "/metadata/instance?api-version=2021-02-01", headers)
 
     def __init__(self, endpoint: str | None = None) -> None:
         super().__init__(endpoint)
@@ -280,8 +267,7 @@ class AlibabaSource(CloudSource):
     name = "alibaba"
     grace_period_s = 300.0
     address = "http://100.100.100.200"
-    vendor = "Alibaba Cloud"
-    probe = ("GET", "/latest/meta-data/instance-id", {})
+    firmware = ("Alibaba Cloud*",)
 
     def poll(self) -> Notice | None:
         """Ask for the time."""
@@ -294,77 +280,42 @@ class AlibabaSource(CloudSource):
 CLOUDS: dict[str, type[CloudSource]] = {kind.name: kind for kind in (AwsSource, GcpSource, AzureSource, AlibabaSource)}
 
 _DMI = Path("/sys/class/dmi/id")
-_FIRMWARE = ("chassis_asset_tag", "sys_vendor", "product_name", "board_vendor", "bios_vendor")
+_FIRMWARE = ("chassis_asset_tag", "sys_vendor", "product_name", "board_vendor", "bios_vendor", "bios_version")
 
 
-def detect_cloud(dmi: Path = _DMI, sources: Mapping[str, CloudSource] | None = None) -> str | None:
-    """The cloud this machine is on, or ``None``. Takes about a second at most, and none where the firmware tells.
-
-    ``LIGHTNING_SPOT_CLOUD`` (a cloud's name, or ``none``) answers without a question.
+def detect_cloud(dmi: Path = _DMI) -> str | None:
+    """The cloud this machine is on, by its environment or firmware; ``None`` for none, or where neither tells.
 
     Args:
         dmi: directory of the firmware's identification.
-        sources: that are asked, by cloud; default all of them.
-    """
-    if given := _given():
-        return given if given != "none" else None
-    for firmware in (_read(dmi, file) for file in _FIRMWARE):
-        for cloud, kind in CLOUDS.items():
-            if firmware.startswith(kind.vendor):
-                return cloud
-    if _read(dmi, "sys_vendor"):
-        return None  # it names a vendor, and that is no cloud
-    sources = sources if sources is not None else {cloud: kind() for cloud, kind in CLOUDS.items()}
-    pool = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="spot-detect")
-    try:
-        asked = {pool.submit(source.is_found): cloud for cloud, source in sources.items()}
-        return next((asked[done] for done in as_completed(asked, timeout=ASK_ALL_S) if done.result()), None)
-    except NotInTime:
-        return None
-    finally:
-        pool.shutdown(wait=False)
-
-
-class AutoSource(NoticeSource):
-    """The cloud's source, found out when it is first asked, so that nothing waits for it.
-
-    Args:
-        detect: finds the cloud.
 
     Raises:
         SettingsError: if ``LIGHTNING_SPOT_CLOUD`` names none.
     """
-
-    def __init__(self, detect: Callable[[], str | None] = detect_cloud) -> None:
-        self.name, self.every_s = "auto", 1.0
-        _given()  # what cannot be used is an error here, and not on the thread that asks
-        self._detect = detect
-        self._source: NoticeSource | None = None
-        self._asked = False
-
-    def poll(self) -> Notice | None:
-        """Ask the cloud, if there is one."""
-        if not self._asked:
-            self._asked = True
-            cloud = self._detect()
-            if cloud is not None:
-                self._source = source = CLOUDS[cloud]()
-                self.name, self.every_s = source.name, source.every_s
-            else:
-                self.every_s = 3600.0
-        return self._source.poll() if self._source is not None else None
-
-
-def _given() -> str | None:
-    """What ``LIGHTNING_SPOT_CLOUD`` says; ``None`` if it is not set."""
-    name = read_environment().cloud
-    if name is not None and name not in (*CLOUDS, "none"):
-        raise SettingsError(f"LIGHTNING_SPOT_CLOUD={name!r}: it is {', '.join(CLOUDS)} or none")
-    return name
+    environment = read_environment()
+    if (name := environment.cloud) is not None:
+        if name not in (*CLOUDS, "none"):
+            raise SettingsError(f"LIGHTNING_SPOT_CLOUD={name!r}: it is {', '.join(CLOUDS)} or none")
+        return name if name != "none" else None
+    if environment.aws_endpoint:
+        return AwsSource.name
+    if environment.gcp_host:
+        return GcpSource.name
+    found = [text for file in _FIRMWARE if (text := _read(dmi / file))]
+    if not found:
+        text = (
+            "{about} cannot be read, so the cloud of this machine is not known. A preemption notice may go unnoticed."
+            " Set LIGHTNING_SPOT_CLOUD to {clouds} or none"
+        )
+        say(logging.WARNING, "cloud-unknown", text, about=dmi, only_rank_zero=True, clouds=", ".join(CLOUDS))
+    for cloud, kind in CLOUDS.items():
+        if any(fnmatchcase(text, pattern) for text in found for pattern in kind.firmware):
+            return cloud
+    return None
 
 
-def _read(dmi: Path, file: str) -> str:
+def _read(path: Path) -> str:
     try:
-        return (dmi / file).read_text(encoding="utf-8", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from lightning_spot.config import read_environment
 from lightning_spot.errors import NoticeUnavailableError, SettingsError
-from lightning_spot.preemption.clouds import CLOUDS, AutoSource
+from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.preemption.notice import Notice, NoticeSource
 from lightning_spot.preemption.signals import DEFAULT_SIGNALS, SignalSource
 from lightning_spot.retry import growing
@@ -120,7 +120,8 @@ def _named(name: str) -> list[NoticeSource]:
         file, is_drill = environment.notice_file, environment.drill_dir is not None
         # A launcher may start ranks again after a drill's notice, which was for those before them.
         files: list[NoticeSource] = [FileSource(file, once=is_drill)] if file else []
-        return [SignalSource(), *files, AutoSource()]
+        cloud = detect_cloud()
+        return [SignalSource(), *files, *([CLOUDS[cloud]()] if cloud is not None else [])]
     if name == "signal":
         return [SignalSource()]
     if name in signal.Signals.__members__:
@@ -172,7 +173,7 @@ class Watcher:
 
     @property
     def cloud(self) -> str | None:
-        """The cloud that is asked; ``None`` if there is none, or before it was found out."""
+        """The cloud that is asked; ``None`` if there is none."""
         return next((source.name for source in self._polled if source.name in CLOUDS), None)
 
     def accept(self) -> None:

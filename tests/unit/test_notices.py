@@ -18,7 +18,6 @@ from lightning_spot.errors import NoticeUnavailableError, SettingsError
 from lightning_spot.preemption import clouds, signals
 from lightning_spot.preemption.clouds import (
     AlibabaSource,
-    AutoSource,
     AwsSource,
     AzureSource,
     GcpSource,
@@ -30,7 +29,7 @@ from lightning_spot.preemption.signals import SignalSource
 from lightning_spot.preemption.stop_agreement import Place, StopAgreement
 from lightning_spot.preemption.watcher import CallSource, FileSource, Watcher, open_sources
 from tests.support.metadata_server import MetadataServer
-from tests.support.said import said_about
+from tests.support.said import said, said_about
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G26")
@@ -331,7 +330,7 @@ def test_bad_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_SPOT_NOTICE_FILE", "/tmp/never")
     names = [source.name for source in open_sources("auto")]
-    assert names == ["signal", "file", "auto"]
+    assert names == ["signal", "file"]
     assert [source.name for source in open_sources(["aws", "file:/x", "SIGUSR1", lambda: None])] == [
         "aws",
         "file",
@@ -342,69 +341,36 @@ def test_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_sources(None) == []
 
 
-def test_detection(tmp_path: Path, server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("LIGHTNING_SPOT_CLOUD")
-    monkeypatch.setattr(clouds, "ASK_ALL_S", 40.0)
     for file, text, cloud in [
         ("sys_vendor", "Amazon EC2", "aws"),
+        ("bios_version", "4.11.amazon", "aws"),
         ("product_name", "Google Compute Engine", "gcp"),
         ("sys_vendor", "Alibaba Cloud", "alibaba"),
         ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77", "azure"),
         ("sys_vendor", "LENOVO", None),
     ]:
-        dmi = tmp_path / f"{cloud}"
-        dmi.mkdir()
+        (dmi := tmp_path / f"{cloud} by {file}").mkdir()
         (dmi / file).write_text(text + "\n")
-        assert detect_cloud(dmi, {}) == cloud
-    assert detect_cloud(tmp_path / "none", {"aws": AwsSource(server.url)}) == "aws"
+        assert detect_cloud(dmi) == cloud
+    assert not said(caplog, "cloud-unknown")
+    assert detect_cloud(tmp_path / "none") is None
+    assert len(said(caplog, "cloud-unknown")) == 1
+    for variable, cloud in (("GCE_METADATA_HOST", "gcp"), ("AWS_EC2_METADATA_SERVICE_ENDPOINT", "aws")):
+        monkeypatch.setenv(variable, "127.0.0.1:9")
+        assert detect_cloud(tmp_path / "none") == cloud
+    assert open_sources("auto")[-1].name == "aws"
     monkeypatch.setenv("LIGHTNING_SPOT_CLOUD", "azrue")
-    for of_no_use in (detect_cloud, lambda: open_sources("auto")):  # the second at once, not on the thread that asks
+    for of_no_use in (detect_cloud, lambda: open_sources("auto")):
         with pytest.raises(SettingsError, match="azrue"):
             of_no_use()
-
-
-def test_detection_on_no_cloud_is_quick(
-    tmp_path: Path, server: MetadataServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LIGHTNING_SPOT_CLOUD")
-    server.hang = True
-    hanging = {name: source(server.url) for name, source in CLOUDS.items()}
-    started = time.monotonic()
-    assert detect_cloud(tmp_path, hanging) is None
-    assert time.monotonic() - started < 15.0  # each would hang for longer
-
-
-def test_detection_goes_on_beside_training() -> None:
-    begun, found, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def detect() -> None:
-        begun.set()
-        found.wait(10)
-        ended.set()
-
-    watcher = Watcher([AutoSource(detect)])
-    watcher.start()
-    assert not ended.is_set()
-    assert begun.wait(30)
-    assert watcher.notice is None
-    found.set()
-    watcher.stop()
 
 
 @pytest.mark.parametrize("source", [AwsSource, GcpSource, AzureSource, AlibabaSource])
 def test_the_cloud_is_that_of_the_source(server: MetadataServer, source: Any) -> None:
     assert Watcher([FileSource("/none")]).cloud is None
-    assert Watcher([AutoSource(lambda: None), source(server.url)]).cloud == source.name
-
-
-def test_a_cloud_that_was_found_is_known(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(clouds.CLOUDS, "gcp", lambda: GcpSource(server.url))
-    watcher = Watcher([AutoSource(lambda: "gcp")])
-    assert watcher.cloud is None
-    watcher.start()
-    until(lambda: watcher.cloud == "gcp", "the cloud to be found")
-    server.close()
-    watcher.stop()
+    assert Watcher([SignalSource(), source(server.url)]).cloud == source.name
 
 
 # -- ranks agree ------------------------------------------------------------------------------------------------------
