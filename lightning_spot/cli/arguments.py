@@ -6,15 +6,11 @@ import argparse
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
-    SERVER_SCHEMES,
-    check_number,
     check_run_name,
     directory_of,
     names_server,
@@ -22,16 +18,14 @@ from lightning_spot.config import (
     why_no_place,
     without_password,
 )
-from lightning_spot.errors import SettingsError, SpotError
+from lightning_spot.errors import SettingsError
 from lightning_spot.protocol.wire import Address, parse_spot_url
-from lightning_spot.retry import unless_silent
 from lightning_spot.run.location import Location
 from lightning_spot.snapshot.manifest import snapshot_order
 
 LATEST = "latest"
 """The newest snapshot of a run."""
 
-_SILENT_S = 6.0
 _ANSWER_S = 5.0
 
 
@@ -84,24 +78,12 @@ def program_of(arguments: argparse.Namespace) -> list[str]:
 def split_run(given: str) -> tuple[str, str | None]:
     """A run, and which of its snapshots is meant: ``RUN@STEP``, ``RUN@NAME`` or ``RUN@latest``; ``None`` if none is.
 
-    ``spot://host:port/NAME@ID`` is a run, and so is a directory or URL of that name where one is, or was.
+    ``spot://host:port/NAME@ID`` is a run. A directory whose own name ends so is given with a slash behind it.
     """
     run, separator, selector = given.rpartition("@")
     is_step = re.fullmatch(r"\d{1,11}", selector) is not None  # an ID has twelve hexadecimal digits
     selects = is_step or selector == LATEST or snapshot_order(selector) is not None
-    return (run, selector) if separator and selects and not _is_there(given) else (given, None)
-
-
-def _is_there(given: str) -> bool:
-    """Whether there is a directory of that name, or a run at that URL."""
-    if not (scheme := scheme_of(given)):
-        return os.path.exists(directory_of(given))
-    try:
-        return scheme not in SERVER_SCHEMES and unless_silent(
-            lambda: open_store(given).claimed() > 0, threading.Event(), _SILENT_S, given
-        )
-    except SpotError:  # reading the run says better what is wrong
-        return False
+    return (run, selector) if separator and selects else (given, None)
 
 
 def check_given(url: str, servers: Sequence[str], run: str | None) -> None:
@@ -173,16 +155,3 @@ def location_of(url: str, servers: Sequence[str], run: str | None) -> Location:
         return Location.of(url, servers=servers or None)
     except SettingsError:  # all else was good
         raise SettingsError(f"{url!r} does not end with a name of a run: give it by --run-name") from None
-
-
-def check_replicas_given(replicas: int, servers: Sequence[str]) -> None:
-    """Refuse a number of replicas for which too few servers are named.
-
-    Raises:
-        SettingsError: naming both flags.
-    """
-    check_number("--replicas", replicas, 1, whole=True)
-    if replicas > max(1, len(servers)):
-        raise SettingsError(
-            f"--replicas={replicas}: each replica is at a server of its own, and --server names {len(servers)} of them"
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import mmap
 import os
@@ -11,15 +10,14 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from lightning_spot.cli.arguments import add_servers, check_replicas_given, location_of
+from lightning_spot.cli.arguments import add_servers, location_of
 from lightning_spot.cli.output import add_output, error_console, print_answer, warning
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import start
@@ -78,22 +76,10 @@ def why_not_carried(server: str, durable_url: str) -> str:
         store.open_run(replace(run, durable_url=None, carry=False))  # nothing is brought there for it any more
 
 
-def together(servers: Sequence[str], speed: Callable[[str], float]) -> float:
-    """Bytes per second that several servers take at the same time.
-
-    Args:
-        servers: their URLs.
-        speed: bytes per second that one takes.
-    """
-    with ThreadPoolExecutor(len(servers)) as pool:
-        return sum(pool.map(speed, servers))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     parser.add_argument("url", metavar="RUN", help="directory, or URL in a bucket, that snapshots are to go to")
     add_servers(parser, "also measure this snapshot server; may be given several times")
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="servers that keep each snapshot (1)")
     parser.add_argument(
         "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest in RUN, or 1GB)"
     )
@@ -110,7 +96,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     if sample > (most := memory_limit_bytes(None)):
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
     location = location_of(arguments.url, arguments.server, "doctor")
-    check_replicas_given(arguments.replicas, arguments.server)
     report = error_console().print
     made = _not_there(location.url)
     problems: list[str] = []
@@ -139,10 +124,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     servers = [url for url in location.servers if url in tiers]
     facts["not_carried"], wrong = _not_carried(servers, location.url)
     problems += wrong
-    if len(servers) > 1:
-        report(f"writing {format_bytes(sample)} to each snapshot server at the same time …")
-        each = functools.partial(_server_store_speed, nbytes=sample)
-        facts["servers_together_bytes_per_s"] = together(servers, each)
     report("starting a snapshot server on this host …")
     try:
         facts["local_server_bytes_per_s"] = local_server_speed(scratch, sample)
@@ -152,8 +133,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts["cloud"], facts["grace_period_s"] = cloud, CLOUDS[cloud]().grace_period_s if cloud is not None else None
     outlooks = _outlooks(snapshot_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
-    replicas = min(arguments.replicas, len(servers))
-    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, servers, replicas, facts["grace_period_s"])
+    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, servers, facts["grace_period_s"])
     if found is not None:
         facts["advice"][:0] = _of_unfinished_uploads(location.url)
     facts["problems"] = problems
@@ -179,10 +159,6 @@ def _not_carried(servers: list[str], durable_url: str) -> tuple[dict[str, str], 
         except SpotError as error:
             problems.append(_problem(server, server, error))
     return found, problems
-
-
-def _server_store_speed(server: str, nbytes: int) -> float:
-    return store_speed(open_store(f"{server}/doctor"), nbytes)
 
 
 def _problem(url: str, where: str, error: SpotError) -> str:
@@ -286,16 +262,10 @@ def _outlooks(
 
 
 def _advice(
-    outlooks: dict[str, Outlook],
-    snapshot_bytes: int,
-    url: str,
-    servers: list[str],
-    replicas: int,
-    grace_period_s: float | None,
+    outlooks: dict[str, Outlook], snapshot_bytes: int, url: str, servers: list[str], grace_period_s: float | None
 ) -> list[str]:
     memory = f", servers={servers!r}" if servers else ""
-    memory += f", replicas={replicas}" if replicas > 1 else ""
-    advice = _of_memory(2 + 1 + replicas, snapshot_bytes)
+    advice = _of_memory(4 if servers else 3, snapshot_bytes)
     alone, with_server = outlooks.get(ALONE), outlooks.get(WITH_SERVER)
     if alone is not None and with_server is not None:
         gain = alone.total - with_server.total
@@ -336,7 +306,7 @@ def _of_unfinished_uploads(url: str) -> list[str]:
 
 
 def _of_memory(slots: int, snapshot_bytes: int) -> list[str]:
-    """What is to be said of the memory for the slots: two, and one for each tier below."""
+    """What is to be said of the memory for the slots: two, and one for storage and for a snapshot server."""
     need = slots * snapshot_bytes
     half = memory_limit_bytes(None)
     advice = []
@@ -368,8 +338,6 @@ def _lines(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
         yield f"committed by a local server: {format_bytes(facts['local_server_bytes_per_s'])}/s"
     for url, speed in facts["tiers_bytes_per_s"].items():
         yield f"stored at {url}: {format_bytes(speed)}/s"
-    if (speed := facts.get("servers_together_bytes_per_s")) is not None:
-        yield f"stored at all snapshot servers at the same time: {format_bytes(speed)}/s"
     for server, why in facts["not_carried"].items():
         yield f"{server} does not store runs in their directory, and takes no shards of models on several hosts: {why}"
     yield from map(warning, facts["problems"])

@@ -18,8 +18,15 @@ from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_st
 from lightning_spot.goodput.records import completed, read_records
 from lightning_spot.untrusted import LONGEST_TEXT, plain
 
-_WIDE = 60
-_PARTS = {"startup_s": "-", "restore_s": "r", "productive_s": "=", "blocked_s": "b", "lost_s": "x", "down_s": "."}
+_COLOURS = {
+    "startup_s": "#8c8c8c",
+    "restore_s": "#e0a000",
+    "productive_s": "#2a9d4a",
+    "blocked_s": "#d4602c",
+    "lost_s": "#c2283a",
+    "down_s": "#8884",
+}
+"""What the time of an attempt goes to, as it is drawn."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +56,7 @@ def report(arguments: argparse.Namespace) -> int:
         gone = format_count(before.attempts, "attempt")
         lines.append(f"{gone} before these, {format_seconds(before.closed.total_s)} in all")
     goodput = f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}"
+    goodput += "".join(f", {name.removesuffix('_s')} {format_seconds(getattr(whole, name))}" for name in _COLOURS)
     headings, rows = _rows(records, parts)
     if arguments.html:
         try:
@@ -59,7 +67,7 @@ def report(arguments: argparse.Namespace) -> int:
     for row in rows:
         table.add_row(*row)
     document = _facts(records, parts, whole, before.attempts)
-    print_answer(arguments.output, document, [*lines, table, _line(parts, whole), goodput])
+    print_answer(arguments.output, document, [*lines, table, goodput])
     return 0
 
 
@@ -93,8 +101,6 @@ figure { margin: 1.5rem 0; } svg { width: 100%; } svg text { font-size: 12px; fi
 div { overflow-x: auto; } table { border-collapse: collapse; white-space: nowrap; }
 th, td { padding: .25rem .75rem .25rem 0; text-align: left; border-bottom: 1px solid #8884; }
 """
-_COLOURS = {"startup_s": "#8c8c8c", "restore_s": "#e0a000", "productive_s": "#2a9d4a", "blocked_s": "#d4602c"}
-_COLOURS |= {"lost_s": "#c2283a", "down_s": "#8884"}
 _DRAWN, _BAR, _SIDE = 1000, 22, 60
 
 
@@ -181,21 +187,10 @@ def _records(url: str) -> list[AttemptRecord]:
 
 def _facts(records: list[AttemptRecord], parts: list[Spent], whole: Spent, before: int) -> dict[str, object]:
     def plain(part: Spent) -> dict[str, float]:
-        return {**{name: getattr(part, name) for name in _PARTS}, "total_s": part.total_s, "goodput": part.goodput}
+        return {**{name: getattr(part, name) for name in _COLOURS}, "total_s": part.total_s, "goodput": part.goodput}
 
     attempts = [
         {**replace(record, earlier=None).as_dict(), "spent": plain(part)}
         for record, part in zip(records, parts, strict=True)
     ]
     return {"attempts": attempts, "attempts_before": before, "whole": plain(whole)}
-
-
-def _line(parts: list[Spent], whole: Spent) -> str:
-    """The run on one line, to scale, and what the signs mean."""
-    drawn = ""
-    for part in parts:
-        for name in _PARTS:
-            share = getattr(part, name) / max(whole.total_s, 1e-9) * _WIDE
-            drawn += _PARTS[name] * (round(share) or (1 if share > 0.05 else 0))
-    meaning = ", ".join(f"{sign} {name.removesuffix('_s')}" for name, sign in _PARTS.items())
-    return f"|{drawn}|  {meaning}"
