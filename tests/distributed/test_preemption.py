@@ -282,7 +282,7 @@ def test_a_late_signal_waits_until_the_last_snapshot_is_safe(
         may_be_safe.set()
 
     def put_then(*arguments: Any, **more: Any) -> Any:
-        assert may_be_safe.wait(30.0)
+        assert may_be_safe.wait(120)
         return put(*arguments, **more)
 
     monkeypatch.setattr(LocalStore, "put", put_then)

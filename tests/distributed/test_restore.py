@@ -137,7 +137,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name.startswith("spot-giv"):
-            thread.join(5)
+            thread.join(120)
             assert not thread.is_alive()
     for number in set(os.listdir("/proc/self/fd")) - before:
         path = Path(f"/proc/self/fd/{number}")
@@ -390,7 +390,7 @@ def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
             waiting.result(0.1)
         exporter.export(1, CorruptSnapshotError("part 3 is bad", part=3))
         with pytest.raises(CorruptSnapshotError, match="part 3 is bad"):
-            waiting.result(10)
+            waiting.result(120)
     exporter.export(2, TierError("x"))
     with pytest.raises(NotExportedError):
         import_snapshot(exporter.address, 1, manifest_of(run))
@@ -415,7 +415,7 @@ def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
             waiting.result(0.05)
         exporter.close()
         with pytest.raises(NotExportedError):
-            waiting.result(10)
+            waiting.result(120)
     monkeypatch.setattr(export, "_SILENCE_S", 0.05)
     address = replace(exporter.address, name=secrets.token_hex(16))  # the other name is free when its thread has ended
     with socket.socket(socket.AF_UNIX) as silent:

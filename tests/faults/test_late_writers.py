@@ -35,7 +35,7 @@ class LateWriter(Net):
 
         def parts() -> Any:
             begun.set()
-            self._go.wait(30)
+            self._go.wait(120)
             yield memoryview(image)
 
         def write() -> None:
@@ -44,11 +44,11 @@ class LateWriter(Net):
             self._done.set()
 
         threading.Thread(target=write, daemon=True).start()
-        assert begun.wait(30)
+        assert begun.wait(120)
 
     def setup(self, stage: str) -> None:
         self._go.set()
-        assert self._done.wait(30)
+        assert self._done.wait(120)
 
 
 @pytest.mark.parametrize("keep", [1, 2])

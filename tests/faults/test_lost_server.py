@@ -207,7 +207,7 @@ def test_a_hung_server_blocks_training_only_for_its_timeout(tmp_path: Path, capl
     run = trainer(callback, probe, strike, max_epochs=4)
     run.fit(Net(), data())
     assert run.global_step == 80
-    assert strike.longest_s < 30.0  # on a machine that does much else; a few seconds on a quiet one
+    assert strike.longest_s < 60.0  # on a machine that does much else; a few seconds on a quiet one
     assert "did not answer within server_call_timeout_s=1.0 s" in str(said(caplog, "local-server-lost")[0]["why"])
     assert check_all(tmp_path, probe)[0].complete
     until(lambda: not lives(strike.struck[0]), "the server that hung to be gone")
@@ -330,7 +330,7 @@ def test_what_a_lost_ring_could_not_be_told_the_next_one_is_told() -> None:
     is_there, told = threading.Event(), list[Any]()
 
     def find() -> Host:
-        assert is_there.wait(20.0)
+        assert is_there.wait(120)
         return cast(Host, new)
 
     def say(host: Host) -> None:

@@ -75,7 +75,7 @@ class Pipeline:
             self._now = step
             self._changed.notify_all()
         for begun in [begun for begun in self._begun if begun <= step - self._lag]:
-            self._begun.pop(begun).result(30)
+            self._begun.pop(begun).result(120)
             self._done += 1
         until(lambda: self._looked_ahead >= self._done, "the slot of the next one to be looked for")
         self.idle()

@@ -92,7 +92,7 @@ def test_only_consequences_of_a_logged_loss_are_not_logged_again(
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
     lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None))
     is_there = threading.Event()
-    attempt.writer.link = link = HostLink(lost, lambda: host if is_there.wait(20.0) else lost)
+    attempt.writer.link = link = HostLink(lost, lambda: host if is_there.wait(120) else lost)
     first, later = ServerUnreachableError("it has gone"), ServerUnreachableError("the same line, for another snapshot")
     try:
         for error in (first, later):

@@ -48,7 +48,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     def gated(self: LocalStore, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         if manifest.name == "held.ckpt":
             begun.set()
-            assert go.wait(60)
+            assert go.wait(120)
         put(self, manifest, image, attempt=attempt)
 
     monkeypatch.setattr(LocalStore, "put", gated)
@@ -309,7 +309,7 @@ def test_removing_an_earlier_file_spares_one_saved_past_memory(tmp_path: Path, g
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
     plugin.load_checkpoint(tmp_path / "x.ckpt")
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
-    assert begun.wait(60)
+    assert begun.wait(120)
     plugin.remove_checkpoint(tmp_path / "x.ckpt")
     plugin.save_checkpoint({"global_step": 2, "w": torch.zeros(2_000_000)}, tmp_path / "x.ckpt")
     go.set()
@@ -323,7 +323,7 @@ def test_a_file_past_memory_is_newer_than_the_one_still_in_it(tmp_path: Path, ga
     begun, go = gate
     plugin = SpotCheckpointIO(local_server=False, memory_limit="4MiB", upload_timeout_s=20.0)
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
-    assert begun.wait(60)
+    assert begun.wait(120)
     plugin.save_checkpoint({"global_step": 2, "w": torch.zeros(2_000_000)}, tmp_path / "held.ckpt")
     go.set()
     plugin.teardown()

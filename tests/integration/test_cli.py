@@ -491,16 +491,16 @@ class Superseded(pl.Callback):
     def ask(self, arguments: argparse.Namespace) -> Found:
         found = ask(arguments)
         self.asked.set()
-        assert self.trained.wait(60)
+        assert self.trained.wait(120)
         return found
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 10:
             self.thread.start()
-            assert self.asked.wait(60)
+            assert self.asked.wait(120)
         if trainer.global_step == 18:
             self.trained.set()
-            self.thread.join(60)
+            self.thread.join(120)
 
 
 @pytest.mark.parametrize("command", ["cp", "verify"])

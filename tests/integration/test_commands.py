@@ -399,7 +399,7 @@ def test_stop_leaves_the_servers_of_another_runtime_directory(
 def test_stop_ends_a_snapshot_server(start_server: Callable[..., RunningServer], cli: Cli) -> None:
     server = start_server()
     assert stopped(cli("stop", "--server", server.url, "-o", "json"))[0]["result"] == "stopped"
-    assert server.process.wait(10) == 0
+    assert server.process.wait(120) == 0
     assert f"no snapshot server of this user answers at {server.url}" in cli("stop", "--server", server.url, code=2)
     assert "loopback" in cli("stop", "--server", "spot://10.0.0.5:7070", code=2)
     assert "one of RUN" in cli("stop", code=2)

@@ -103,7 +103,7 @@ def test_a_process_with_the_pid_of_an_ended_training_is_spared(tmp_path: Path, m
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
         monkeypatch.setattr(trainings, "descendants", lambda _pid: [other.pid])
         with trainings.training(["true"], tmp_path / "run", tmp_path / "notice") as trained:
-            trained.process.wait(30)
+            trained.process.wait(120)
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(0.3)
         other.kill()

@@ -54,7 +54,7 @@ class Chat:
             def do_POST(self) -> None:
                 outer.asked += 1
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.gate.wait(30)
+                outer.gate.wait(120)
                 outer.paths.append(self.path)
                 outer.got.append(body)
                 self.send_response(outer.statuses.pop(0) if len(outer.statuses) > 1 else outer.statuses[0], "no\x1b[2J")

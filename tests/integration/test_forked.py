@@ -90,7 +90,7 @@ def test_a_child_can_be_told_to_end(tmp_path: Path) -> None:
 
     def end() -> None:
         child.terminate()
-        child.join(20)
+        child.join(120)
 
     trainer(Once(child.start, end), spot).fit(Net(), data())
     try:

@@ -452,7 +452,7 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
     write_record(url, 1, attempt(1, 100.0, 110.0, (0, 2), 113.0).as_dict())
     child.stdin.write("\n")
     child.stdin.flush()
-    assert ended.wait(30)
+    assert ended.wait(120)
     time.sleep(0.5)  # a server that does not wait has looked by then, and found a living trainer
     assert written(url).end == "running"
     child.kill()

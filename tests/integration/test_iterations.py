@@ -182,7 +182,7 @@ def test_an_unresponsive_ring_blocks_training_within_its_limit(
     real, go_on = InProcessHost.seal, threading.Event()
 
     def seal(self: InProcessHost, *arguments: Any, **named: Any) -> Any:
-        assert go_on.wait(60)
+        assert go_on.wait(120)
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(InProcessHost, "seal", seal)

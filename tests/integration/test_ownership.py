@@ -289,7 +289,7 @@ def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(120)
     for number, store in enumerate(stores):
         try:
             store.put(snapshot(number), memoryview(b"x" * 100), attempt=1)

@@ -415,7 +415,7 @@ def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
 
     def flush(_run: str | None, _wait_s: float) -> list[str]:
         flushing.release()
-        assert flushed.wait(60)
+        assert flushed.wait(120)
         return []
 
     monkeypatch.setattr(server, "flush", flush)
@@ -423,11 +423,11 @@ def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
         stack.callback(flushed.set)
         for _ in range(4):
             stack.enter_context(say(client, "POST", "/v1/flush", {"wait_s": 3600}))
-            assert flushing.acquire(timeout=30)
+            assert flushing.acquire(timeout=120)
         assert status_of(say(client, "POST", "/v1/flush", {})) == 503
         assert client.call("GET", "/v1/runs")["runs"] == []
         stack.enter_context(say(client, "POST", "/v1/flush", {}, ANOTHER))
-        assert flushing.acquire(timeout=30)
+        assert flushing.acquire(timeout=120)
 
 
 def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +443,7 @@ def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(server, "flush", flush)
     with asked(server) as client:
         with say(client, "POST", "/v1/flush", {"wait_s": 3600}):
-            assert turns.acquire(timeout=30)
+            assert turns.acquire(timeout=120)
             assert status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 503
         until(lambda: status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 200, "its place to be free")
 
@@ -454,7 +454,7 @@ def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytes
 
     def slow(_key: str) -> None:
         asking.release()
-        assert asked_it.wait(60)
+        assert asked_it.wait(120)
 
     monkeypatch.setattr(server.routes, "check_owner", slow)
     with asked(server) as client, ExitStack() as stack:
@@ -462,11 +462,11 @@ def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytes
         open_run(client)
         for _ in range(2):  # half of all, as long as it is alone
             stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}))
-            assert asking.acquire(timeout=30)
+            assert asking.acquire(timeout=120)
         assert status_of(say(client, "DELETE", "/v1/files/run/file", {})) == 503
         assert client.call("GET", "/v1/runs", timeout_s=30)["runs"]
         stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}, ANOTHER))
-        assert asking.acquire(timeout=30)
+        assert asking.acquire(timeout=120)
         assert not asking.acquire(blocking=False)
 
 

@@ -64,10 +64,10 @@ def test_torchrun_that_is_told_to_end_says_so(tmp_path: Path) -> None:
     try:
         until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks to run", 60.0)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
+        assert process.wait(120) == 143
     finally:
         process.terminate()  # which is passed on
-        process.wait(60)
+        process.wait(120)
 
 
 def test_a_process_that_did_not_start_the_training_is_spared(

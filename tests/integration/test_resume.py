@@ -255,7 +255,7 @@ def test_a_silent_tier_is_waited_for_less_than_its_library_would(
         def asked(store: LocalStore, *about: Any, ask: Callable[..., Any] = ask, name: str = name) -> Any:
             if silent.is_set() or name == "claim":
                 silent.set()
-                goes_on.wait(60.0)
+                goes_on.wait(120)
             return ask(store, *about)
 
         monkeypatch.setattr(LocalStore, name, asked)

@@ -471,7 +471,7 @@ def test_an_unneeded_server_ends_as_soon_as_it_is_notified(monkeypatch: pytest.M
     server = Asked()
 
     def ends() -> None:
-        assert server.watched.wait(30)
+        assert server.watched.wait(120)
         server.is_busy, server.finished = False, True
         server.changed()
 

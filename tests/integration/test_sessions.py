@@ -47,7 +47,7 @@ pytestmark = pytest.mark.guarantee("G3")
 
 NBYTES = 3 * 2**20
 STALL_S, PATIENT_S = 2.0, 20.0  # of who meets a server that stands still, and of who meets one that is slow at most
-LATEST_S = 30.0  # however slow the machine; who waits for the server instead waits for minutes
+LATEST_S = 60.0  # however slow the machine; who waits for the server instead waits for minutes
 SEALED = ("committed", "flushing", "leaving")
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
@@ -465,7 +465,7 @@ def test_a_draining_server_takes_no_new_runs_and_serves_others(
         client.call("POST", "/v1/runs/another/open", {"attempt": 1})
     _commit(client, upload, 1)  # was under way
     _send(client, 2)  # is urgent
-    assert server.process.wait(30) == 0
+    assert server.process.wait(120) == 0
     assert LocalStore(tmp_path / "durable" / "run").survey().manifests[0].step == 2
 
 

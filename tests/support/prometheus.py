@@ -51,4 +51,4 @@ def prometheus(root: Path, port: int, target: str) -> Iterator[Callable[..., Any
         yield ask
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(120)

@@ -198,11 +198,11 @@ class Group:
         self._said: Any = None
 
     def broadcast(self, rank: int, said: Any, source: int) -> Any:
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         if rank == source:
             self._said = pickle.dumps(said)
             self.moved_bytes += len(self._said)
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         return pickle.loads(self._said)
 
 

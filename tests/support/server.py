@@ -172,7 +172,7 @@ class ServerBehind:
         if self.full:
             raise SnapshotFailedError("no slot", reason=FailureReason.RING_FULL)
         self.waiting = True
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         self.waiting = False
         server = self._reached()
         plain = replace(coming.manifest, checksums=())

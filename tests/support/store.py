@@ -94,13 +94,13 @@ class GatedStore(LocalStore):
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         self._note("put", manifest)
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         self._pause.wait(manifest.nbytes / self.bytes_per_s)
         super().put(manifest, image, attempt=attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         self._note("put", manifest)
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         return super().put_parts(manifest, parts, attempt=attempt)
 
     def delete(self, manifest: Manifest) -> None:

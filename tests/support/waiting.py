@@ -15,7 +15,7 @@ import psutil
 
 from lightning_spot import say
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0  # what holds on a machine that does much else; pytest ends a test after 300 s
 
 
 def new_process() -> None:

@@ -47,7 +47,7 @@ def test_torch_starts_no_second_team_beside_training(team: None) -> None:
     background = Background("lone too")
     done.clear()
     background.put(compute)
-    assert done.wait(60)
+    assert done.wait(120)
     background.close(60)
     assert started == [set()] * 2
 

@@ -103,7 +103,7 @@ def test_where_training_stands_still_all_processors_copy(desk: Desk, monkeypatch
         at_it.add(threading.get_ident())
         if len(at_it) == 2:
             both.set()
-        assert both.wait(30)
+        assert both.wait(120)
         helping(batch)
 
     monkeypatch.setattr(Batch, "helping", noted)
@@ -162,7 +162,7 @@ def test_closing_copies_what_is_held(desk: Desk) -> None:
     copier.start(desk.pieces, desk.view, schedule=Fixed(IN_TURN, limit_s=1e9))
     closing = threading.Thread(target=copier.close)
     closing.start()
-    closing.join(30)
+    closing.join(120)
     assert not closing.is_alive()
     assert all(map(desk.copied, range(4)))
 
@@ -398,7 +398,7 @@ def test_the_event_of_the_last_order_is_the_one_waited_for(monkeypatch: pytest.M
     monkeypatch.setattr(device, "record", slowly)
     late = threading.Thread(target=order, args=(0,))
     late.start()
-    assert recorded.wait(10)
+    assert recorded.wait(120)
     order(1)
     late.join()
     assert lane.read.number == lane.done.number == len(lane.read.stream.work)

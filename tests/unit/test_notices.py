@@ -147,12 +147,12 @@ def test_aws_recommends(server: MetadataServer) -> None:
 
 
 def test_gcp_hears_at_once_what_it_waits_for(server: MetadataServer) -> None:
-    source = GcpSource(server.url, hold_s=20)
+    source = GcpSource(server.url, hold_s=200)
     assert source.poll() is None
     threading.Timer(0.2, server.announce, [30.0]).start()
     started = time.monotonic()
     assert source.poll() is not None
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_gcp_maintenance_and_another_server(server: MetadataServer) -> None:
@@ -412,7 +412,7 @@ def test_ranks_that_drift_agree_on_one_place(who: list[int], late_s: float) -> N
         time.sleep(late_s)
         called[rank].set()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert stopped[0] is not None
     assert stopped[0] == stopped[1] == stopped[2]
     assert all(agreement.facts["by"] in who for agreement in agreements)

@@ -166,14 +166,14 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
 
     def slow(capacity: int, path: Path | None) -> SlotMemory:
         making.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return real(capacity, path)
 
     sealed = bench.save(1)
     monkeypatch.setattr(SlotMemory, "create", slow)
     leasing = threading.Thread(target=lambda: bench.server.lease(RUN, 1, 1000))
     leasing.start()
-    assert making.wait(20)
+    assert making.wait(120)
     began = time.monotonic()
     assert bench.committed() == [1]
     assert bench.flush() == []
@@ -181,7 +181,7 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
     assert slot is not None
     with bench.server.ring.reading(Held((slot,), (sealed,))):
         bench.server.status()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert leasing.is_alive()
     go_on.set()
     leasing.join()

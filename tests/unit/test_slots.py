@@ -172,11 +172,11 @@ def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
     desk.writer.warm(700_000)
     until(lambda: desk.writer.ready, "the first slot")
     assert slots_of(desk) == ["free"]
-    desk.begin(1, desk.checkpoint()).result(30)
+    desk.begin(1, desk.checkpoint()).result(120)
     until(lambda: slots_of(desk) == ["committed", "free"], "the second one")
     for step in range(2, 6):
         assert desk.host.flush(30) == []
-        desk.begin(step, desk.checkpoint()).result(30)
+        desk.begin(step, desk.checkpoint()).result(120)
     assert len(slots_of(desk)) == 2
 
 
@@ -195,7 +195,8 @@ def test_a_state_that_goes_on_growing_is_not_skipped_each_time(
     for step in range(1, 6):
         idle(desk)
         try:
-            desk.writer.begin(desk.checkpoint(more=torch.ones(500_000 * step)), manifest_of(step, run_id="")).result(30)
+            state = desk.checkpoint(more=torch.ones(500_000 * step))
+            desk.writer.begin(state, manifest_of(step, run_id="")).result(120)
         except SnapshotFailedError as error:
             if error.reason is not FailureReason.RING_FULL:
                 raise
@@ -218,7 +219,7 @@ def test_a_state_that_grew_once_has_superseded_slots_replaced(monkeypatch: pytes
             until(lambda: writer.ready and writer._maker._thread is None, "nothing is being made")
             state = {"more": torch.ones(3_000_000 if step > 4 else 100_000)}
             try:
-                writer.begin(state, manifest_of(step, run_id=""), owned={}).result(30)
+                writer.begin(state, manifest_of(step, run_id=""), owned={}).result(120)
             except SnapshotFailedError as error:
                 if error.reason is not FailureReason.RING_FULL:
                     raise
@@ -237,9 +238,9 @@ def test_a_larger_state_than_expected_gets_a_slot_in_background(desk: Desk, made
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         desk.writer.begin(desk.checkpoint(more=averages), manifest_of(1))
     until(lambda: desk.writer.ready, "the larger one")
-    desk.begin(2, desk.checkpoint(more=averages)).result(30)
+    desk.begin(2, desk.checkpoint(more=averages)).result(120)
     until(lambda: slots_of(desk).count("free") == 2, "the second one, beside the small one")
-    desk.begin(3, desk.checkpoint(more=torch.ones(9_000_000))).result(30)  # who may wait, waits for it
+    desk.begin(3, desk.checkpoint(more=torch.ones(9_000_000))).result(120)  # who may wait, waits for it
     assert threading.current_thread() not in made_by
 
 
@@ -250,7 +251,7 @@ def test_room_to_grow_leaves_a_second_slot_if_there_was_one(tmp_path: Path, memo
     try:
         desk.writer.warm(700_000)
         until(lambda: desk.writer.ready, "the first slot")
-        desk.begin(1, desk.checkpoint(more=torch.ones(6_000_000))).result(30)
+        desk.begin(1, desk.checkpoint(more=torch.ones(6_000_000))).result(120)
         large = functools.partial(_slots_above, desk, 6_000_000 * 4)
         until(lambda: large() == [slot_mib] * 2, f"two slots, not {large()}")  # of whole pages of 2 MiB
     finally:
@@ -266,7 +267,7 @@ def test_an_urgent_snapshot_waits_for_its_slot_only_as_allowed(desk: Desk, monke
     lease, go_on = desk.host.lease, threading.Event()
 
     def slow(*what: Any, **more: Any) -> Any:
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return lease(*what, **more)
 
     monkeypatch.setattr(desk.host, "lease", slow)

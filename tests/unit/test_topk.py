@@ -218,7 +218,7 @@ def test_a_real_file_is_read_by_torch_and_by_zipfile(topk: Pair, tmp_path: Path)
         manifest = replace(manifest_of(step, 2), checksums=())
         done = writer.begin(state, manifest, owned=owned)
         writer.copied()
-        done.result(30)
+        done.result(120)
         name = snapshot_name(step, 2, exact=step == 1)
         until(lambda name=name: topk.far.server.ring.find(RUN_ID, name), name)  # type: ignore[misc]
     slot = topk.far.server.ring.find(RUN_ID, name)

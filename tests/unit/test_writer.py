@@ -38,7 +38,7 @@ def test_a_pickle_of_any_length_gives_the_same_snapshots(desk: Desk, notes: list
         desk.writer.copied()
         for weight in desk.weights:
             weight.mul_(3)
-        done.result(30)
+        done.result(120)
         assert same(desk.saved(step), expected, -desk.buffer)
         assert desk.saved(step)["note"] == note
         desk.buffer.mul_(-1)
@@ -47,7 +47,7 @@ def test_a_pickle_of_any_length_gives_the_same_snapshots(desk: Desk, notes: list
 def test_a_snapshot_nobody_asks_about_leaves_nothing_in_memory(desk: Desk) -> None:
     """Files that a user saves: the pickled part of each was kept until training ended."""
     for step in range(4):
-        desk.begin(step, desk.checkpoint()).result(30)
+        desk.begin(step, desk.checkpoint()).result(120)
     assert len(desk.writer._pending) == 1
 
 
@@ -58,13 +58,13 @@ def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk) -> Non
     desk.weights[1].add_(1)  # before anyone said that it may change
     desk.writer.copied()
     with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
-        done.result(30)
+        done.result(120)
     assert desk.writer.torn == 1
     done = desk.begin(1, desk.checkpoint())
     expected = [weight.clone() for weight in desk.weights]
     desk.weights[1].add_(1)  # it was copied at once this time
     desk.writer.copied()
-    done.result(30)
+    done.result(120)
     assert same(desk.saved(1), expected, desk.buffer)
 
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_laid_out_is_saved_plainly(
         with monkeypatch.context() as patch:
             if step < 2:
                 patch.setattr(layout, "lay_out", fails)
-            desk.begin(step, desk.checkpoint()).result(30)
+            desk.begin(step, desk.checkpoint()).result(120)
         assert same(desk.saved(step), desk.weights, desk.buffer)
     (about,) = said_about(caplog, "saved-slowly")
     assert "another torch" in about
@@ -91,7 +91,7 @@ def test_what_torch_refuses_is_refused(desk: Desk) -> None:
 
     with pytest.raises(NotSerializableError, match="not me"):
         desk.begin(0, desk.checkpoint(it=Refuses()))
-    desk.begin(1, desk.checkpoint()).result(30)
+    desk.begin(1, desk.checkpoint()).result(120)
     assert same(desk.saved(1), desk.weights, desk.buffer)
 
 
@@ -99,7 +99,7 @@ def test_too_large_leaves_the_writer_usable(tmp_path: Path) -> None:
     desk = Desk(tmp_path, memory_bytes=2**22)
     with pytest.raises(SnapshotFailedError, check=FailureReason.TOO_LARGE.caused):
         desk.begin(0, desk.checkpoint(extra=torch.ones(2**21)))
-    desk.begin(1, desk.checkpoint()).result(30)
+    desk.begin(1, desk.checkpoint()).result(120)
     assert same(desk.saved(1), desk.weights, desk.buffer)
     desk.writer.close()
     desk.host.leave(complete=True)
@@ -114,14 +114,14 @@ def test_a_lost_ring_is_found_again(desk: Desk, monkeypatch: pytest.MonkeyPatch)
         desk.begin(0, desk.checkpoint())
     monkeypatch.undo()
     until(lambda: desk.writer.host is not None, "the ring")
-    desk.begin(1, desk.checkpoint()).result(30)
+    desk.begin(1, desk.checkpoint()).result(120)
     assert same(desk.saved(1), desk.weights, desk.buffer)
 
 
 def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_pool, "AHEAD_S", 30.0)
     for step in range(2):
-        desk.begin(step, desk.checkpoint()).result(30)
+        desk.begin(step, desk.checkpoint()).result(120)
     until(lambda: desk.writer._slots.is_ahead, "a slot leased ahead")
     asked = []
     lease = desk.host.lease
@@ -132,22 +132,22 @@ def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypat
 
     monkeypatch.setattr(desk.host, "lease", counted)
     for step in range(2, 5):
-        desk.begin(step, desk.checkpoint()).result(30)
+        desk.begin(step, desk.checkpoint()).result(120)
         assert same(desk.saved(step), desk.weights, desk.buffer)
         until(lambda: desk.writer._slots.is_ahead, "a slot leased ahead")
     assert threading.current_thread() not in asked
     larger = desk.checkpoint(extra=torch.ones(3_000_000))
-    desk.begin(5, larger).result(30)  # needs a larger slot
+    desk.begin(5, larger).result(120)  # needs a larger slot
     assert same(desk.saved(5), desk.weights, desk.buffer)
 
 
 def test_a_slot_that_is_not_used_is_given_back(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     states = lambda: [slot["state"] for slot in desk.host._server.status()["slots"]]  # noqa: E731
     for step in range(2):
-        desk.begin(step, desk.checkpoint()).result(30)
+        desk.begin(step, desk.checkpoint()).result(120)
     until(lambda: "filling" not in states(), "no slot held")
     for step in range(2, 4):
-        desk.begin(step, desk.checkpoint()).result(30)
+        desk.begin(step, desk.checkpoint()).result(120)
     desk.writer.settle(30)
     until(lambda: "filling" not in states(), "no slot held at the end")
 
@@ -168,7 +168,7 @@ def test_a_gpu_start_waits_only_for_tensors_that_forward_changes(desk: Desk) -> 
     assert side.done < len(side.work) - 3, "forward has waited for the weights"
     (pending,) = desk.writer._pending
     desk.writer.copied()
-    done.result(30)
+    done.result(120)
     assert pending.first.pieces == pending.job.pieces == []  # both are waited for, and kept alive until then
     assert same(desk.saved(0), weights, torch.zeros(10))
 
@@ -180,5 +180,5 @@ def test_running_gpu_transfers_are_awaited_if_no_step_follows(desk: Desk) -> Non
     desk.writer.close()
     desk.writer = SnapshotWriter(desk.host, copier=Copier(device=device))
     manifest = Manifest(run="run", name=snapshot_name(0, 1), step=0, attempt=1, nbytes=0)
-    desk.writer.begin(desk.checkpoint(), manifest, wait_s=30.0).result(30)
+    desk.writer.begin(desk.checkpoint(), manifest, wait_s=30.0).result(120)
     assert same(desk.saved(0), desk.weights, desk.buffer)
