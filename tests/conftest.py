@@ -269,9 +269,14 @@ def desk(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs a command of ours, which ends with a code; what it has printed, for bad input in one line."""
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Cli:
+    """Runs a command of ours, which ends with a code; what it has printed, for bad input in one line.
+
+    A process that needs torch is forked from one that has it.
+    """
     from lightning_spot.cli import main
+
+    monkeypatch.setattr(sys, "executable", warm_python)
 
     def run(*arguments: object, code: int = 0) -> str:
         capsys.readouterr()
