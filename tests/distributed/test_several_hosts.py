@@ -196,18 +196,6 @@ def test_no_host_waits_for_a_failure_that_a_server_brings(make: Callable[..., Ho
         until(lambda host=host: host.finished, f"host {number} to be needed no more")
 
 
-def test_other_plans_are_known_to_all_hosts(make: Callable[..., Hosts]) -> None:
-    hosts = make(SERVERS[0])
-    hosts.write(1, 0)
-    shard = apart_shard(1, 1).shard
-    assert shard is not None
-    manifest = replace(apart_shard(1, 1), shard=replace(shard, digest="another plan"))
-    upload = hosts.hosts[1].lease(RUN, 1, manifest.nbytes, session="trainer-1", writer=1)
-    hosts.hosts[1].seal(upload.id, manifest)
-    for host in range(HOSTS):
-        until(lambda host=host: hosts.status(1, host) is Status.ABORTED, f"host {host} to know")
-
-
 def test_a_server_that_comes_back_empty_is_sent_what_it_lost(make: Callable[..., Hosts]) -> None:
     hosts = make(SERVERS[0])
     hosts.write(1, persist=False)
@@ -220,29 +208,6 @@ def test_a_server_that_comes_back_empty_is_sent_what_it_lost(make: Callable[...,
     until(lambda: hosts.at_servers(1) == {0, 1}, "all shards to be there again")
     hosts.write(2)
     hosts.wait_committed(2)
-
-
-def test_if_a_server_is_lost_another_one_takes_its_place(make: Callable[..., Hosts]) -> None:
-    hosts = make(*SERVERS, apart=True)
-    hosts.write(1)
-    hosts.wait_committed(1)
-    url = next(url for url, behind in hosts.behind.items() if behind.arrived)
-    lost, hosts.behind[url].server = hosts.behind[url].server, None
-    lost.close()
-    hosts.write(2)
-    hosts.wait_committed(2)
-    until(lambda: 2 in hosts.durable(), "step 2 to be durable")
-
-
-def test_what_trainers_left_at_servers_becomes_durable(make: Callable[..., Hosts], left_soon: None) -> None:
-    hosts = make(*SERVERS[:2], apart=True)
-    hosts.write(1, persist=False)
-    hosts.wait_committed(1)
-    assert hosts.durable() == []
-    for number, host in enumerate(hosts.hosts):  # both hosts are reclaimed
-        host.end_session(f"trainer-{number}")
-        host.close()
-    until(lambda: hosts.durable() == [1], "it to be durable")
 
 
 def test_a_host_lost_before_all_shards_leaves_the_one_before(make: Callable[..., Hosts], left_soon: None) -> None:

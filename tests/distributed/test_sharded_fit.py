@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,6 @@ from lightning_spot.session.selection import load_shards
 from lightning_spot.sharded.reader import read_folder, write_plain
 from lightning_spot.state.compare import differences
 from lightning_spot.state.compare import main as compare_files
-from tests.distributed.test_trainings import without_what_came_later
 from tests.support.exact_cases import loader
 from tests.support.exact_sharded import Sharded, train, train_ranks, train_with, undisturbed_and_stopped
 from tests.support.program import Outcome, launch, run
@@ -53,6 +53,13 @@ class Weights(pl.Callback):
             for state in trainer.optimizers[0].state.values()
         ]
         self.never = [dict(optimizer.state) for optimizer in trainer.optimizers[2:]]
+
+
+def without_what_came_later(done: Outcome, root: Path, step: int) -> Outcome:
+    """A copy of a run as it was after a step."""
+    later = {manifest.name for manifest in done.snapshots if manifest.step > step or manifest.complete}
+    shutil.copytree(done.root / "run", root / "run", ignore=lambda _, names: later.intersection(names))
+    return Outcome(root)
 
 
 def full(value: Any) -> Any:

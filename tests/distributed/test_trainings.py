@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ import pytest
 import torch
 
 from lightning_spot.cli import history, main
-from lightning_spot.client.server_client import ServerClient
-from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.server import reconcile
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.sharded.reader import ImageReader, load_all
@@ -215,24 +212,6 @@ def test_an_urgent_snapshot_is_taken_by_all_ranks(training: Training, place: str
     done.check_end(training.twin())
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("place", ["shards", "shards and a server", "shards and servers"])
-def test_a_copy_of_an_earlier_snapshot_is_gone_on_from(training: Training) -> None:
-    """With one server at most."""
-    done = training.run(ranks=4)
-    step = next(manifest.step for manifest in done.snapshots if manifest.step < 8)
-    again = without_what_came_later(done, training.root / "again", step)
-    assert training.run("again", ranks=4, seed=99, servers=list(training.servers)[:1]).resumed == [step]
-    again.check_end(training.twin(ranks=4))
-
-
-def without_what_came_later(done: Outcome, root: Path, step: int) -> Outcome:
-    """A copy of a run as it was after a step."""
-    later = {manifest.name for manifest in done.snapshots if manifest.step > step or manifest.complete}
-    shutil.copytree(done.root / "run", root / "run", ignore=lambda _, names: later.intersection(names))
-    return Outcome(root)
-
-
 def test_a_file_that_the_user_names_is_gone_on_from_exactly(warm_python: str, tmp_path: Path, twin: Twin) -> None:
     """What only another rank knew lies beside it."""
     whole = twin(train)
@@ -243,28 +222,6 @@ def test_a_file_that_the_user_names_is_gone_on_from_exactly(warm_python: str, tm
     alone.write_bytes(path.read_bytes())
     failed = run(warm_python, train, tmp_path / "alone", ckpt=alone, code=None)
     assert "has no states of ranks 1 to 1 beside it" in failed.log
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("place", ["one host", "two hosts and a server"])
-def test_ranks_write_equal_ranges_of_a_large_model(training: Training) -> None:
-    done = training.run(ranks=4, steps=5, width=4096)  # beside which what only a rank knows is little
-    done.check_states()
-    told, nbytes = done.accounts(4), done.snapshots[0].nbytes
-    assert told[0]["aborted"] == 0
-    assert all(0.9 / 4 <= each["copied"] / nbytes / 5 <= 1.1 / 4 for each in told[1:])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("place", ["one host"])
-def test_ranks_that_differ_are_named_and_rank_0_writes_alone(training: Training) -> None:
-    wide = {"optimizer": "unlike", "width": 4096, "steps": 6}
-    done = training.run(**wide)
-    assert "rank 0 writes the model alone" in done.log
-    assert done.snapshots[0].step == 6
-    done.check_states()
-    strict = training.run("strict", on_error="raise", code=None, **wide)
-    assert "ranks cannot write snapshots together" in strict.log
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
@@ -288,33 +245,6 @@ def test_a_training_is_killed_while_a_server_shuts_down(
     done = training.run(seed=99)
     assert done.resumed[-1] == newest
     done.check_states()
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("count", "replicas"), [(1, 1), (2, 1), (2, 2)])
-def test_the_snapshot_server_is_lost_and_training_goes_on(
-    warm_python: str, tmp_path: Path, start_server: StartServer, count: int, replicas: int
-) -> None:
-    """Where there is another one, hosts go on to bring snapshots there."""
-    servers = {server.url: server for server in (start_server("--allow-storage", str(tmp_path)) for _ in range(count))}
-    done, how = Outcome(tmp_path / "run"), {"hold": 15} if count > 1 else {}
-    how |= {"hosts": 2, "steps": 40, "servers": list(servers), "replicas": replicas}
-    training = start(warm_python, train, done.root, **how)
-    until(lambda: len(done.steps) >= 14, "it to train", 300.0)
-    if replicas == 2:
-        assert all(any(slot["snapshot"] for slot in status_of(url)["slots"]) for url in servers)
-    runs = {url: next(iter(status_of(url)["runs"].values()), {}) for url in servers}
-    servers[next(url for url in servers if runs[url].get("destinations"))].stop(signal.SIGKILL)
-    (done.root / "go").touch()
-    assert training.wait(300) == 0, done.log
-    done.check_states()
-    assert done.snapshots[0].complete
-    assert done.accounts(2)[0]["aborted"] <= 3
-
-
-def status_of(url: str) -> dict[str, Any]:
-    return ServerClient(parse_spot_url(f"{url}/run")[0]).call("GET", "/v1/status")
 
 
 @pytest.mark.soak

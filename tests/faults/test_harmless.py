@@ -96,15 +96,6 @@ def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
     assert saved["lightning_spot"]["ranks"][0]["hooked"] is not None, "a part was turned off for good"
 
 
-def test_a_failed_snapshot_is_logged_once_and_the_next_is_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, spot = fit(tmp_path / "run", Strike("capture/writer:SnapshotWriter.begin", MemoryError()), on_full="wait")
-    assert [str(facts["error"]) for facts in said(caplog, "no-snapshot")] == ["MemoryError"]
-    assert spot.num_skipped == 1
-    assert spot.last_committed_step == BATCHES
-
-
 class Settled(pl.Callback):
     """At step 5 waits until what was begun before is committed: else that would come between two failures."""
 

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
-from lightning_spot import SpotCheckpoint
 from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
 from tests.integration.test_identity import train
-from tests.support.said import said
 from tests.support.snapshots import serverless
 from tests.support.trainer import At, Net, Probe, Stop, StopAt, data, trainer
-from tests.support.waiting import until
 
 
 class LateWriter(Net):
@@ -81,42 +75,6 @@ def test_training_without_a_server_finds_an_earlier_servers_data(tmp_path: Path)
     newest = LocalStore(run).survey().manifests[0]
     shutil.rmtree(run / newest.name)  # in memory only, as after a kill
     assert train(run, 11, local_server=False)[1] == newest.step == 9
-
-
-class Between(pl.Callback):
-    """Does something after step 4, and gives the server time to find out: training ends when that was said."""
-
-    def __init__(self, act: Any, caplog: pytest.LogCaptureFixture, awaited: str) -> None:
-        self.act, self.caplog, self.awaited, self.is_said = act, caplog, awaited, False
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 4:
-            (own,) = [each for each in trainer.callbacks if isinstance(each, SpotCheckpoint)]
-            until(lambda: LocalStore(own.location.url).survey().manifests, "a flush")
-            self.act()
-        if trainer.global_step > 4:
-            time.sleep(0.05)
-            self.is_said = trainer.should_stop = bool(said(self.caplog, self.awaited))
-
-
-@pytest.mark.parametrize("what", ["fails", "fenced"])
-def test_what_a_server_finds_out_the_trainer_says(tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str) -> None:
-    run = tmp_path / "run-1"
-
-    def act() -> None:
-        if what == "fails":
-            shutil.rmtree(run)
-            run.write_text("no directory")
-        else:
-            newest = LocalStore(run).newest_claim()
-            later = Claim(
-                attempt=2, run_id=newest.run_id, digest="x", location=newest.location, started_unix_s=time.time()
-            )
-            LocalStore(run).claim(later)
-
-    between = Between(act, caplog, "upload-failing" if what == "fails" else "attempt-refused")
-    trainer(serverless(run, local_server=True, upload_timeout_s=1.0), between, max_epochs=30).fit(Net(), data())
-    assert between.is_said
 
 
 @pytest.mark.parametrize("strict", [False, True])

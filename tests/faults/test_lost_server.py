@@ -44,7 +44,7 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import Holdings, Store
 from tests.support.filled import check_archive, fill
 from tests.support.said import informed, said
-from tests.support.server import RUN_ID, StartServer, image_of, manifest_of
+from tests.support.server import RUN_ID, image_of, manifest_of
 from tests.support.snapshots import check_all, spot
 from tests.support.store import GatedStore
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
@@ -233,14 +233,6 @@ def test_a_state_that_fits_no_memory_is_streamed(
     assert again.resumed_from.step == 30
     assert [manifest.step for manifest in LocalStore(tmp_path / "run-1").survey().manifests] == [40, 39]
     assert "run-complete" in informed(caplog)
-
-
-def test_a_state_too_large_for_memory_goes_to_storage(tmp_path: Path, start_server: StartServer) -> None:
-    server = start_server("--allow-storage", str(tmp_path))
-    probe, callback = Probe(), spot(tmp_path, servers=server.url, memory_limit=1000, notices=None)
-    trainer(callback, probe, max_epochs=1).fit(Net(), data())
-    found = check_all(tmp_path, probe)
-    assert (found[0].step, found[0].complete) == (20, True)
 
 
 class Parts:

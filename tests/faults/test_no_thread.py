@@ -67,10 +67,17 @@ def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return lacks
 
 
-def test_a_server_without_a_descriptor_for_one_serves_the_next(tmp_path: Path, no_descriptor: threading.Event) -> None:
+@pytest.mark.parametrize("lacks", ["a descriptor", "a thread"])
+def test_a_server_that_lacks_something_for_one_serves_the_next(
+    tmp_path: Path, no_descriptor: threading.Event, lacking: Lacking, lacks: str
+) -> None:
+    """It accepted nobody any more."""
     with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
         channel = DescriptorChannel(server, tmp_path / "fds")
-        no_descriptor.set()
+        if lacks == "a thread":
+            lacking("spot-session", 1)
+        else:
+            no_descriptor.set()
         with pytest.raises(ServerUnreachableError):
             Session(tmp_path / "fds", 5.0)
         Session(tmp_path / "fds", 5.0).close()

@@ -145,18 +145,6 @@ def test_want_of_memory_passes_unless_a_shard_is_too_large(
         attempt.finish(0.0, complete=False)
 
 
-def test_what_the_writer_has_said_is_not_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, told = Listed(), list[Any]()
-    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
-    monkeypatch.setattr(host, "fail", lambda *what: told.append(what))
-    try:
-        how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
-        attempt.write({"bad": threading.Lock()}, step=4, writers=2, **how)
-    finally:
-        attempt.finish(0.0, complete=False)
-    assert len(told) == 1
-
-
 def test_a_server_that_outlives_its_starter_is_no_leak_to_python(tmp_path: Path) -> None:
     """Where warnings are looked at (``-X dev``), each start of a training had one."""
     code = (

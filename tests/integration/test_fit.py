@@ -6,7 +6,6 @@ import logging
 import random
 import re
 import subprocess
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    FencedError,
     ModelChangedError,
     NotSerializableError,
     RunBusyError,
@@ -34,13 +31,11 @@ from lightning_spot.errors import (
 )
 from lightning_spot.goodput.records import read_records
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.server.host import Lease
 from lightning_spot.session.snapshotter import Pacing
-from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.oracle import claim_of
-from tests.support.said import informed, said, said_about
+from tests.support.said import informed, said
 from tests.support.server import StartServer
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
 from tests.support.trainer import At, Net, Probe, Stop, StopAt, Unsteady, trainer
@@ -330,19 +325,6 @@ def test_unwritable_dirpath(tmp_path: Path) -> None:
         trainer(SpotCheckpoint(str(blocker / "run-1"))).fit(Net(), data())
 
 
-def test_without_a_server_nobody_is_said_to_go_on_trying(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(self: LocalStore, *_: Any, **__: Any) -> None:
-        raise TierError("it is away", tier=self.url)
-
-    for name in ("put", "put_parts"):
-        monkeypatch.setattr(LocalStore, name, fail)
-    trainer(spot(tmp_path, local_server=False, upload_timeout_s=0.5), max_steps=3).fit(Net(), data())
-    (line,) = said_about(caplog, "not-persisted")
-    assert "it is away" in line
-
-
 def test_two_callbacks_do_not_take_each_others_place(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"two callbacks of this Trainer take snapshots.*Keep one"):
         trainer(spot(tmp_path), spot(tmp_path)).fit(Net(), data())
@@ -498,27 +480,3 @@ def test_a_zombie_is_fenced_and_trains_on(tmp_path: Path, caplog: pytest.LogCapt
     assert max(manifest.step for manifest in manifests(tmp_path)) <= 11
     assert said(caplog, "attempt-refused")
     assert said(caplog, "last-not-written"), "it would end as if it were there"
-
-
-def test_being_fenced_at_the_commit_is_reported_at_the_end_too(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As several hosts are, by a snapshot server: the run ended without a word, and its server took it for complete."""
-    seal = EmbeddedHost.seal
-
-    def refused(host: EmbeddedHost, lease: Lease, manifest: Manifest, *more: Any, **options: Any) -> bool:
-        if manifest.step > 10:
-            raise FencedError("attempt 2 has taken over", run="run-1", attempt=1, current=2)
-        return seal(host, lease, manifest, *more, **options)
-
-    monkeypatch.setattr(EmbeddedHost, "seal", refused)
-    run = trainer(spot(tmp_path, upload_timeout_s=5.0))
-    with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        run.fit(Net(), data())
-    assert run.global_step == 20
-    said = caplog.text + "".join(str(each.message) for each in warned)
-    assert "attempt 2 has taken over" in said
-    assert "has ended at step 20, but" in said
-    assert "there was no slot yet" not in said
-    assert "is complete" not in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import urllib.error
 import urllib.request
@@ -26,7 +25,7 @@ from lightning_spot.protocol.wire import PROTOCOL_HEADER, parse_spot_url
 from lightning_spot.server.runs import BLOCKED_S, Figures, Histogram
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.untrusted import decoded
-from tests.support.prometheus import PROMETHEUS, PROMTOOL, prometheus, promtool
+from tests.support.prometheus import PROMTOOL, promtool
 from tests.support.server import (
     FIRST,
     OTHER_ID,
@@ -44,7 +43,6 @@ from tests.support.waiting import until
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 SECRET = "correct-horse-battery"
-DEPLOY = Path(__file__).parents[2] / "deploy"
 
 SERIES = re.compile(r'(\w+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\})? (\S+)')
 LABEL = re.compile(r'([a-z]+)="((?:[^"\\\n]|\\[\\"n])*)"')
@@ -398,28 +396,6 @@ def test_a_bad_address_is_an_error_that_names_the_variable(monkeypatch: pytest.M
     monkeypatch.setenv("LIGHTNING_SPOT_METRICS", "0.0.0.0:9")
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", SECRET)
     assert read_environment().metrics == ("0.0.0.0", 9)
-
-
-@pytest.mark.skipif(PROMETHEUS is None, reason="needs prometheus, of Debian's package of that name")
-def test_prometheus_scrapes_a_training_and_answers_queries(tmp_path: Path, port: int) -> None:
-    dashboard = json.loads((DEPLOY / "grafana" / "lightning-spot.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    with snapshot_server(tmp_path) as (_, url), prometheus(tmp_path, port, url.removeprefix("spot://")) as ask:
-        with pytest.raises(Stop):
-            trainer(spot(tmp_path / "run", servers=url), StopAt(12)).fit(Net(), data())
-        trainer(spot(tmp_path / "run", servers=url)).fit(Net(), data())
-        until(lambda: ask("query", query='lightning_spot_attempts{end="complete"}')["result"], "a scrape of the end")
-        [step] = ask("query", query="max by (run) (lightning_spot_last_persisted_step)")["result"]
-        assert step["value"][1] == "40"
-        [ended] = ask("query", query='lightning_spot_attempts{end="failed"}')["result"]
-        assert ended["value"][1] == "1"
-        until(lambda: ask("query", query="sum(rate(lightning_spot_snapshots_total[1m]))")["result"], "two scrapes")
-        for query in queries:
-            here = query.replace("$__rate_interval", "1m").replace("$run", ".*").replace("[1h:1m]", "[1h:1s]")
-            assert ask("query", query=here)["result"], here
-        [group] = ask("rules")["groups"]
-        assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
-        assert {rule["state"] for rule in group["rules"]} <= {"inactive", "pending"}
 
 
 # -- others who read the format ---------------------------------------------------------------------------------------

@@ -247,19 +247,6 @@ def test_numbers_that_are_put_again_and_again_are_none(picks: bytes) -> None:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_upload_has_a_part_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 4)
-    with asked(server_of()) as client, ExitStack() as stack:
-        open_run(client)
-        greedy, other = begin(client, 4096), begin(client, 4096)
-        for _ in range(4):
-            stack.callback(PartStream(client, greedy).close)
-        stack.callback(PartStream(client, other).close)
-        for upload in (greedy, other):
-            with pytest.raises(ServerRefusedError, check=TierReason.TOO_MANY_STREAMS.caused):
-                PartStream(client, upload)
-
-
 def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_STREAM_THREADS", 8)
     with asked(server_of()) as client, ExitStack() as stack:

@@ -164,17 +164,6 @@ def loop(path: Path) -> None:
     path.symlink_to(path)
 
 
-def test_claims_that_cannot_be_read_are_an_error(run: Path) -> None:
-    before = names(run)
-    fail_to_read(next((run / "attempts").glob("attempt-0001.json")))
-    assert begins(run) is TierError
-    shutil.rmtree(run / "attempts")
-    loop_at = run / "attempts"
-    loop_at.symlink_to(loop_at)
-    assert begins(run) is TierError
-    assert names(run) == before
-
-
 def test_claims_that_are_damaged_do_not_keep_from_resuming(run: Path) -> None:
     (run / "attempts" / "attempt-0001.json").write_text("{")
     assert begins(run) == 9

@@ -44,7 +44,6 @@ from lightning_spot.server.runs import RunInfo, parse_run
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from tests.support.server import RunningServer, StartServer, manifest_of, named_run, server_pid
-from tests.support.waiting import until
 
 OURS = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
 
@@ -317,15 +316,6 @@ def test_a_bucket_that_is_not_there_is_an_error_at_the_start(s3: str, capsys: py
     assert url in line
 
 
-def test_a_server_flushes_to_s3(start_server: StartServer, s3: str) -> None:
-    server = start_server("--storage", s3)
-    manifest = put(server, 4)
-    assert server.client().call("POST", "/v1/flush", {"wait_s": 30}) == {"unreached": []}
-    from lightning_spot.client.stores import open_store
-
-    assert open_store(f"{s3}/run").survey().manifests == [manifest]
-
-
 # -- the local server ------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, Any] = {"slots": 2, "memory_bytes": 2**26, "server_idle_timeout_s": 60.0}
@@ -347,16 +337,6 @@ def test_the_token_is_handed_over_and_in_no_environment(tmp_path: Path, monkeypa
     assert server_pid(later) == server_pid(host)
     process = Path(f"/proc/{server_pid(host)}")
     assert b"secret" not in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
-
-
-def test_it_ends_when_idle(tmp_path: Path) -> None:
-    host = starting.start(str(tmp_path), "run", **{**SETTINGS, "server_idle_timeout_s": 0.5})
-    record = starting.find_record(str(tmp_path))
-    host.open_run(named_run("run", tmp_path))
-    time.sleep(1.0)
-    assert record.running()  # a connected trainer keeps it
-    host.session.close()
-    until(lambda: not record.running(), "the server to end")
 
 
 @pytest.mark.parametrize("when", ["its answer is under way", "its memory is mapped"])

@@ -227,20 +227,6 @@ def test_a_request_that_is_being_handled_is_no_silence() -> None:
     asyncio.run(run())
 
 
-def test_when_there_are_too_many_the_longest_idle_one_goes() -> None:
-    async def run() -> None:
-        server, port = await _serving(Connections(Silent, most=3))
-        ends = []
-        for _ in range(4):
-            ends.append(await asyncio.open_connection("127.0.0.1", port))
-            await asyncio.sleep(0.05)
-        await _hung_up(ends[0][0])
-        assert not any(reader.at_eof() for reader, _ in ends[1:])
-        server.close()
-
-    asyncio.run(run())
-
-
 def test_each_of_many_that_come_at_once_displaces_another() -> None:
     """Those that came in one turn of the loop displaced the same one, and the others stayed: beyond all limits."""
 

@@ -38,7 +38,6 @@ from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.local import LocalStore
-from tests.support.said import said_about
 from tests.support.server import RunningServer, StartServer, named_run, server_pid
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 from tests.support.waiting import lives, until
@@ -234,26 +233,6 @@ def test_every_call_to_a_stopped_server_ends_in_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(len(calls)) as pool:
         list(pool.map(bounded, calls))
     bounded(lambda: host.leave(complete=False))
-
-
-def test_a_stopped_server_is_replaced_and_its_data_recovered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    host = start(tmp_path, server_call_timeout_s=STALL_S)
-    host.open_run(info_of(str(tmp_path), 1))
-    pid = server_pid(host)
-    os.kill(pid, STOP)
-    began_s = time.monotonic()
-    with pytest.raises(ServerUnreachableError):
-        host.lease(NBYTES, 0.0)
-    again = start(tmp_path, server_call_timeout_s=STALL_S)
-    assert time.monotonic() - began_s < LATEST_S
-    assert server_pid(again) != pid
-    assert not lives(pid)
-    assert said_about(caplog, "local-server-hung") == [str(pid)]
-    again.open_run(info_of(str(tmp_path), 1))
-    take(again, 1, NBYTES)
-    os.kill(server_pid(again), STOP)
-    revived = starting.attach(str(tmp_path), again.run, STALL_S)
-    assert [manifest.step for manifest in revived.manifests()] == [1]
 
 
 def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path: Path) -> None:

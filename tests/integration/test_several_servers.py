@@ -39,7 +39,6 @@ from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
-from tests.support.proxy import Proxy
 from tests.support.said import said, said_about
 from tests.support.server import (
     FIRST,
@@ -714,39 +713,6 @@ def test_a_server_that_was_stopped_is_passed_over(
         assert bench.server.status()["runs"][RUN]["server"].startswith(second.url)
     finally:
         first.process.send_signal(signal.SIGCONT)
-
-
-def test_a_restarted_server_is_told_of_the_run_again(
-    make_bench: MakeBench, start_server: StartServer, tmp_path: Path, port: int
-) -> None:
-    server = start_server("--allow-storage", str(tmp_path), listen=f"127.0.0.1:{port}")
-    bench = make_bench(kind=OverHttp, slots=4)
-    bench.open(servers=(server.url,))
-    bench.save(1)
-    assert bench.flush(60) == []
-    server.stop(signal.SIGKILL)
-    start_server("--allow-storage", str(tmp_path), listen=server.url.removeprefix("spot://"))
-    bench.save(2)
-    assert bench.flush(60) == []
-    assert LocalStore(bench.tier().url).survey().manifests[0].step == 2
-    assert ServerStore(f"{server.url}/{RUN}").claimed() == 1
-
-
-def test_bytes_leave_the_trainers_host_once(start_server: StartServer, tmp_path: Path) -> None:
-    nbytes = 24 * MIB
-    server = start_server("--allow-storage", str(tmp_path))
-    line = Proxy(server.url, 1)
-    trainer = Trainer(tmp_path / "durable", line.url, nbytes)
-    try:
-        for step in (1, 2):
-            trainer.order(step)
-            name = snapshot_name(step, 1)
-            until(lambda name=name: (tmp_path / "durable" / name / "manifest.json").exists(), "it to be durable")
-        assert line.taken_bytes <= 1.02 * 2 * nbytes
-        assert line.taken_bytes >= 2 * nbytes
-    finally:
-        trainer.kill()
-        line.close()
 
 
 @pytest.mark.soak

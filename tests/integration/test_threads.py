@@ -16,7 +16,6 @@ import pytest
 
 from lightning_spot import threads
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.client.embedded import Session
 from lightning_spot.errors import ServerUnreachableError
 from lightning_spot.http.program import DescriptorChannel
 from lightning_spot.server.host import Host
@@ -208,15 +207,4 @@ def test_512_ranks_of_a_host_may_connect_at_once(tmp_path: Path) -> None:
             rank.settimeout(30.0)
             rank.sendall(b"{}\n")
         assert all(b"session" in rank.recv(1000) for rank in ranks)
-        channel.close()
-
-
-def test_a_server_without_a_thread_for_one_serves_the_next(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
-    """It accepted nobody any more."""
-    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
-        channel = DescriptorChannel(server, tmp_path / "fds")
-        lacking("spot-session", 1)
-        with pytest.raises(ServerUnreachableError):
-            Session(tmp_path / "fds", 5.0)
-        Session(tmp_path / "fds", 5.0).close()
         channel.close()

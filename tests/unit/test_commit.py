@@ -202,12 +202,6 @@ def test_what_is_damaged_while_it_is_written_is_not_committed(store: Store, monk
     assert sizes(store) == {}
 
 
-def test_another_snapshot_of_that_name_is_not_taken_for_this_one(store: Store) -> None:
-    put_shards(store, shards_of(*range(WRITERS)), attempt=1)
-    with pytest.raises(SnapshotFailedError):
-        put_shards(store, shards_of(3, lineage="2" * 12), attempt=1)
-
-
 def test_shards_that_do_not_fit_are_no_snapshot(store: Store) -> None:
     put_shards(store, shards_of(0, 1, 2), attempt=1)
     with pytest.raises(SnapshotFailedError):

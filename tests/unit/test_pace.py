@@ -178,16 +178,6 @@ def test_one_file_that_fails_holds_nothing_else_up(tmp_path: Path) -> None:
     bench.close()
 
 
-def test_one_snapshot_that_fails_holds_the_next_one_not_up(bench: Bench) -> None:
-    bench.open()
-    bench.tier().errors = errors_for(snapshot_name(1, 1), OSError("I/O error"))
-    bench.save(1)
-    until(lambda: bench.tier().tries, "it to be tried")
-    bench.save(2)
-    assert bench.flush() == []
-    assert [manifest.step for manifest in bench.tier().survey().manifests] == [2]
-
-
 def test_a_deletion_that_fails_is_retried_by_itself(bench: Bench) -> None:
     bench.open()
     first = bench.save(1)

@@ -151,14 +151,6 @@ def test_memory_limit_holds_over_all_slots(make_bench: MakeBench, slots: int | N
     assert len(bench.committed()) == 2
 
 
-def test_slots_grow_with_the_snapshot(bench: Bench) -> None:
-    bench.open()
-    for step, nbytes in enumerate((1000, 5 * MIB, 1000, 9 * MIB), start=1):
-        sealed = bench.save(step, nbytes=nbytes, wait_s=30)
-        assert bench.flush() == []
-        assert sealed in bench.tier().survey().manifests
-
-
 def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gigabytes of fresh memory take seconds; listing, sealing and reading go on meanwhile."""
     bench.open()
@@ -841,14 +833,6 @@ def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
     old = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100)
     bench.server.seal(upload.id, old)
     assert [manifest.name for slot in bench.server.committed("run") if (manifest := slot.manifest)] == [old.name]
-
-
-def test_a_server_without_slots_is_bounded_by_memory_only(make_bench: MakeBench) -> None:
-    bench = make_bench(slots=None)
-    bench.open(durable=False, keep=Keep(newest=100))
-    for step in range(20):
-        bench.save(step)
-    assert len(bench.committed()) == 20
 
 
 def test_a_writer_without_a_bound_of_slots_has_a_few(make_bench: Callable[..., Bench]) -> None:

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SpotError
 from lightning_spot.sharded.file_plan import load_state
@@ -387,26 +385,6 @@ def test_what_the_user_allows_stays_as_it_was(value: bytes) -> None:
 
 
 # -- made up ----------------------------------------------------------------------------------------------------------
-
-
-NUMBERS = st.sampled_from([0, 1, 2, 8, -1, 1 << 31, 1 << 40]) | st.integers()
-CODES = st.sampled_from(["f8", "i4", "b1", "U1", "S3", "M8", "O8", "V8", "O", "i4,O", "(2,)f8"]) | st.text(
-    "OVSUif148,()", max_size=5
-)
-FORMS = st.tuples(*[st.none() | st.sampled_from([*FIELD, *FAR])] * 3).map(
-    lambda form: tuple(part or NONE for part in form)
-)
-DTYPES = st.builds(dtype, CODES, st.sampled_from("|<>="), FORMS, NUMBERS, NUMBERS)
-DATA = st.binary(max_size=64).map(raw) | st.just(POINTERS)
-ARRAYS = st.builds(array, DTYPES, st.lists(NUMBERS, max_size=3), DATA) | st.builds(scalar, DTYPES, DATA)
-
-
-@settings(max_examples=10)
-@given(st.lists(ARRAYS | DTYPES, min_size=1, max_size=30))
-def test_nothing_hostile_comes_of_any_pickled_numpy_reference(values: list[bytes]) -> None:
-    ends = read_apart([lambda value=value: held(value) for value in values])  # type: ignore[misc]
-    assert set(ends) <= {"read", "refused"}
-    assert len(ends) == len(values)
 
 
 def test_pickles_made_up_at_random(seed: int) -> None:
