@@ -34,7 +34,7 @@ from tests.support.program import command
 def drill(python: str, tmp_path: Path, case: str, kills: int) -> tuple[int, dict[str, Any]]:
     training = command(python, train_case, tmp_path, case=case, pace_s=0.02)
     called = [python, "-c", "import sys; from lightning_spot.cli import main; sys.exit(main())", "drill"]
-    called += ["-o", "json", "--kills", str(kills), "--limit", "120s", "--keep", str(tmp_path / "kept")]
+    called += ["-o", "json", "--kills", str(kills), "--limit", "300s", "--keep", str(tmp_path / "kept")]
     called += ["--", *training]
     done = subprocess.run(called, capture_output=True, text=True, timeout=550, check=False)
     assert done.stdout, done.stderr
@@ -73,7 +73,7 @@ def test_ranks_that_a_launcher_starts_in_sessions_of_their_own(tmp_path: Path, m
     """It starts them again after the notice, and ends with a code of its own after the SIGTERM."""
     monkeypatch.setattr("lightning_spot.cli.drill.compare_states", lambda *_: Verdict(different=[], of_the_run=[]))
     command = [sys.executable, "-m", "tests.support.launched_trainer", "1"]
-    one = Drill(command=command, folder=tmp_path, kills=3, limit_s=60.0, chance=random.Random(1))
+    one = Drill(command=command, folder=tmp_path, kills=3, limit_s=300.0, chance=random.Random(1))
     one.run()
     assert [done.partition(" ")[0] for done in one.disturbances] == ["notice", "SIGTERM", "SIGKILL"]
     heard = (tmp_path / "disturbed" / "rank-heard").read_text().split()
@@ -94,7 +94,7 @@ class Soon(random.Random):
 def test_a_notice_may_come_before_a_launcher_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.cli.drill.compare_states", lambda *_: Verdict(different=[], of_the_run=[]))
     command = [sys.executable, "-m", "tests.support.launched_trainer", "0", "2"]
-    one = Drill(command=command, folder=tmp_path, kills=1, limit_s=60.0, chance=Soon())
+    one = Drill(command=command, folder=tmp_path, kills=1, limit_s=300.0, chance=Soon())
     one.run()
     assert len((tmp_path / "disturbed" / "rank-heard").read_text().split()) == 1
 

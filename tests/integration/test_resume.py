@@ -28,6 +28,7 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierError
+from lightning_spot.goodput import records
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
@@ -248,7 +249,8 @@ def test_a_silent_tier_is_waited_for_less_than_its_library_would(
             return ask(store, *about)
 
         monkeypatch.setattr(LocalStore, name, asked)
-    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(tries=2, first_pause_s=0.05, silent_s=2.0))
+    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(tries=2, first_pause_s=0.05, silent_s=0.5))
+    monkeypatch.setattr(records, "CLOSE_S", 0.5)  # its last record is waited for, too
     if since == "the start":
         silent.set()
     try:

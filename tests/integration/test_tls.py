@@ -17,6 +17,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from lightning_spot import retry
 from lightning_spot.cli.cert import CA, CLIENT, SERVER, SERVER_KEY, make
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.part_streams import PartStream
@@ -122,6 +123,7 @@ def test_a_training_resumes_from_servers_by_tls(
     monkeypatch.chdir(certs)  # the local server runs elsewhere
     monkeypatch.setenv("LIGHTNING_SPOT_CA", CA)
     monkeypatch.setenv("LIGHTNING_SPOT_CLIENT_CERT", CLIENT)
+    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(first_pause_s=0.05))
     servers = [start_tls("--client-ca", str(certs / CA)) for _ in range(2)]
     urls = [server.url for server in servers]
     stopped(tmp_path, servers=urls, replicas=2, run_name="run")
