@@ -301,19 +301,6 @@ class Remembers(Net):
         return self.cache
 
 
-def test_a_complete_run_has_its_final_metrics_and_generators(tmp_path: Path) -> None:
-    def fit(seed: int) -> tuple[dict[str, torch.Tensor], float]:
-        pl.seed_everything(seed)
-        run = trainer(spot(tmp_path), max_epochs=1, limit_val_batches=2)
-        run.fit(Remembers(), data(4), data(2))
-        return dict(run.callback_metrics), float(torch.rand(1))  # as a study does, and the next trial
-
-    trained = fit(1)
-    assert set(trained[0]) == {"train_loss", "val_loss"}
-    new_process()
-    assert fit(2) == trained
-
-
 def test_a_fit_after_a_complete_run_sees_the_same_data(tmp_path: Path) -> None:
     """Lightning's loops took the second fit for one that is resumed, and kept the order that the first had drawn."""
 
