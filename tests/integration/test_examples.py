@@ -1,4 +1,4 @@
-"""The three ways in, as the documentation shows them: a callback, LightningCLI, resume."""
+"""The ways in, as the documentation shows them: a callback, LightningCLI, resume; and without a change of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes over the wire to a snapshot server: only what changed; and whatever goes wrong, never a wrong snapshot."""
+"""What goes over the wire to a snapshot server: only what changed; packed where that pays."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from lightning_spot import SpotCheckpoint
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
+from lightning_spot.client.encoding import SLOW_BYTES_PER_S, CompressionRule
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
 from lightning_spot.run.location import Location
@@ -80,16 +81,6 @@ def test_deltas_are_packed_when_asked_for(pair: Pair, kinds: Counter[str]) -> No
     pair.check(2, image)
 
 
-def test_without_compression_what_changed_goes_as_it_is(pair: Pair, kinds: Counter[str]) -> None:
-    pair.open(compression="off")
-    image = floats(1, 20 * MIB)
-    pair.near.bring(1, image)
-    image = trained(image)
-    assert pair.near.bring(2, image) >= len(image)
-    pair.check(2, image)
-    assert kinds == {"WHOLE": 6}
-
-
 def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
     pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,3 +121,31 @@ def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> Non
     known = host._server.registry.info(attempt.info.key)
     attempt.finish(5.0, complete=False)
     assert known.compression == "off"
+
+
+# -- when packing pays -------------------------------------------------------------------------------------------------
+
+
+PART = 8 * 2**20
+
+
+def sent(rule: CompressionRule, bytes_per_s: float) -> bool:
+    """Whether a snapshot is packed of which each part goes that fast."""
+    rule.begin()
+    for _ in range(4):
+        rule.sent(PART, PART / bytes_per_s)
+    return rule.packs
+
+
+def test_a_link_that_becomes_fast_or_slow_is_noticed() -> None:
+    rule = CompressionRule()
+    slow, fast = SLOW_BYTES_PER_S / 2, SLOW_BYTES_PER_S * 2
+    assert [sent(rule, speed) for speed in (slow, slow, fast, fast, slow)] == [False, True, True, False, False]
+
+
+def test_a_snapshot_with_few_changes_leaves_the_choice_as_it_was() -> None:
+    rule = CompressionRule()
+    sent(rule, SLOW_BYTES_PER_S / 2)
+    rule.begin()
+    rule.begin()  # all was there
+    assert rule.packs
