@@ -357,7 +357,7 @@ def s3_server(warm_python: str) -> Iterator[str]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            until(answers, "moto to listen", 60)
+            until(answers, "moto to listen")
             with pytest.MonkeyPatch.context() as patch:
                 # Each client reads 2 MB of JSON otherwise, which takes longer than most tests.
                 patch.setattr(session, "create_loader", functools.cache(session.create_loader))

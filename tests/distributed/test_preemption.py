@@ -79,7 +79,7 @@ class Program:
         finally:
             self.process.kill()
         pids = [self.noted(rank, "pid") for rank in range(1, self.ranks)]
-        until(lambda: not any(lives(pid) for pid in pids), f"the other ranks {pids} to end", 60)
+        until(lambda: not any(lives(pid) for pid in pids), f"the other ranks {pids} to end")
         return code
 
 

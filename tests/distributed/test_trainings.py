@@ -237,9 +237,9 @@ def test_a_training_is_killed_while_a_server_shuts_down(
     newest, leaving = max(training.at_servers()), list(training.servers.values())[1]
     monkeypatch.setattr(reconcile, "LEASE_S", 1.0)
     leaving.drain()
-    until(lambda: leaving.settled, "it to owe nothing", 60.0)
+    until(lambda: leaving.settled, "it to owe nothing")
     leaving.ring.close(keep_unsafe=False)
-    until(lambda: killed.snapshots[0].step == newest, "it in storage", 60.0)
+    until(lambda: killed.snapshots[0].step == newest, "it in storage")
     training.servers.clear()
     training.add_servers(2)
     done = training.run(seed=99)

@@ -33,7 +33,7 @@ def test_a_snapshot_gets_to_a_server_by_a_far_link_and_back(
         sender, read = Sender(tmp_path, url), []
         try:
             sender.open(durable=False, servers=(url,))
-            until(lambda: sender.server.routes.status(RUN_ID)["server"], "the server", 60.0)
+            until(lambda: sender.server.routes.status(RUN_ID)["server"], "the server")
             sent.extend(sender.bring(step, image) for step, image in enumerate(images, 1))
             store = ServerStore(f"{url}/{RUN}")
             for manifest in sorted(store.survey().manifests, key=lambda manifest: manifest.step):
@@ -50,7 +50,7 @@ def test_a_snapshot_gets_to_a_server_by_a_far_link_and_back(
         url = listening(network, "memory", 7070, tmp_path / "server", "--allow-storage", str(tmp_path))
         brought = thread.submit(network.there, "near", bring)
         if cut_s:
-            until(lambda: network.received("memory") > 50_000 or brought.done(), "it to be on its way", 60.0)
+            until(lambda: network.received("memory") > 50_000 or brought.done(), "it to be on its way")
             assert not brought.done()
             network.cut("near")
             time.sleep(cut_s)

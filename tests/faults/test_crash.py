@@ -83,7 +83,7 @@ class Training:
         oracle = self._root / f"oracle-{self._trials}"
         request = {"elements": 3000, "watched": True, "ballast": self.ballast, "pace_s": self.pace_s, "alarm_s": 120}
         self._running = pid = self._trainers.spawn(dirpath=self.dirpath, oracle=oracle, **request, **more)
-        ((step, tier, whole),) = until(lambda: lines(oracle, "from"), f"trainer {self._trials} to begin", 60)
+        ((step, tier, whole),) = until(lambda: lines(oracle, "from"), f"trainer {self._trials} to begin")
         assert whole == "whole", f"trainer {self._trials}: the state of step {step} from {tier} is no single step's"
         assert int(step) >= self.promised[1], f"trainer {self._trials} resumed at {step}, promised was {self.promised}"
         self.seen[tier] += 1
@@ -130,7 +130,7 @@ class Training:
             told = max([int(words[0]) for words in lines(oracle, "told")], default=0)
             return pid != old and any(before < step <= told for step in steps)
 
-        until(committed_again, "a new server to commit what an old trainer sends", 60)
+        until(committed_again, "a new server to commit what an old trainer sends")
         time.sleep(chance.random() * 0.2)
 
     def _recover(self, when: str, begun: int) -> None:
@@ -170,7 +170,7 @@ def again_and_again(training: Training, kinds: list[str], chance: random.Random,
         # Where the trainer alone is killed, the newest is durable nowhere: memory has it, however slow the machine is.
         pid, oracle = training.start(**({"min_upload_interval_s": 3600.0} if kind == TRAINER else {}))
         if number == 0:  # however slow the machine is, one is to resume from memory
-            until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot", 90)
+            until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot")
         time.sleep(chance.random() * longest_s)
         training.kill(pid, oracle, kind, chance)
     training.start()
@@ -222,7 +222,7 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: 
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=HOME)
         try:
             if signal_number:
-                until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot", 90)
+                until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot")
                 time.sleep(chance.random() * 0.2)
                 process.send_signal(signal_number)
             assert process.wait(timeout=120) == -signal_number, (tmp_path / "trainers.log").read_text()[-3000:]

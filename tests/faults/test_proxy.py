@@ -95,7 +95,7 @@ class Case:
         def filling() -> int:
             return sum(slot["state"] == "filling" for slot in self.client.call("GET", "/v1/status")["slots"])
 
-        until(lambda: filling() == 0, "slots of broken uploads to be free", 10.0)
+        until(lambda: filling() == 0, "slots of broken uploads to be free")
 
 
 @pytest.fixture

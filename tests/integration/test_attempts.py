@@ -154,5 +154,5 @@ def test_a_server_that_outlives_its_starter_is_no_leak_to_python(tmp_path: Path)
         "host.leave(complete=True)"
     )
     command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""

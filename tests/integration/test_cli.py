@@ -553,7 +553,7 @@ def test_a_terminal_without_utf8_ends_no_command(tmp_path: Path, command: list[s
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         cwd=tmp_path,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()

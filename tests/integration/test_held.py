@@ -171,7 +171,7 @@ def test_the_speed_of_a_tier_that_a_server_now_writes_is_ignored(
     bench.remote = server
     for behind in bench.behind.values():
         behind.server = server
-    until(lambda: bench.server.status()["runs"][RUN]["carried"], "the server to carry the run on", 40)
+    until(lambda: bench.server.status()["runs"][RUN]["carried"], "the server to carry the run on")
     bench.save(2)
     assert bench.flush() == []
     health = bench.server.tiers()

@@ -399,7 +399,7 @@ def tokened() -> Iterator[int]:
 def asked(port: int, how: tuple[str, str], run: str, shown: str | None) -> tuple[int, str]:
     """Status and text of what a server answers to one of these requests."""
     method, path = how
-    connection = HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION), **({ATTEMPT_HEADER: shown} if shown is not None else {})}
     connection.request(method, path.format(run=run, path=NAME), json.dumps(CHANGES[how]), headers)
     answer = connection.getresponse()

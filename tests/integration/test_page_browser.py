@@ -140,7 +140,7 @@ def chromium(folder: Path) -> Iterator[Tab]:
     process = subprocess.Popen([*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         found = folder / "DevToolsActivePort"
-        until(lambda: found.is_file() and "\n" in found.read_text(), "the browser to listen", 60.0)
+        until(lambda: found.is_file() and "\n" in found.read_text(), "the browser to listen")
         tab = Tab(asyncio.run(_first_tab(int(found.read_text().split("\n")[0]))))
         try:
             yield tab

@@ -62,7 +62,7 @@ def test_torchrun_that_is_told_to_end_says_so(tmp_path: Path) -> None:
     )
     process = subprocess.Popen([str(RECIPES / "torchrun.sh"), str(script)], env=with_torchrun())
     try:
-        until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks to run", 60.0)
+        until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "both ranks to run")
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 143
     finally:

@@ -65,7 +65,7 @@ def connected(server: RunningServer, count: int, say: bytes) -> Iterator[list[so
     with ExitStack() as stack:
         made = []
         for _ in range(count):
-            made.append(stack.enter_context(socket.create_connection(address_of(server), timeout=10)))
+            made.append(stack.enter_context(socket.create_connection(address_of(server), timeout=30)))
             made[-1].sendall(say)
         yield made
 
@@ -75,7 +75,7 @@ def request(method: str, path: str, body: bytes = b"", headers: str = "", nbytes
     return f"{method} {path} HTTP/1.1\r\n{OURS}Content-Length: {length}\r\n{headers}\r\n".encode() + body
 
 
-def answer(server: RunningServer, sent: bytes, timeout_s: float = 10.0) -> tuple[int, bytes]:
+def answer(server: RunningServer, sent: bytes, timeout_s: float = 30.0) -> tuple[int, bytes]:
     """Status and body of what a server answers to raw bytes; status 0 if it hangs up."""
     with socket.create_connection(address_of(server), timeout=timeout_s) as connection:
         connection.sendall(sent)
@@ -110,8 +110,8 @@ def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_server: StartServ
         connected(server, 2 * MANY // 3, request("POST", "/v1/runs/run/uploads", lease)),
     ):
         for _ in range(3):
-            assert client.call("GET", "/v1/status", timeout_s=10)["protocol"] == PROTOCOL_VERSION
-            assert server.client().call("GET", "/healthz", timeout_s=10) == {"status": "ok"}
+            assert client.call("GET", "/v1/status", timeout_s=30)["protocol"] == PROTOCOL_VERSION
+            assert server.client().call("GET", "/healthz", timeout_s=30) == {"status": "ok"}
             time.sleep(0.3)
 
 

@@ -240,7 +240,7 @@ def test_a_server_whose_durable_tier_fails_is_stood_in_for(with_servers: MakeWit
     assert bench.tier().puts() == [1]
     assert "expired" in bench.server.status()["runs"][RUN]["why_not"]
     bench.by_server(FIRST).fail(None)
-    until(lambda: bench.server.status()["runs"][RUN]["carried"], "it to be handed back", 60)
+    until(lambda: bench.server.status()["runs"][RUN]["carried"], "it to be handed back")
 
 
 def test_a_server_without_room_is_passed_over(with_servers: MakeWithServers) -> None:
@@ -461,7 +461,7 @@ def test_both_gone_the_host_writes_itself_and_hands_back(with_servers: MakeWithS
     for base, server in away.items():
         bench.behind[base].server = server
     at_both(bench, 1)
-    until(lambda: bench.server.status()["runs"][RUN]["carried"], "a server to carry the run on", 40)
+    until(lambda: bench.server.status()["runs"][RUN]["carried"], "a server to carry the run on")
     bench.save(2, wait_s=10)
     at_both(bench, 2)
     assert bench.flush() == []

@@ -256,7 +256,7 @@ def test_a_failed_retention_is_retried_without_a_new_snapshot(bench: Bench) -> N
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [2, 1]
     until(lambda: "retain" in bench.server.reconciler.health[bench.tier().url].error, "it to be noted, too")
     bench.tier().fail(None)
-    until(lambda: len(bench.tier().survey().manifests) == 1, "the old one to go", 40)
+    until(lambda: len(bench.tier().survey().manifests) == 1, "the old one to go")
 
 
 def test_a_tier_that_fails_as_a_whole_is_given_time(bench: Bench) -> None:

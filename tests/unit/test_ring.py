@@ -912,7 +912,7 @@ def test_a_put_that_failed_is_not_put_off_by_the_pace(bench: Bench) -> None:
     failures = iter([TierError("once", tier="x")])
     bench.tier().errors = lambda kind, _manifest: next(failures, None) if kind == "put" else None
     sealed = bench.save(1)
-    until(lambda: bench.tier().survey().manifests == [sealed], "the put to be tried again", 10)
+    until(lambda: bench.tier().survey().manifests == [sealed], "the put to be tried again")
 
 
 def test_a_file_whose_replacement_is_killed_has_one_version(

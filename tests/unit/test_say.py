@@ -101,7 +101,7 @@ show(), show(), say(logging.INFO, "resumed", "once")
 logging.basicConfig(format="mine: %(message)s", level=logging.INFO)
 say(logging.INFO, "resumed", "again")
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
     assert capfd.readouterr().err == "[spot] once\nmine: [spot] again\n"
 
 
@@ -118,7 +118,7 @@ def logged(form: str, code: str) -> list[str]:
     """What a program logs in a form."""
     begin = "import logging; from lightning_spot.untrusted import log_plainly; from lightning_spot.say import say\n"
     command = [sys.executable, "-c", f"{begin}log_plainly(20, {form!r})\n{code}"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr.splitlines()
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr.splitlines()
 
 
 def test_lines_of_json_have_time_level_key_and_facts() -> None:
