@@ -16,6 +16,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
 from tests.integration.test_identity import train
+from tests.support.said import said
 from tests.support.snapshots import serverless
 from tests.support.trainer import At, Net, Probe, Stop, StopAt, data, trainer
 
@@ -94,6 +95,7 @@ def test_a_run_without_its_last_snapshot_in_storage_is_an_error(
             fit(Net(), data())
     else:
         fit(Net(), data())
+        assert said(caplog, "not-persisted")
         last = [record for record in caplog.records if record.name.startswith("lightning_spot")][-1]
         assert last.levelname == "ERROR"
         assert "does not have its last snapshot" in last.getMessage()

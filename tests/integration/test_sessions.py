@@ -38,6 +38,7 @@ from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.local import LocalStore
+from tests.support.said import said_about
 from tests.support.server import RunningServer, StartServer, named_run, server_pid
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 from tests.support.waiting import lives, until
@@ -163,7 +164,9 @@ BLOWS = [
 
 
 @pytest.mark.parametrize(("blow", "phase"), BLOWS)
-def test_a_server_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Signals, phase: str) -> None:
+def test_a_server_is_struck(
+    tmp_path: Path, runtime_dir: Path, blow: signal.Signals, phase: str, caplog: pytest.LogCaptureFixture
+) -> None:
     stall_s = STALL_S if blow is STOP else PATIENT_S
     host = start(tmp_path, server_call_timeout_s=stall_s)
     pid = server_pid(host)
@@ -180,6 +183,7 @@ def test_a_server_is_struck(tmp_path: Path, runtime_dir: Path, blow: signal.Sign
     assert time.monotonic() - began_s < LATEST_S
     host.disconnect()
     go_on_and_end(tmp_path, runtime_dir, 3 if phase in SEALED else 2, 1, {pid}, stall_s)
+    assert said_about(caplog, "local-server-hung") == ([str(pid)] if blow is STOP else [])
 
 
 def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir: Path) -> None:
