@@ -22,7 +22,7 @@ import torch
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.copier import Copier
-from lightning_spot.capture.ending import Ending, LastState, PastMemory, Safety, uploaded_by
+from lightning_spot.capture.ending import Ending, LastState, Safety, uploaded_by, write_past_memory
 from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
 from lightning_spot.capture.layouts import CheckpointLayouter, RankLayouter
 from lightning_spot.capture.schedule import Schedule
@@ -128,7 +128,6 @@ class Attempt:
             approximates=settings.compression == "topk",
         )
         self._uploaded_before = uploaded_by(self.writer) if not rank else 0
-        self._past_memory = PastMemory(self.writer, location.url)
         self.safety = Safety(self.writer, settings.min_upload_interval_s or 0.0)
 
     @classmethod
@@ -369,7 +368,7 @@ class Attempt:
             return None
         last = self._last if complete and not self.fenced else None
         untrained = complete and not self._ended
-        ending = Ending(self.writer, self._past_memory, self.location.url, self.info, last, untrained=untrained)
+        ending = Ending(self.writer, self.location.url, self.info, last, untrained=untrained)
         deadline_s = time.monotonic() + wait_s
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
             if self._claim is not None:
@@ -423,7 +422,7 @@ class Attempt:
         text = "{error}. Until then snapshots go to {where} part by part, and training waits for each."
         say(logging.WARNING, "past-memory", text, error=error, where=self.location.url)
         try:
-            self._past_memory.write(checkpoint, manifest, self.info)
+            write_past_memory(self.writer, self.location.url, checkpoint, manifest, self.info)
         except FencedError as fence:
             self.writer.fence = fence
             self._complain("fenced", fence)

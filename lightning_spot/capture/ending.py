@@ -40,41 +40,31 @@ _GOES_ON = "The server that has it retries"
 _ENDS_HERE = "It is only in the memory of this process, and lost when that ends"
 
 
-class PastMemory:
-    """Brings snapshots that fit no memory here to storage, part by part: training waits.
+def write_past_memory(writer: SnapshotWriter, url: str, checkpoint: Any, manifest: Manifest, info: RunInfo) -> None:
+    """Bring a snapshot that fits no memory here to storage, part by part: training waits.
 
     Args:
-        writer: makes their parts.
+        writer: makes its parts.
         url: durable directory of the run.
+        checkpoint: what to save.
+        manifest: what it is.
+        info: of the attempt.
+
+    Raises:
+        FencedError: if a later attempt has taken the run over.
+        SpotError: if it is not there in the end.
     """
-
-    def __init__(self, writer: SnapshotWriter, url: str) -> None:
-        self._writer = writer
-        self._url = url
-
-    def write(self, checkpoint: Any, manifest: Manifest, info: RunInfo) -> None:
-        """Bring a snapshot to storage.
-
-        Args:
-            checkpoint: what to save.
-            manifest: what it is.
-            info: of the attempt.
-
-        Raises:
-            FencedError: if a later attempt has taken the run over.
-            SpotError: if it is not there in the end.
-        """
-        store, claim = open_store(self._url), info.claim()
-        standing = Standing(Owner(claim.attempt, claim.digest), claim)
-        stored = on_behalf(store, standing, lambda: self._writer.store_past_memory(checkpoint, manifest, store))
-        try:
-            unseen = retain(store, info.keep, stored)
-        except SpotError as error:  # the next one tries again
-            text = "snapshots older than {snapshot} could not be deleted at {about}: {error}. The next one retries."
-            say(logging.WARNING, "retention-failed", text, about=store.url, snapshot=stored.name, error=error)
-        else:
-            if unseen:
-                say(logging.WARNING, "upload-not-listed", "{about} ({snapshot})", about=unseen, snapshot=stored.name)
+    store, claim = open_store(url), info.claim()
+    standing = Standing(Owner(claim.attempt, claim.digest), claim)
+    stored = on_behalf(store, standing, lambda: writer.store_past_memory(checkpoint, manifest, store))
+    try:
+        unseen = retain(store, info.keep, stored)
+    except SpotError as error:  # the next one tries again
+        text = "snapshots older than {snapshot} could not be deleted at {about}: {error}. The next one retries."
+        say(logging.WARNING, "retention-failed", text, about=store.url, snapshot=stored.name, error=error)
+    else:
+        if unseen:
+            say(logging.WARNING, "upload-not-listed", "{about} ({snapshot})", about=unseen, snapshot=stored.name)
 
 
 class Safety:
@@ -246,7 +236,6 @@ class Ending:
 
     Args:
         writer: of the snapshots.
-        past_memory: where those went that fit no memory here.
         url: durable directory of the run.
         info: of the attempt.
         last: the state of the finished run, ``None`` if it is not finished.
@@ -260,7 +249,6 @@ class Ending:
     def __init__(
         self,
         writer: SnapshotWriter,
-        past_memory: PastMemory,
         url: str,
         info: RunInfo,
         last: LastState | None,
@@ -268,7 +256,6 @@ class Ending:
         untrained: bool = False,
     ) -> None:
         self._writer = writer
-        self._past_memory = past_memory
         self._url = url
         self._info = info
         self._last = last
@@ -393,7 +380,7 @@ class Ending:
         if not last.can_be_written:
             return False
         try:
-            self._past_memory.write(last.checkpoint, last.manifest, self._info)
+            write_past_memory(self._writer, self._url, last.checkpoint, last.manifest, self._info)
         except SpotError as error:
             text = "the last snapshot could not be written to {about}: {error}. The run resumes from the one before it."
             say(logging.WARNING, "last-not-written", text, about=self._url, error=error)

@@ -17,7 +17,7 @@ import random
 import zlib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,31 +48,6 @@ class Laid(NamedTuple):
 
 
 _OWN = "the state of this rank"
-
-
-class RankLayouter(Protocol):
-    """Lays out what one rank writes of one snapshot after the other, for one thread.
-
-    Attributes:
-        why_alone: why this rank alone can write a checkpoint, as far as the last one showed; ``""`` if others can take
-            ranges of it.
-    """
-
-    why_alone: str
-
-    def lay_out(self, content: Any, manifest: Manifest, owned: Owners) -> Laid:
-        """Lay a snapshot out.
-
-        Args:
-            content: what to save.
-            manifest: what it is.
-            owned: tensors that only optimizers change, by the address of their storage.
-
-        Raises:
-            NotSerializableError: if it holds what cannot be pickled.
-            SnapshotFailedError: if this rank cannot write its shard of it.
-            MemoryError: if there is not the memory for it now; the next one may be laid out.
-        """
 
 
 def _put_together(
@@ -186,12 +161,16 @@ def sample(tensors: Sequence[torch.Tensor], seed: str) -> str:
 
 
 class CheckpointLayouter:
-    """Lays out checkpoints of which rank 0 has all, or a rank's shard of them. Implements :class:`RankLayouter`.
+    """Lays out checkpoints of which rank 0 has all, or a rank's shard of them.
 
     The content of a snapshot of one writer is the checkpoint itself, that of one of several a :class:`RankCheckpoint`.
 
     Args:
         token: of the attempt: ranks of two trainers never agree.
+
+    Attributes:
+        why_alone: why this rank alone can write a checkpoint, as far as the last one showed; ``""`` if others can take
+            ranges of it.
     """
 
     def __init__(self, token: str = "") -> None:
@@ -199,7 +178,18 @@ class CheckpointLayouter:
         self.why_alone = ""
 
     def lay_out(self, content: Any, manifest: Manifest, owned: Owners) -> Laid:
-        """See :meth:`RankLayouter.lay_out`."""
+        """Lay a snapshot out.
+
+        Args:
+            content: what to save.
+            manifest: what it is.
+            owned: tensors that only optimizers change, by the address of their storage.
+
+        Raises:
+            NotSerializableError: if it holds what cannot be pickled.
+            SnapshotFailedError: if this rank cannot write its shard of it.
+            MemoryError: if there is not the memory for it now; the next one may be laid out.
+        """
         shard = manifest.shard
         if shard is None:
             layout = lay_out_in_any_case(content, early=owned)
@@ -262,7 +252,7 @@ class ShardedCheckpoint:
 
 
 class ShardedCheckpointLayouter:
-    """Lays out one rank's shard of a model in shards, a :class:`ShardedCheckpoint`. Implements :class:`RankLayouter`.
+    """Lays out one rank's shard of a model in shards, a :class:`ShardedCheckpoint`.
 
     Args:
         rank: this one.
@@ -277,7 +267,7 @@ class ShardedCheckpointLayouter:
         self._layouter = ShardedLayouter(rank, world_size, token)
 
     def lay_out(self, content: ShardedCheckpoint, manifest: Manifest, owned: Owners) -> Laid:
-        """See :meth:`RankLayouter.lay_out`."""
+        """See :meth:`CheckpointLayouter.lay_out`."""
         own = lay_out_in_any_case(content.own, what=_OWN)
         image = self._layouter.lay_out(content.state, content.rest)
         if why := self._layouter.unreadable:
@@ -288,3 +278,7 @@ class ShardedCheckpointLayouter:
             manifest = replace(manifest, part_bytes=part_bytes, shard=replace(manifest.shard, digest=image.digest))
         layout, manifest = _put_together(manifest, image.layout, image.files, own, splits=False)
         return Laid(layout, manifest, image.rest)
+
+
+RankLayouter = CheckpointLayouter | ShardedCheckpointLayouter
+"""Lays out what one rank writes of one snapshot after the other, for one thread."""

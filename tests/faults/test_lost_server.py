@@ -21,7 +21,7 @@ import torch
 
 from lightning_spot import SpotCheckpoint, retry
 from lightning_spot.capture import ending as ending_module
-from lightning_spot.capture.ending import Ending, LastState, PastMemory, Safety
+from lightning_spot.capture.ending import Ending, LastState, Safety, write_past_memory
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.cli.command import main
@@ -251,24 +251,19 @@ def told(durable: Path, *servers: str) -> RunInfo:
     return RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), servers=servers)
 
 
-def past_memory(durable: Path) -> PastMemory:
-    return PastMemory(cast(SnapshotWriter, Parts()), str(durable))
-
-
 def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(LocalStore, "delete", Mock(side_effect=TierError("it may not be deleted", tier="")))
-    past = past_memory(tmp_path / "durable")
+    writer, durable = cast(SnapshotWriter, Parts()), tmp_path / "durable"
     for step in (1, 2, 3, 4):
-        past.write({}, manifest_of(step, nbytes=5000), told(tmp_path / "durable"))
-    assert len(LocalStore(tmp_path / "durable").survey().manifests) == 4
+        write_past_memory(writer, str(durable), {}, manifest_of(step, nbytes=5000), told(durable))
+    assert len(LocalStore(durable).survey().manifests) == 4
     assert [str(facts["error"]) for facts in said(caplog, "retention-failed")] == ["it may not be deleted"]
 
 
 def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The one that was started anew has nothing to flush, and says so."""
-    past = past_memory(tmp_path / "durable")
     writer = SimpleNamespace(
         committed=manifest_of(1, nbytes=5000),
         fence=None,
@@ -278,7 +273,7 @@ def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptu
         ),
         settle=lambda _wait_s: None,
     )
-    ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), told(tmp_path / "durable"), None)
+    ending = Ending(cast(SnapshotWriter, writer), str(tmp_path / "durable"), told(tmp_path / "durable"), None)
     assert ending.bring(0.1) is None
     (facts,) = said(caplog, "newest-lost")
     assert "lost with the snapshot server that had it" in facts["why"]
@@ -293,7 +288,7 @@ def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> None:
     """Another thread may be asking the server something at that moment; its connection is closed under it."""
-    past, found = past_memory(tmp_path / "durable"), []
+    found = []
 
     def leave(*, complete: bool) -> None:
         link.ask(lambda _host: broken_off(), None)
@@ -309,7 +304,7 @@ def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> 
     )
     link = HostLink(host, lambda: cast(Host, found.append("a new server")))
     writer = SimpleNamespace(host=host, link=link, committed=None, settle=lambda _wait_s: None)
-    ending = Ending(cast(SnapshotWriter, writer), past, str(tmp_path / "durable"), told(tmp_path / "durable"), None)
+    ending = Ending(cast(SnapshotWriter, writer), str(tmp_path / "durable"), told(tmp_path / "durable"), None)
     assert ending.bring(0.1) is None
     assert link.losses == 0
     assert not found
@@ -376,7 +371,7 @@ class Damaging:
         return [manifest.step for manifest in self.store.survey().manifests]
 
     def ending(self, last: LastState | None) -> Ending:
-        return Ending(self.writer, PastMemory(self.writer, str(self.root)), str(self.root), self.info, last)
+        return Ending(self.writer, str(self.root), self.info, last)
 
 
 @pytest.fixture
