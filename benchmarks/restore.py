@@ -211,7 +211,9 @@ def _chosen(location: Location, source: Source) -> _Prepare:
     def prepare(trainer: _Trainer) -> Callable[[], _State]:
         def find() -> _State:
             agreement = Agreement(trainer)  # type: ignore[arg-type]
-            found = choose(agreement, location, functools.partial(_found, source, location), _load)
+            found = choose(
+                agreement, location, functools.partial(_found, source, location), functools.partial(_load, trusts=False)
+            )
             assert found is not None
             return found[1]
 
