@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -166,7 +167,8 @@ class _Sender:
     def __init__(self, url: str, run_id: str, compression: Compression) -> None:
         self._store = ServerStore(f"{url}/run@{run_id}")
         fields = {"name": "run", "id": run_id, "location": "", "attempt": 1, "token": "t"}
-        self._store.open_run(RunInfo(**fields, keep=Keep(newest=1), compression=compression))  # type: ignore[arg-type]
+        self._info = RunInfo(**fields, keep=Keep(newest=1), compression=compression)  # type: ignore[arg-type]
+        self._store.open_run(self._info)
         self._earlier: dict[str, Glance] = {}
         self._run_id = run_id
 
@@ -178,5 +180,5 @@ class _Sender:
         self._store.send(Coming(manifest, view), attempt=1, earlier=lambda _run, base: self._earlier.get(base))
         seconds = time.perf_counter() - began_s
         self._earlier = {name: Glance(manifest, view, lambda: True)}
-        self._store.settle(manifest, 1)
+        self._store.open_run(replace(self._info, persisted=manifest.name, lineage=manifest.lineage))
         return seconds, self._store.sent.bytes - before

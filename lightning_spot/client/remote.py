@@ -166,11 +166,6 @@ class ServerStore:
         """See :meth:`ServerTier.listing`."""
         return self._asked()[1]
 
-    def settle(self, manifest: Manifest, attempt: int) -> None:
-        """See :meth:`ServerTier.settle`."""
-        body = {"attempt": attempt, "name": manifest.name, "lineage": manifest.lineage}
-        self.client.call("POST", f"/v1/runs/{quoted(self.run)}/settle", body, timeout_s=_ASK_S, again=True)
-
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`ServerTier.flush`."""
         body = {"run": self.run, "wait_s": wait_s}

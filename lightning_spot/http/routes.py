@@ -10,7 +10,6 @@ GET        /v1/status                          slots, runs, tiers
 GET        /v1/runs                            the runs this server knows
 POST       /v1/runs/RUN/open                   let an attempt write
 POST       /v1/runs/RUN/close                  the trainer leaves
-POST       /v1/runs/RUN/settle                 a snapshot was made durable by its sender
 POST       /v1/runs/RUN/figures                what the trainer has measured (this host only)
 GET        /v1/runs/RUN/snapshots              the attempt that writes, the newest snapshot that counts, what is in
                                                 memory (shards as they are), what a tier has refused
@@ -68,7 +67,6 @@ from lightning_spot.http.fields import (
     LONGEST_WAIT_S,
     SMALL_BODY_BYTES,
     STILL_MAY,
-    attempt_of,
     committed,
     json_body,
     only_same_host,
@@ -517,7 +515,6 @@ class RunRequests:
             web.get("/v1/runs", self.listing),
             web.post(OPEN_PATH, self.open),
             web.post("/v1/runs/{run}/close", self.close),
-            web.post("/v1/runs/{run}/settle", self.settle),
             web.post("/v1/runs/{run}/figures", self.figures),
             web.get("/v1/runs/{run}/snapshots", self.snapshots),
         ]
@@ -559,14 +556,6 @@ class RunRequests:
         body = await json_body(request)
         session = text(body, "session")
         self._server.close_run(request.match_info["run"], session, complete=body.get("complete") is True)
-        return web.json_response({})
-
-    async def settle(self, request: web.Request) -> web.Response:
-        """A snapshot was made durable by its sender."""
-        body = await json_body(request)
-        attempt = attempt_of(body)
-        name, lineage = text(body, "name"), text(body, "lineage")
-        await asyncio.to_thread(self._server.settle, request.match_info["run"], attempt, name, lineage)
         return web.json_response({})
 
     async def figures(self, request: web.Request) -> web.Response:

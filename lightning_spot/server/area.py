@@ -104,7 +104,7 @@ class SlotArea:
 
     def keep_run(self, info: RunInfo, complete: bool) -> None:
         """Note what a restarted server must know of a run, see :class:`Left`; nothing happens if that is noted."""
-        left = Left(replace(info, session="", committed="", figures=None), complete)
+        left = Left(replace(info, session="", committed="", persisted="", lineage="", figures=None), complete)
         if self._noted.get(info.key) != left and self._write(f"run-{info.key}.json", asdict(left)):
             self._noted[info.key] = left
 

@@ -30,8 +30,8 @@ from lightning_spot.server.reconcile import (
     expected,
     expires_s,
     missing,
+    newest_durable,
     unknown,
-    untold,
 )
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, key_of
@@ -159,11 +159,11 @@ class Questions:
         self._seen, self._ring = seen, ring
 
     def ask(self, action: Action, servers: Servers) -> None:
-        """Ask, or tell, and note what was seen."""
+        """Ask, and note what was seen."""
         server = servers.find(action.url)
         if server is None:
             return
-        kinds = {Kind.ASK: self._open, Kind.TELL: self._tell, Kind.LEARN: self._learn, Kind.LOOK: self._look}
+        kinds = {Kind.ASK: self._open, Kind.LEARN: self._learn, Kind.LOOK: self._look}
         try:
             kinds[action.kind](action.run, servers, server)
         finally:
@@ -183,15 +183,9 @@ class Questions:
 
     def _open(self, run: str, servers: Servers, server: Server) -> None:
         """Open the run there, or ask once more how things are."""
-        ring = self._ring
-        with ring.changed:
-            upload, is_abandoned = server.asked_to_upload, self._seen.desired(run).is_abandoned
-            committed = ring.newest_committed(run, elsewhere=True)
-            known = self._seen.info(run) or servers.info
-        asked = replace(servers.info, servers=(), replicas=1, session="", committed=committed, carry=upload)
-        asked = replace(asked, left=is_abandoned, figures=known.figures)
+        ring, upload = self._ring, server.asked_to_upload
         try:
-            opened = self._tier(server).open_run(asked)
+            opened = self._tier(server).open_run(self._now(run, servers, upload=upload))
             if opened.leaves:
                 raise TierError("it is shutting down", tier=server.url)
             self._find_lost(run, servers, server)
@@ -210,6 +204,33 @@ class Questions:
             if anew or servers.uploader is not before or (server.why_not and not refused):
                 self._say(servers, server)
 
+    def last_word(self, servers: Servers, url: str) -> None:
+        """Let a server know how a run ends here: it would keep what is durable for ever, if it was not told."""
+        server = servers.find(url)
+        try:
+            if server is not None and server.used:
+                self._tier(server).open_run(self._now(servers.info.key, servers, upload=server.uploads))
+        except SpotError as error:
+            logger.debug("%s did not hear how run %s has ended: %s", url, servers.info.text, error)
+
+    def _now(self, run: str, servers: Servers, *, upload: bool) -> RunInfo:
+        """What a server hears of a run each time that it is asked: it may have missed, or forgotten, all of it."""
+        with self._ring.changed:
+            desired, durable = self._seen.desired(run), newest_durable(self._seen.observed(run))
+            committed = self._ring.newest_committed(run, elsewhere=True)
+        return replace(
+            servers.info,
+            servers=(),
+            replicas=1,
+            session="",
+            carry=upload,
+            committed=committed,
+            persisted=durable.snapshot if durable is not None else "",
+            lineage=durable.lineage if durable is not None else "",
+            left=desired.is_abandoned,
+            figures=(desired.info or servers.info).figures,
+        )
+
     def _find_lost(self, run: str, servers: Servers, server: Server) -> None:
         """Have the newest snapshots sent again that were safe there, and that it has no more."""
         with self._ring.changed:
@@ -221,22 +242,6 @@ class Questions:
         for slot, manifest in held.each():
             if (manifest.name, manifest.checksums) not in listed:
                 self._ring.mark_lost(slot, manifest, server.url)
-
-    def _tell(self, run: str, servers: Servers, server: Server) -> None:
-        """Say what is durable, to a server that does not bring it there."""
-        with self._ring.changed:
-            facts = untold(self._seen.observed(run), server)
-        for manifest, fact in facts:
-            try:
-                settled = replace(manifest, name=manifest.snapshot, shard=None)
-                self._tier(server).settle(settled, servers.info.attempt)
-            except SpotError as error:
-                logger.debug("%s could not be told what is durable: %s", server.url, error)
-                with self._ring.changed:
-                    server.told_s = time.monotonic() + LAST_LOOK_S
-                return
-            with self._ring.changed:
-                server.told[manifest.lineage] = fact
 
     def _learn(self, run: str, servers: Servers, server: Server) -> None:
         """Ask which snapshots it has made durable."""

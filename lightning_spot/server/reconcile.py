@@ -48,9 +48,7 @@ class Kind(enum.Enum):
     """What is to be done at a place, in the order in which it is."""
 
     ASK = "ask"
-    """Ask a server whether it works, and takes the run."""
-    TELL = "tell"
-    """Tell a server what is durable."""
+    """Ask a server whether it works, and takes the run; it hears what is durable."""
     LEARN = "learn"
     """Ask a server what it has made durable."""
     LOOK = "look"
@@ -69,7 +67,7 @@ class Kind(enum.Enum):
     @property
     def is_question(self) -> bool:
         """Whether no bytes are sent: it does not wait for these."""
-        return self in (Kind.ASK, Kind.TELL, Kind.LEARN, Kind.LOOK)
+        return self in (Kind.ASK, Kind.LEARN, Kind.LOOK)
 
     @property
     def is_upload(self) -> bool:
@@ -387,8 +385,7 @@ class Server:
         doubted: whether it is to be asked at once.
         asking: whether it is being asked now.
         asked_to_upload: whether it is being asked to bring the run on, too.
-        told: the newest that it knows to be durable, by lineage, and whether it had that then.
-        told_s, learned_s, looked_s: not before then again.
+        learned_s, looked_s: not before then again.
         pause_s: between two looks at what is durable there.
         shown: registers that it has shown, by name of the snapshot.
         looked_for: snapshots for which these were looked at.
@@ -406,8 +403,6 @@ class Server:
     doubted: bool = False
     asking: bool = False
     asked_to_upload: bool = False
-    told: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    told_s: float = 0.0
     learned_s: float = 0.0
     looked_s: float = 0.0
     pause_s: float = FIRST_LOOK_S
@@ -490,8 +485,6 @@ class Servers:
         before = self.uploader
         server.asking = server.asked_to_upload = server.doubted = False
         server.why_not = (opened.why_not or "it does not say why") if upload and not opened.carries else ""
-        if not server.used:
-            server.told.clear()
         server.used = True
         if upload:
             server.uploads, self.why_not = opened.carries, server.why_not
@@ -763,8 +756,6 @@ def _questions(desired: Desired, seen: Observed, servers: Servers, now_s: float)
         yield Action(Kind.ASK, server.url, seen.run, due_s)
     pending = missing(seen.view)
     for server in servers.all:
-        if server.used and not server.uploads and untold(seen, server):
-            yield Action(Kind.TELL, server.url, seen.run, server.told_s)
         if server.uploads and not server.doubted and unknown(desired, seen, server):
             yield Action(Kind.LEARN, server.url, seen.run, 0.0 if desired.urgent else server.learned_s)
         if pending and desired.is_spread:
@@ -813,21 +804,15 @@ def expected(seen: Observed, server: Server, durable_url: str | None, *, durable
     ]
 
 
-def untold(seen: Observed, server: Server) -> list[tuple[Manifest, tuple[str, bool]]]:
-    """What is durable and a server was not told of, that does not bring it there: it would hold it for ever."""
+def newest_durable(seen: Observed) -> Manifest | None:
+    """The newest snapshot that is known to be durable: a server that does not bring it there may let it go."""
     durable_url = seen.servers.info.durable_url if seen.servers is not None else None
-    newest: dict[str, tuple[Manifest, bool]] = {}
-    for slot in seen.view.slots:
-        manifest = slot.snapshot
-        # One that is not exact says nothing of the exact ones before it.
-        if manifest is None or manifest.why_failed or not manifest.exact:
-            continue
-        if slot.settled or slot.seen.get(durable_url or "") is Mark.SAFE:
-            known = newest.get(manifest.lineage)
-            if known is None or manifest.order >= known[0].order:
-                newest[manifest.lineage] = manifest, slot.seen.get(server.url) is Mark.SAFE
-    facts = [(manifest, (manifest.name, has)) for manifest, has in newest.values()]
-    return [(manifest, fact) for manifest, fact in facts if server.told.get(manifest.lineage) != fact]
+    durable = (
+        slot.snapshot for slot in seen.view.slots if slot.settled or slot.seen.get(durable_url or "") is Mark.SAFE
+    )
+    # One that is not exact says nothing of the exact ones before it.
+    found = [each for each in durable if each is not None and each.exact and not each.why_failed]
+    return max(found, key=lambda each: each.order, default=None)
 
 
 def unknown(desired: Desired, seen: Observed, server: Server) -> list[Slot]:

@@ -189,6 +189,9 @@ class RunInfo:
         carry: whether the server is to bring the run to its storage; where it is kept at several, one is.
         committed: name of the newest snapshot that is known to be committed over snapshot servers or at storage, ``""``
             for none: what is older gives way to what is newer.
+        persisted: name of the newest snapshot that is known to be in storage, ``""`` for none: it may go, and
+            older ones of its lineage.
+        lineage: of that one.
         left: whether its trainer is gone: its host only looks after what is there of it.
         is_claimed: whether its attempts claim its durable directory. Not so a folder of users' files, each of whose
             manifests says who may write it.
@@ -213,6 +216,8 @@ class RunInfo:
     apart: Annotated[int, whole(0, MOST_WRITERS)] | None = None
     carry: bool = True
     committed: _Name = ""
+    persisted: _Name = ""
+    lineage: _Name = ""
     left: bool = False
     is_claimed: bool = True
     session: _Name = ""

@@ -27,7 +27,7 @@ from lightning_spot.server.worker import Reconciler
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store import fsspec_client
-from lightning_spot.store.fences import Owner, Standing, check_fence, digest_of
+from lightning_spot.store.fences import Owner, Standing, digest_of
 from lightning_spot.store.store import Store
 
 IN_PROCESS = "in-process"
@@ -103,6 +103,8 @@ class SnapshotServer:
             self._not_needed = False
             self.uploads.fence(info.key, info.attempt)
             self.ring.raise_watermark(info.key, info.committed)
+            if (order := snapshot_order(info.persisted)) is not None:
+                self.ring.settle(info.key, info.lineage, order)
             self.routes.open(run.info)
             self._note(run)
             for key in (*forgotten, *self.registry.stale()):
@@ -131,19 +133,6 @@ class SnapshotServer:
             known.complete = complete
             self._note(known)
         self._wake(known.info.key)
-
-    def settle(self, run: str, attempt: int, name: str, lineage: str) -> None:
-        """Note what the sender of a run has made durable by itself, see :meth:`Ring.settle`.
-
-        Raises:
-            SettingsError: if ``name`` is not that of a snapshot.
-            FencedError: if ``attempt`` no longer holds the run.
-        """
-        if (order := snapshot_order(name)) is None:
-            raise SettingsError(f"{name!r} names no snapshot")
-        key = self.registry.key(run)
-        check_fence(run, attempt, self.registry.highest(key))
-        self.ring.settle(key, lineage, order)
 
     def report(self, run: str, figures: Figures) -> None:
         """Note what the trainer of a run has measured.
@@ -582,10 +571,9 @@ def _role(server: Server) -> str:
 
 def _same(known: RunInfo, info: RunInfo) -> bool:
     """Whether a run is opened once more by the same attempt, with the same tiers."""
-    one, other = (
-        replace(each, session="", pid=0, host="", committed="", left=False, figures=None) for each in (known, info)
-    )
-    return one == other
+    nothing: dict[str, Any] = {"session": "", "pid": 0, "host": "", "left": False, "figures": None}
+    nothing |= {"committed": "", "persisted": "", "lineage": ""}
+    return replace(known, **nothing) == replace(info, **nothing)
 
 
 def _placed(info: RunInfo) -> RunInfo:

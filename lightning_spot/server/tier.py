@@ -88,9 +88,6 @@ class ServerTier(Protocol):
     def listing(self) -> list[Listed]:
         """Everything it holds of the run."""
 
-    def settle(self, manifest: Manifest, attempt: int) -> None:
-        """Say that a snapshot is durable which it did not bring there: it, and older ones of its lineage, may go."""
-
     def send(
         self,
         coming: Coming,

@@ -305,15 +305,14 @@ class Reconciler(Observations):
                     self.health[url].error = f"{type(error).__name__}: {error}"
                 time.sleep(_AGAIN_S)
         if asks:
-            self._last_word(lane)
+            self._last_word(url)
 
-    def _last_word(self, lane: Lane) -> None:
-        """Tell a server what is durable: what it holds would stay there for ever."""
+    def _last_word(self, url: str) -> None:
+        """If this server ends, a server hears how each of its runs has ended here."""
         with self._ring.changed:
-            told = [(each, self.servers.get(each.run)) for each in self._planned(lane) if each.kind is Kind.TELL]
-        for action, servers in told if self._closed else ():
-            if servers is not None:
-                self._questions.ask(action, servers)
+            served = list(self.servers.values()) if self._closed else []
+        for servers in served:
+            self._questions.last_word(servers, url)
 
     def _next(self, lane: Lane) -> tuple[Action, Servers | None] | None:
         """The next thing to do at a place, its slots pinned; ``None`` when this worker is not needed any more."""

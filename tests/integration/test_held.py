@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from lightning_spot.capture.ending import paces_of
 from lightning_spot.client import starting
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.errors import FailureReason, FencedError, SettingsError, SnapshotFailedError, TierError
+from lightning_spot.errors import FailureReason, FencedError, SnapshotFailedError, TierError
 from lightning_spot.interval.costs import Failure
 from lightning_spot.protocol.record import find_record
 from lightning_spot.server import reconcile
@@ -104,13 +105,13 @@ def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> 
     bench.open(attempt=2)
     for step, lineage in ((1, "1" * 12), (3, "1" * 12), (5, "1" * 12), (2, "2" * 12)):
         bench.save(step, attempt=2, lineage=lineage)
-    bench.server.settle(RUN, 2, snapshot_name(3, 2), "1" * 12)
+    bench.open(attempt=2, persisted=snapshot_name(3, 2), lineage="1" * 12)
     settled = {slot.manifest.step for slot in bench.server.committed(RUN) if slot.manifest and slot.settled}
     assert settled == {1, 3} & set(bench.committed())
     with pytest.raises(FencedError):
-        bench.server.settle(RUN, 1, snapshot_name(5, 2), "1" * 12)
-    with pytest.raises(SettingsError, match="names no snapshot"):
-        bench.server.settle(RUN, 2, "best.ckpt", "1" * 12)
+        bench.open(attempt=1, persisted=snapshot_name(5, 2), lineage="1" * 12)
+    bench.open(attempt=2, persisted="best.ckpt", lineage="1" * 12)  # no name of a snapshot
+    assert settled == {slot.manifest.step for slot in bench.server.committed(RUN) if slot.manifest and slot.settled}
     bench.save(6, attempt=2, lineage="1" * 12)
     bench.save(7, attempt=2, lineage="1" * 12)
     assert 2 in bench.committed()  # the newest of its lineage, and nobody said that it is durable
@@ -119,12 +120,13 @@ def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> 
 def test_a_server_is_told_over_the_network(start_server: StartServer) -> None:
     server = start_server("--memory-limit", "3MiB")  # for one slot
     store = ServerStore(f"{server.url}/{RUN}")
-    store.open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t"))
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t")
+    store.open_run(info)
     manifest = manifest_of(1).sealed(memoryview(bytes(1000)))
     store.put(manifest, memoryview(bytes(1000)), attempt=1)
     other = ServerStore(f"{server.url}/run@{OTHER_ID}")
     other.open_run(RunInfo(name="run", id=OTHER_ID, location="", attempt=1, token="t"))
-    store.settle(manifest, 1)
+    store.open_run(replace(info, persisted=manifest.name, lineage=manifest.lineage))
     other.put(manifest_of(1, run_id=OTHER_ID).sealed(memoryview(bytes(1000))), memoryview(bytes(1000)), attempt=1)
     assert store.listing() == []
 

@@ -336,20 +336,6 @@ def test_each_snapshot_is_at_two_servers_and_one_uploads_it(with_servers: MakeWi
     until(lambda: bench.servers[SECOND].committed(RUN)[0].settled, "the second server to be told")
 
 
-def test_of_what_a_replica_was_told_the_newest_is_remembered(with_servers: MakeWithServers) -> None:
-    """One for each snapshot stayed for as long as the run lasted."""
-    bench = with_servers()
-    bench.start(FIRST, SECOND, replicas=2)
-    servers = bench.server.reconciler.servers[RUN_ID]
-    for step in (1, 2, 3):
-        sealed = bench.save(step, wait_s=10)
-        assert bench.flush() == []
-        at_both(bench, step)
-        (replica,) = (each for each in servers.used if not each.uploads)
-        until(lambda known=replica, name=sealed.name: name in str(known.told), "the replica to be told")
-    assert len(replica.told) == 1
-
-
 def test_a_slow_replica_gets_the_newest_and_slows_no_other(with_servers: MakeWithServers) -> None:
     bench = with_servers()
     bench.behind[SECOND].open.clear()

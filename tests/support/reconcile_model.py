@@ -302,7 +302,6 @@ class World:
         does, hears = reached and odds >= self.failures / 2, reached and odds >= self.failures
         ends = {
             Kind.ASK: self.ask,
-            Kind.TELL: self.tell,
             Kind.LEARN: self.learn,
             Kind.LOOK: self.look,
             Kind.SEND: self.send,
@@ -321,8 +320,6 @@ class World:
                     place.servers.lost(server, "it does not answer", self.now_s)
                 elif action.kind is Kind.LEARN:
                     place.servers.heard(server, "it does not answer", self.now_s)
-                elif action.kind is Kind.TELL:
-                    server.told_s = self.now_s + 2.0
                 else:
                     server.away_until_s = max(server.away_until_s, self.now_s + reconcile.ASK_AGAIN_S)
         else:
@@ -471,6 +468,9 @@ class World:
         server.asked_s = self.now_s
         if (order := place.newest_known()) is not None and server.slots:
             server.committed(order)
+        if (durable := reconcile.newest_durable(self.observed(place))) is not None:
+            for slot in server.slots:
+                slot.settled |= slot.snapshot is not None and slot.snapshot.order <= durable.order
         listed = {slot.manifest.name for slot in server.slots if slot.manifest is not None}
 
         def note() -> None:
@@ -480,15 +480,6 @@ class World:
             servers.answered(mine, Opened(1, upload), upload=upload)
 
         return note
-
-    def tell(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
-        mine = place.servers.find(action.url)
-        assert mine is not None
-        facts = reconcile.untold(self.observed(place), mine)
-        for manifest, _fact in facts:
-            for slot in self.servers[base_of(action.url)].slots:
-                slot.settled |= slot.snapshot is not None and slot.snapshot.order <= manifest.order
-        return lambda: mine.told.update((manifest.lineage, fact) for manifest, fact in facts)
 
     def learn(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
         mine = place.servers.find(action.url)

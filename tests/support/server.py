@@ -158,9 +158,6 @@ class ServerBehind:
     def flush(self, wait_s: float) -> list[str]:
         return self._reached().flush(self.run, wait_s)
 
-    def settle(self, manifest: Manifest, attempt: int) -> None:
-        self._reached().settle(self.run, attempt, manifest.name, manifest.lineage)
-
     def send(
         self,
         coming: Coming,

@@ -128,7 +128,7 @@ SITUATIONS = {
         ask a @1005
         learn a @1001
     """,
-    "a server that does not bring it on is told what is durable": """
+    "what one server has made durable goes to the other, too": """
         run live servers=a,b replicas=2
         server a used uploads asked=995
         server b used asked=995
@@ -136,7 +136,6 @@ SITUATIONS = {
         ----
         ask a @1005
         ask b @1005
-        tell b
         send 2 b
     """,
     "while no server works this host brings it to storage": """
