@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.config import check_flag
 from lightning_spot.errors import SettingsError
-from lightning_spot.events import OnEvent
 from lightning_spot.renamed import refuse_old, refusing_old
 from lightning_spot.run.location import Location
 from lightning_spot.session.preflight import takes_part
@@ -51,10 +50,8 @@ class AutoResume(FitCallback):
         run_name: str | None = None,
         data_resume: DataResume = "auto",
         on_resume_failure: OnResumeFailure = "error",
-        on_event: OnEvent | None = None,
-        webhook: str | None = None,
     ) -> None:
-        super().__init__(on_event, webhook)
+        super().__init__()
         refuse_old(f"data_resume={data_resume!r}")
         if data_resume not in DATA_RESUMES:
             raise SettingsError(f"data_resume={data_resume!r}: it is one of {', '.join(map(repr, DATA_RESUMES))}")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_spot.config import check_webhook
-from lightning_spot.errors import SettingsError
-from lightning_spot.events import OnEvent
 from lightning_spot.session.session import FitSession
 from lightning_spot.state.fit_state import FitState
 from lightning_spot.state.namespaces import SpotCallback
@@ -18,24 +15,13 @@ if TYPE_CHECKING:
 class FitCallback(SpotCallback):
     """A callback that keeps the exact state; :class:`SpotCheckpoint` is made of several, and each works alone.
 
-    Args:
-        on_event: see :class:`~lightning_spot.SpotCheckpoint`.
-        webhook: likewise.
-
     Attributes:
         resumes: whether it resumes runs.
         writes: whether it writes to where the run is.
-        tells: what is told of events: ``on_event`` and ``webhook``.
     """
 
     resumes = False
     writes = False
-
-    def __init__(self, on_event: OnEvent | None, webhook: str | None) -> None:
-        super().__init__()
-        if on_event is not None and not callable(on_event):
-            raise SettingsError(f"on_event={on_event!r}: it is a function that takes an Event")
-        self.tells = on_event, check_webhook("webhook=", webhook)
 
     def in_common(self) -> dict[str, Any]:
         """Of what it was told: what must be the same on all ranks, by the names of its arguments."""

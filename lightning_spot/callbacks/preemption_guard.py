@@ -11,7 +11,6 @@ from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.capture.unexpected import BestEffort
 from lightning_spot.config import check_number
 from lightning_spot.errors import PreemptedError
-from lightning_spot.events import OnEvent
 from lightning_spot.patches import Patches
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.preemption.signals import SignalSource, is_of_dead_worker
@@ -57,15 +56,8 @@ class PreemptionGuard(FitCallback):
     """
 
     @refusing_old
-    def __init__(
-        self,
-        notices: Notices = "auto",
-        *,
-        grace_period_s: float | None = None,
-        on_event: OnEvent | None = None,
-        webhook: str | None = None,
-    ) -> None:
-        super().__init__(on_event, webhook)
+    def __init__(self, notices: Notices = "auto", *, grace_period_s: float | None = None) -> None:
+        super().__init__()
         if grace_period_s is not None:
             check_number("grace_period_s", grace_period_s, 0, above=True)
         open_sources(notices)  # an unknown source is an error here, not on the machine that is taken away

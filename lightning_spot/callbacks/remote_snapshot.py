@@ -16,6 +16,7 @@ from lightning_spot.config import (
     UPLOAD_TIMEOUT_S,
     check_flag,
     check_number,
+    check_webhook,
     parse_bytes,
     read_environment,
 )
@@ -51,6 +52,7 @@ class RemoteSnapshot(FitCallback):
 
     Attributes:
         snapshotter: takes the snapshots of the last ``fit``; ``None`` before one.
+        tells: what is told of events: ``on_event`` and ``webhook``.
 
     Example::
 
@@ -85,7 +87,10 @@ class RemoteSnapshot(FitCallback):
         copy_mode: CopyMode = "auto",
         device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
-        super().__init__(on_event, webhook)
+        super().__init__()
+        if on_event is not None and not callable(on_event):
+            raise SettingsError(f"on_event={on_event!r}: it is a function that takes an Event")
+        self.tells = on_event, check_webhook("webhook=", webhook)
         if slots is not None:
             check_number("slots", slots, 2, whole=True)  # one stays whole while the other is filled
         if on_full not in ("skip", "wait"):

@@ -105,13 +105,13 @@ class FitSession(PerTrainer):
 
     def _open_events(self) -> Events:
         """Tell of events from now on, on rank 0."""
-        environment = read_environment()
-        told = [part.tells for part in parts_of(self._trainer) if hasattr(part, "tells")]
-        functions = dict.fromkeys(on_event for on_event, _ in told if on_event is not None)
-        webhooks = {url for _, url in told if url is not None} or {*filter(None, [environment.webhook])}
         if not self._trainer.is_global_zero:
             return Events()
-        return Events(list(functions), () if environment.drill_dir is not None else webhooks, self._now)
+        environment = read_environment()
+        told = (part.tells for part in parts_of(self._trainer) if hasattr(part, "tells"))
+        on_event, webhook = next(told, (None, None))
+        webhook = webhook or environment.webhook if environment.drill_dir is None else None
+        return Events([on_event] if on_event else [], [webhook] if webhook else [], self._now)
 
     def _now(self) -> tuple[str, int, int]:
         """Name of the run, number of the attempt and step."""

@@ -112,8 +112,8 @@ SETTINGS: dict[type, dict[str, str]] = {
         "on_resume_failure": "choice",
         "log_goodput": "flag",
     },
-    AutoResume: {**RUN, "data_resume": "choice", "on_resume_failure": "choice", **TOLD},
-    PreemptionGuard: {"notices": "notices", "grace_period_s": "above 0", **TOLD},
+    AutoResume: {**RUN, "data_resume": "choice", "on_resume_failure": "choice"},
+    PreemptionGuard: {"notices": "notices", "grace_period_s": "above 0"},
     GoodputMonitor: {"dirpath": "place", "log_every_s": "above 0", "heartbeat_s": "above 0"},
     SpotCheckpointIO: {
         "local_server": "flag",
