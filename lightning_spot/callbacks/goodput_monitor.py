@@ -18,7 +18,6 @@ from lightning_spot.goodput.ledger import Spent, lost_steps
 from lightning_spot.goodput.metric import Goodput
 from lightning_spot.goodput.records import Journal, begin_unix_s
 from lightning_spot.patches import Patches
-from lightning_spot.run.location import Location
 from lightning_spot.say import say
 from lightning_spot.server.runs import Figures
 from lightning_spot.session.preflight import takes_part
@@ -40,11 +39,10 @@ class GoodputMonitor(SpotCallback):
     its own. At every step it notes in memory of this host how far it got, which outlives a killed trainer. Where the
     machine is gone too, the snapshots tell. Logged are ``spot/goodput``, the seconds
     ``spot/badput_{blocked,lost,restore,startup,down}_s``, ``spot/last_committed_step``, ``spot/last_persisted_step``
-    (-1 before the first snapshot) and ``spot/snapshot_blocked_ms``. :class:`SpotCheckpoint` has one; beside
-    :class:`RemoteSnapshot` it may be added by hand.
+    (-1 before the first snapshot) and ``spot/snapshot_blocked_ms``. :class:`SpotCheckpoint` has one; a
+    :class:`RemoteSnapshot` needs one beside it.
 
     Args:
-        dirpath: durable directory or fsspec URL of the run; default that of the trainer's :class:`RemoteSnapshot`.
         log_every_s: seconds between two entries in the loggers; ``None`` for none there, nor in the progress bar.
         heartbeat_s: seconds between two writes of the record.
 
@@ -55,15 +53,12 @@ class GoodputMonitor(SpotCallback):
         metric: the :class:`Goodput` of the run so far.
     """
 
-    def __init__(
-        self, dirpath: str | None = None, *, log_every_s: float | None = 60.0, heartbeat_s: float = 10.0
-    ) -> None:
+    def __init__(self, *, log_every_s: float | None = 60.0, heartbeat_s: float = 10.0) -> None:
         super().__init__()
         if log_every_s is not None:
             check_number("log_every_s", log_every_s, 0, above=True)
         check_number("heartbeat_s", heartbeat_s, 0, above=True)
         self.metric = Goodput(sync_on_compute=False)  # rank 0 alone knows, and asks
-        self._dirpath = Location.of(dirpath).url if dirpath is not None else None
         self._log_every_s = float(log_every_s) if log_every_s is not None else None
         self._heartbeat_s = float(heartbeat_s)
         self._journal: Journal | None = None
@@ -85,11 +80,11 @@ class GoodputMonitor(SpotCallback):
         if not self._is_on:
             return
         fit = FitSession.of(trainer)
-        snapshots = self._snapshots = next(iter(fit.callbacks(RemoteSnapshot)), None)
-        if snapshots is None and self._dirpath is None:
-            raise SettingsError("GoodputMonitor needs a dirpath where the trainer has no SpotCheckpoint")
+        self._snapshots = next(iter(fit.callbacks(RemoteSnapshot)), None)
+        if self._snapshots is None:
+            raise SettingsError("GoodputMonitor needs a RemoteSnapshot in the same Trainer, whose run it measures")
         self._begun_unix_s, self._journal, self._ended = begin_unix_s(), None, None
-        if snapshots is None or (fit.snapshotter is not None and fit.snapshotter.writing.number):
+        if fit.snapshotter is not None and fit.snapshotter.writing.number:
             self._begin(trainer)  # else the attempt begins later in setup, or when it is decided what to resume from
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -164,32 +159,33 @@ class GoodputMonitor(SpotCallback):
         except Exception as error:
             failure = failure_of(error)
             text = "goodput is not measured any more: {failure}. Training continues"
-            say(logging.WARNING, "goodput-stopped", text, about=self._dirpath or "", failure=failure)
+            say(logging.WARNING, "goodput-stopped", text, failure=failure)
             journal, self._journal, self._is_on = self._journal, None, False
             if journal is not None:
                 journal.leave()
 
+    @property
+    def _taken(self) -> RemoteSnapshot:
+        """Takes the snapshots of this ``fit``."""
+        assert self._snapshots is not None  # see setup
+        return self._snapshots
+
     def _begin(self, trainer: pl.Trainer) -> None:
-        fit, snapshots = FitSession.of(trainer), self._snapshots
-        if (url := self._dirpath) is None:
-            assert snapshots is not None  # see setup
-            url = snapshots.location.url
+        fit, snapshots = FitSession.of(trainer), self._taken
         self._journal = Journal(
-            url,
-            snapshots.attempt if snapshots is not None else None,
+            snapshots.location.url,
+            snapshots.attempt,
             snapshots=fit.resume.snapshots,
             heartbeat_s=self._heartbeat_s,
             begun_unix_s=self._begun_unix_s,
-            replicas=snapshots.replicas if snapshots is not None else 0,
-            newest_persisted=partial(_newest_in, url) if snapshots is not None else None,
-            tell=partial(_tell, fit, snapshots) if snapshots is not None else bool,
+            replicas=snapshots.replicas,
+            newest_persisted=partial(_newest_in, snapshots.location.url),
+            tell=partial(_tell, fit, snapshots),
         )
         fit.report = self._journal.hurry
 
     def _note(self, trainer: pl.Trainer, journal: Journal) -> None:
-        snapshots = self._snapshots
-        blocked_s, begun = (snapshots.blocked_s, snapshots.begun_step) if snapshots is not None else (0.0, -1)
-        journal.note(trainer.global_step, blocked_s, begun)
+        journal.note(trainer.global_step, self._taken.blocked_s, self._taken.begun_step)
 
     def _log(self, trainer: pl.Trainer) -> None:
         whole = self.spent()
@@ -197,12 +193,11 @@ class GoodputMonitor(SpotCallback):
         self.metric.update(**{name: getattr(whole, name) for name in Spent.__slots__})
         values = {"goodput": float(self.metric.compute())}
         values |= {f"badput_{name}": getattr(whole, name) for name in _BADPUT}
-        if (snapshots := self._snapshots) is not None:
-            committed = snapshots.last_committed_step
-            persisted = self._journal.persisted if self._journal is not None else None
-            values["last_committed_step"] = _NO_STEP if committed is None else float(committed)
-            values["last_persisted_step"] = _NO_STEP if persisted is None else float(persisted[0])
-            values["snapshot_blocked_ms"] = 1000 * snapshots.snapshot_blocked_s
+        committed = self._taken.last_committed_step
+        persisted = self._journal.persisted if self._journal is not None else None
+        values["last_committed_step"] = _NO_STEP if committed is None else float(committed)
+        values["last_persisted_step"] = _NO_STEP if persisted is None else float(persisted[0])
+        values["snapshot_blocked_ms"] = 1000 * self._taken.snapshot_blocked_s
         if self._log_every_s is None:
             return
         step = logged_step(trainer)  # what Lightning itself logs by
@@ -233,7 +228,7 @@ class GoodputMonitor(SpotCallback):
         journal, self._ended = self._ended, None
         if journal is None or journal.record.trained_unix_s is None:
             return
-        whole, snapshots = journal.spent, self._snapshots
+        whole, snapshots = journal.spent, self._taken
         lost = sum(lost_steps([*journal.earlier.latest, journal.record]))
         lines = [
             "goodput {goodput:.1%} of {total} in {attempts}",
@@ -241,7 +236,7 @@ class GoodputMonitor(SpotCallback):
             "  time       " + ", ".join(f"{name.removesuffix('_s')} {{{name}:.1f}} s" for name in _BADPUT),
         ]
         facts: dict[str, Any] = {name: getattr(whole, name) for name in _BADPUT}
-        if snapshots is not None and snapshots.snapshotter is not None:
+        if snapshots.snapshotter is not None:
             writing = snapshots.snapshotter.writing
             lines.append("  snapshots  {taken} taken, {skipped} skipped, {dropped} dropped, {uploaded} uploaded")
             facts |= {"taken": writing.taken, "skipped": snapshots.num_skipped, "dropped": snapshots.num_dropped}
@@ -250,7 +245,7 @@ class GoodputMonitor(SpotCallback):
             logging.INFO,
             "run-summary",
             "\n".join(lines),
-            about=snapshots.location.name if snapshots is not None else self._dirpath,
+            about=snapshots.location.name,
             goodput=whole.goodput,
             total=format_seconds(whole.total_s),
             attempts=format_count(journal.earlier.count + 1, "attempt"),

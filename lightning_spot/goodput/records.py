@@ -225,7 +225,7 @@ class Journal:
 
     Args:
         run_url: durable directory or URL of the run.
-        attempt: its number; ``None`` for one more than the newest record's.
+        attempt: its number.
         snapshots: of earlier attempts, at whatever tier: they tell how far one got whose machine is gone.
         heartbeat_s: seconds between two writes to storage.
         begun_unix_s: when the attempt began, see :func:`begin_unix_s`.
@@ -242,7 +242,7 @@ class Journal:
     def __init__(
         self,
         run_url: str,
-        attempt: int | None,
+        attempt: int,
         *,
         snapshots: Iterable[Manifest] = (),
         heartbeat_s: float,
@@ -260,9 +260,8 @@ class Journal:
         previous = self._previous(attempt, list(snapshots))
         self._before = previous
         self.earlier: Account = account_after(previous)
-        number = attempt if attempt is not None else previous.attempt + 1 if previous is not None else 1
         self.record = AttemptRecord(
-            attempt=number, begun_unix_s=begun_unix_s, unix_s=self._now(), replicas=replicas, earlier=self.earlier
+            attempt=attempt, begun_unix_s=begun_unix_s, unix_s=self._now(), replicas=replicas, earlier=self.earlier
         )
         self._is_kept, self._kept_s = True, 0.0  # on this host
         self._keep()
@@ -327,7 +326,7 @@ class Journal:
     def _now(self) -> float:
         return self._ahead_s + time.monotonic()
 
-    def _previous(self, attempt: int | None, snapshots: list[Manifest]) -> AttemptRecord | None:
+    def _previous(self, attempt: int, snapshots: list[Manifest]) -> AttemptRecord | None:
         """The record of the attempt before, which carries the account of all before it."""
         try:
             written = newest_record(self._url, before=attempt)

@@ -282,7 +282,7 @@ def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
             raise answer
         return answer
 
-    journal = Journal(str(tmp_path), None, heartbeat_s=0.01, begun_unix_s=time.time(), newest_persisted=look)
+    journal = Journal(str(tmp_path), 1, heartbeat_s=0.01, begun_unix_s=time.time(), newest_persisted=look)
     until(lambda: not answers, "three looks")
     journal.close("complete")
     assert journal.persisted == (7, 1e9)
@@ -301,19 +301,14 @@ def test_the_report_shows_replicas_where_there_were_some(
     assert (named.replicas, RemoteSnapshot(url).replicas) == (2, 0)
 
 
-def test_it_stands_alone_and_leaves_no_thread(tmp_path: Path) -> None:
-    monitor = GoodputMonitor(str(tmp_path / "run"), heartbeat_s=0.05)
-    trainer(Slow(), monitor).fit(Net(), data())
-    trainer(monitor).fit(Net(), data())
-    assert [record.attempt for record in read_records(str(tmp_path / "run"))] == [1, 2]
-    assert not [thread for thread in threading.enumerate() if thread.name == "spot-goodput"]
-    with pytest.raises(SettingsError, match="dirpath"):
+def test_it_needs_snapshots() -> None:
+    with pytest.raises(SettingsError, match="RemoteSnapshot"):
         trainer(GoodputMonitor()).fit(Net(), data())
     with pytest.raises(SettingsError, match="heartbeat_s"):
         GoodputMonitor(heartbeat_s=0)
 
 
-def test_a_heartbeat_outlives_a_kill(tmp_path: Path) -> None:
+def test_a_heartbeat_outlives_a_kill_and_leaves_no_thread(tmp_path: Path) -> None:
     """What is on disk in mid-training is what a killed attempt leaves."""
     url, seen = str(tmp_path / "run"), []
 
@@ -323,9 +318,11 @@ def test_a_heartbeat_outlives_a_kill(tmp_path: Path) -> None:
             if trainer.global_step == 30:  # which stands, while what beats goes on
                 seen.extend(until(lambda: [record for record in read_records(url) if record.step >= 20], "a beat"))
 
-    trainer(GoodputMonitor(url, heartbeat_s=0.05), Look()).fit(Net(), data())
+    snapshots = RemoteSnapshot(url, local_server=False)
+    trainer(snapshots, GoodputMonitor(heartbeat_s=0.05), Look()).fit(Net(), data())
     assert seen[0].end == "running"
     assert 20 <= seen[0].step <= 30
+    assert not [thread for thread in threading.enumerate() if thread.name == "spot-goodput"]
 
 
 # -- attempts that are killed -----------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ SETTINGS: dict[type, dict[str, str]] = {
     },
     AutoResume: {**RUN, "data_resume": "choice", "on_resume_failure": "choice"},
     PreemptionGuard: {"notices": "notices", "grace_period_s": "above 0"},
-    GoodputMonitor: {"dirpath": "place", "log_every_s": "above 0", "heartbeat_s": "above 0"},
+    GoodputMonitor: {"log_every_s": "above 0", "heartbeat_s": "above 0"},
     SpotCheckpointIO: {
         "local_server": "flag",
         "slots": "ring",
@@ -147,7 +147,6 @@ SETTINGS: dict[type, dict[str, str]] = {
     },
 }
 NEEDED: dict[str, Any] = {"dirpath": "checkpoints/run-1", "n": 1, "s": 1.0}
-NONE_IS_ONE = {"GoodputMonitor.dirpath"}
 
 
 def cases() -> Iterator[Any]:
@@ -161,8 +160,6 @@ def test_what_cannot_be_used_is_one_error_that_names_it(kind: type, name: str, o
     needed = {key: value for key, value in NEEDED.items() if key in inspect.signature(kind).parameters}
     assert kind(**needed) is not None
     for value in KINDS[of_what]:
-        if value is None and f"{kind.__name__}.{name}" in NONE_IS_ONE:
-            continue
         with pytest.raises(SettingsError) as caught:
             kind(**{**needed, name: value})
         said = str(caught.value)
