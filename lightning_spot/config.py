@@ -438,6 +438,22 @@ def check_flag(name: str, value: object) -> None:
         raise SettingsError(f"{name}={value!r}: it is True or False")
 
 
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Check one of a few values that the user gave.
+
+    Args:
+        name: what it is called.
+        value: what was given.
+        choices: what there is.
+
+    Raises:
+        SettingsError: if it is none of them.
+    """
+    refuse_old(f"{name}={value!r}")
+    if value not in choices:
+        raise SettingsError(f"{name}={value!r}: it is one of {', '.join(map(repr, choices))}")
+
+
 def parse_bytes(text: str | float, setting: str = "", *, none: str = "") -> int:
     """Turn ``"8GiB"``, ``"512MB"`` or a plain whole number (``64e9``) into bytes.
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.callbacks.fit_callback import FitCallback
-from lightning_spot.config import check_flag
-from lightning_spot.errors import SettingsError
-from lightning_spot.renamed import refuse_old, refusing_old
+from lightning_spot.config import check_choice, check_flag
+from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location
 from lightning_spot.session.preflight import takes_part
 from lightning_spot.session.resume import Resume
@@ -52,9 +51,7 @@ class AutoResume(FitCallback):
         on_resume_failure: OnResumeFailure = "error",
     ) -> None:
         super().__init__()
-        refuse_old(f"data_resume={data_resume!r}")
-        if data_resume not in DATA_RESUMES:
-            raise SettingsError(f"data_resume={data_resume!r}: it is one of {', '.join(map(repr, DATA_RESUMES))}")
+        check_choice("data_resume", data_resume, DATA_RESUMES)
         self.data_resume: DataResume = data_resume
         check_flag("local_server", local_server)
         self.on_resume_failure = check_on_resume_failure(on_resume_failure)

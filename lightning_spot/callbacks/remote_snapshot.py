@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_spot.callbacks.fit_callback import FitCallback, move_to_the_end
 from lightning_spot.capture.host_link import RingSettings
-from lightning_spot.capture.partitions import CopyMode, check_copy_mode
+from lightning_spot.capture.partitions import CopyMode
 from lightning_spot.config import (
     DEVICE_BUFFER,
     KEEP,
     SERVER_CALL_TIMEOUT_S,
     SERVER_IDLE_TIMEOUT_S,
     UPLOAD_TIMEOUT_S,
+    check_choice,
     check_flag,
     check_number,
     check_webhook,
@@ -93,15 +94,14 @@ class RemoteSnapshot(FitCallback):
         self.tells = on_event, check_webhook("webhook=", webhook)
         if slots is not None:
             check_number("slots", slots, 2, whole=True)  # one stays whole while the other is filled
-        if on_full not in ("skip", "wait"):
-            raise SettingsError(f"on_full={on_full!r}: it is 'skip' or 'wait'")
+        check_choice("on_full", on_full, ("skip", "wait"))
         if min_upload_interval_s is not None:
             check_number("min_upload_interval_s", min_upload_interval_s, 0)
         check_number("upload_timeout_s", upload_timeout_s, 0)
         check_number("server_idle_timeout_s", server_idle_timeout_s, 0)
         check_number("server_call_timeout_s", server_call_timeout_s, 0, above=True)
-        if on_error not in ("warn", "raise"):
-            raise SettingsError(f"on_error={on_error!r}: it is 'warn' or 'raise'")
+        check_choice("on_error", on_error, ("warn", "raise"))
+        check_choice("copy_mode", copy_mode, get_args(CopyMode))
         check_flag("local_server", local_server)
         self.location = self._named = Location.of(
             dirpath, servers=servers, local_server=local_server, run_name=run_name
@@ -139,7 +139,7 @@ class RemoteSnapshot(FitCallback):
             ring=ring,
             on_full=on_full,
             upload_timeout_s=float(upload_timeout_s),
-            copy_mode=check_copy_mode(copy_mode),
+            copy_mode=copy_mode,
         )
         self.snapshotter: Snapshotter | None = None
 

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, get_args
 
-from lightning_spot.errors import SettingsError
-from lightning_spot.renamed import refuse_old
-
 LEAST_BYTES = 1024 * 1024
 """A partition is at least so large: below, handing it over costs more than copying it."""
 
@@ -178,19 +175,6 @@ CopyMode = Literal["auto", "asymmetric", "backward", "eager", "blocking"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 BESIDE: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != "blocking")
 """The modes in which training goes on beside the copies: all that there are where it cannot stand still."""
-
-
-def check_copy_mode(value: str) -> CopyMode:
-    """A user's setting.
-
-    Raises:
-        SettingsError: if it is none of those that there are.
-    """
-    refuse_old(f"copy_mode={value!r}")
-    if value not in get_args(CopyMode):
-        allowed = ", ".join(map(repr, get_args(CopyMode)))
-        raise SettingsError(f"copy_mode={value!r}: it is one of {allowed}")
-    return value  # type: ignore[return-value] # one of them
 
 
 class ModeTrial:

@@ -6,8 +6,8 @@ import importlib
 import logging
 from typing import Any, Literal
 
+from lightning_spot.config import check_choice
 from lightning_spot.errors import SettingsError
-from lightning_spot.renamed import refuse_old
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +33,14 @@ def can_pack() -> bool:
     return zstd is not None
 
 
-def chosen_compression(compression: object, lossy: object) -> Compression:
+def chosen_compression(compression: Literal["auto", "always", "off"], lossy: Literal["topk"] | None) -> Compression:
     """What the settings ``compression`` and ``lossy`` ask for.
 
     Raises:
         SettingsError: if it is none, or needs what is missing here.
     """
-    refuse_old(f"compression={compression!r}")
-    if compression not in ("auto", "always", "off"):
-        raise SettingsError(f"compression={compression!r} is none of 'auto', 'always' and 'off'")
-    if lossy not in (None, "topk"):
-        raise SettingsError(f"lossy={lossy!r} is neither None nor 'topk'")
+    check_choice("compression", compression, ("auto", "always", "off"))
+    check_choice("lossy", lossy, (None, "topk"))
     if compression == "always" and not can_pack():
         raise SettingsError(
             "compression='always' needs zstd, which this Python lacks: pip install backports.zstd, or use"

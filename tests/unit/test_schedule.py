@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_spot.capture.partitions import LEAST_BYTES, Drift, Mode, ModeTrial, check_copy_mode
+from lightning_spot.capture.partitions import LEAST_BYTES, Drift, Mode, ModeTrial
 from lightning_spot.capture.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
 
 MIB = LEAST_BYTES
@@ -21,9 +21,7 @@ class Training:
     def __init__(self, copy_mode: str = "auto", batches: int = 1, *, may_stand: bool = False) -> None:
         self.now_s = self.used_s = 0.0
         self.batches = batches
-        self.schedule = Schedule(
-            check_copy_mode(copy_mode), HostClock(lambda: self.now_s, lambda: self.used_s, processors=2)
-        )
+        self.schedule = Schedule(copy_mode, HostClock(lambda: self.now_s, lambda: self.used_s, processors=2))
         self.schedule.owned = lambda: {100 + number: number for number in range(4)}
         self.schedule.begin(lambda: GRADIENTS, may_stand=may_stand)
         self.job = Job()
