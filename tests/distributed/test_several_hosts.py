@@ -64,7 +64,7 @@ class Hosts:
         """Have hosts commit their shards of a snapshot, by default all of them."""
         for host in hosts or range(HOSTS):
             manifest = apart_shard(step, host, **fields)
-            upload = self.hosts[host].lease(RUN, 1, manifest.nbytes, session=f"trainer-{host}", writer=host, wait_s=30)
+            upload = self.hosts[host].lease(RUN, 1, manifest.nbytes, session=f"trainer-{host}", writer=host, wait_s=60)
             with upload.slot.view(manifest.nbytes) as view:
                 view[:] = shard_image(manifest)
             self.hosts[host].seal(upload.id, manifest)

@@ -124,7 +124,7 @@ def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: 
         pair.near.bring(1, bytes(image))
         image[: 6 * MIB] = random.Random(2).randbytes(6 * MIB)
         proxy.cut_after = place
-        upload = pair.near.server.lease(RUN, 1, len(image), wait_s=5.0)
+        upload = pair.near.server.lease(RUN, 1, len(image), wait_s=60)
         upload.slot.view(len(image))[:] = image
         pair.near.server.seal(upload.id, manifest_of(2, 1, len(image)))
         until(lambda: any(health.failures for health in pair.near.server.tiers().values()), "the put to fail")

@@ -99,7 +99,7 @@ def test_a_stored_snapshot_counts_when_its_slot_is_used_again(bench: Bench) -> N
     assert bench.flush() == []
     bench.tier().open.clear()
     for step in range(2, 7):
-        bench.save(step, wait_s=5.0)
+        bench.save(step, wait_s=60)
     assert 1 not in bench.committed()
     (run,) = bench.server.status()["runs"].values()
     steps = {state: found["step"] for state, found in run["newest"].items()}
@@ -109,7 +109,7 @@ def test_a_stored_snapshot_counts_when_its_slot_is_used_again(bench: Bench) -> N
 def test_a_removed_snapshot_counts_no_more(bench: Bench) -> None:
     bench.open()
     for step in (1, 2):
-        removed = bench.save(step, wait_s=5.0)
+        removed = bench.save(step, wait_s=60)
         assert bench.flush() == []
     bench.server.remove(RUN, removed.name)
     (run,) = bench.server.status()["runs"].values()

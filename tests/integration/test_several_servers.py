@@ -140,7 +140,7 @@ def test_the_server_behind_carries_a_run_on(with_servers: MakeWithServers) -> No
     bench = with_servers()
     bench.start(FIRST, SECOND)
     for step in range(1, 4):
-        bench.save(step, wait_s=10)
+        bench.save(step, wait_s=60)
         assert bench.flush() == []
         assert bench.durable()[0] == step  # "clean" is said only once it is
     assert bench.tier().tries == []  # the bytes left this host once
@@ -150,7 +150,7 @@ def test_the_server_behind_carries_a_run_on(with_servers: MakeWithServers) -> No
     (newest, *_) = bench.server.committed(RUN)
     assert sorted(newest.safe) == sorted([bench.tier().url, f"{FIRST}/{RUN}"])
     assert [(run["carries"], run["state"]) for run in bench.servers[FIRST].listed()] == [(True, "stopped")]
-    bench.save(4, wait_s=10, complete=True)
+    bench.save(4, wait_s=60, complete=True)
     assert bench.flush() == []
     assert [run["state"] for run in bench.servers[FIRST].listed()] == ["complete"]  # no trainer has told it so
     bench.open(attempt=2, servers=(FIRST, SECOND))
@@ -269,7 +269,7 @@ def test_old_snapshots_are_removed_by_whoever_writes(with_servers: MakeWithServe
     bench = with_servers()
     bench.start(FIRST, keep=Keep(newest=2))
     for step in range(1, 6):
-        bench.save(step, wait_s=10)
+        bench.save(step, wait_s=60)
         assert bench.flush() == []
     bench.servers[FIRST].flush(None, 10)
     assert bench.durable() == [5, 4]
@@ -319,7 +319,7 @@ def test_each_snapshot_is_at_two_servers_and_one_uploads_it(with_servers: MakeWi
     bench = with_servers()
     bench.start(FIRST, SECOND, THIRD, replicas=2)
     for step in (1, 2):
-        bench.save(step, wait_s=10)
+        bench.save(step, wait_s=60)
         assert bench.flush() == []
         assert bench.durable()[0] == step
         at_both(bench, step)
@@ -344,7 +344,7 @@ def test_a_slow_replica_gets_the_newest_and_slows_no_other(with_servers: MakeWit
     bench.save(1)
     until(lambda: bench.behind[SECOND].waiting, "the second one to be at the first snapshot")
     for step in range(2, 9):  # more than there are slots
-        bench.save(step, wait_s=30)
+        bench.save(step, wait_s=60)
         until(lambda step=step: bench.held(FIRST)[:1] == [step], "the first server")
         assert bench.flush() == []  # and who waits for them to be durable does not wait for a further replica
     assert bench.durable()[0] == 8
@@ -377,7 +377,7 @@ def test_a_lost_server_is_one_warning_and_gets_the_newest_later(
     left = SECOND if lost == FIRST else FIRST
     away, bench.behind[lost].server = bench.behind[lost].server, None
     for step in (2, 3, 4):
-        bench.save(step, wait_s=10)
+        bench.save(step, wait_s=60)
         assert bench.flush() == []
         assert bench.durable()[0] == step
         assert bench.held(left)[0] == step
@@ -388,7 +388,7 @@ def test_a_lost_server_is_one_warning_and_gets_the_newest_later(
     assert bench.held(lost) == [4, 1]
     assert not bench.server.tiers()[f"{lost}/{RUN}"].error
     assert [(facts["used"], facts["wanted"]) for facts in said(caplog, "server-lost")] == [(1, 2)]
-    bench.save(5, wait_s=10)
+    bench.save(5, wait_s=60)
     at_both(bench, 5)
     assert bench.flush() == []
     assert bench.by_server(left).puts().count(5) + bench.by_server(lost).puts().count(5) == 1
@@ -415,7 +415,7 @@ def test_a_third_server_takes_the_place_of_a_lost_one(with_servers: MakeWithServ
     bench.save(1)
     at_both(bench, 1)
     bench.behind[FIRST].server = None
-    bench.save(2, wait_s=10)
+    bench.save(2, wait_s=60)
     at_both(bench, 2, SECOND, THIRD)
     assert bench.flush() == []
     assert bench.durable()[0] == 2
@@ -448,7 +448,7 @@ def test_both_gone_the_host_writes_itself_and_hands_back(with_servers: MakeWithS
         bench.behind[base].server = server
     at_both(bench, 1)
     until(lambda: bench.server.status()["runs"][RUN]["carried"], "a server to carry the run on")
-    bench.save(2, wait_s=10)
+    bench.save(2, wait_s=60)
     at_both(bench, 2)
     assert bench.flush() == []
     assert bench.tier().puts() == [1]

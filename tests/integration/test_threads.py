@@ -154,7 +154,7 @@ def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Calla
     with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
         server.open_run(run_info(tmp_path))
         lacking("spot-uploader", 3)
-        upload = server.lease("run", 1, len(image_of(1)), wait_s=20.0)
+        upload = server.lease("run", 1, len(image_of(1)), wait_s=60)
         with upload.slot.view(len(image_of(1))) as view:
             view[:] = image_of(1)
         server.seal(upload.id, sealed_as(1))

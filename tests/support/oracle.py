@@ -302,7 +302,7 @@ def use_server(root: Path, tell: Tell) -> None:
 
 def _seal(server: SnapshotServer, attempt: int, step: int) -> None:
     image = image_of(step)
-    upload = server.lease("run", attempt, len(image), wait_s=20.0)
+    upload = server.lease("run", attempt, len(image), wait_s=60)
     with upload.slot.view(len(image)) as view:
         view[:] = image
     try:

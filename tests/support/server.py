@@ -88,7 +88,7 @@ class Bench:
     def committed(self, run_id: str = RUN_ID) -> list[int]:
         return [manifest.step for slot in self.server.committed(f"run@{run_id}") if (manifest := slot.manifest)]
 
-    def flush(self, wait_s: float = 30.0) -> list[str]:
+    def flush(self, wait_s: float = 120.0) -> list[str]:
         return self.server.flush(None, wait_s)
 
     def die(self) -> None:

@@ -53,7 +53,7 @@ def write(server: SnapshotServer, step: int, rank: int) -> None:
         return
     upload = None
     try:
-        upload = server.lease(RUN, 1, manifest.nbytes, wait_s=20.0, session=f"rank-{rank}", writer=rank)
+        upload = server.lease(RUN, 1, manifest.nbytes, wait_s=60, session=f"rank-{rank}", writer=rank)
         with upload.slot.view(manifest.nbytes) as view:
             view[:] = shard_image(manifest)
         server.seal(upload.id, manifest)

@@ -47,7 +47,7 @@ class Sender(Bench):
     def bring(self, step: int, image: bytes, **fields: Any) -> int:
         """Commit a snapshot here and have it sent; the bytes that took."""
         before = self.sent_bytes
-        upload = self.server.lease(RUN, 1, len(image), wait_s=5.0)
+        upload = self.server.lease(RUN, 1, len(image), wait_s=60)
         with upload.slot.view(len(image)) as view:
             view[:] = image
         self.server.seal(upload.id, manifest_of(step, 1, len(image), **fields))

@@ -97,11 +97,11 @@ def test_two_snapshots_are_durable_every_s_apart(bench: Bench) -> None:
     began, step = time.monotonic(), 0
     while len(bench.tier().puts()) < 3 or step < 4:
         step += 1
-        bench.save(step, wait_s=5)
+        bench.save(step, wait_s=60)
         time.sleep(0.01)
         assert len(bench.tier().puts()) <= 1 + (time.monotonic() - began) / 0.6
     bench.open(min_upload_interval_s=600.0)
-    bench.save(step + 1, wait_s=5)
+    bench.save(step + 1, wait_s=60)
     assert bench.flush() == []  # who waits for it does not wait for the next turn
     assert bench.tier().puts()[-1] == step + 1
 
@@ -266,7 +266,7 @@ def test_a_tier_that_fails_as_a_whole_is_given_time(bench: Bench) -> None:
     began_s, step = time.monotonic(), 0
     while time.monotonic() - began_s < 3.0 or step <= 20:
         step += 1
-        bench.save(step, wait_s=5)
+        bench.save(step, wait_s=60)
         bench.flush(0.01)
     tries = len(bench.tier().tries)
     assert tries <= 6 + 2 * (time.monotonic() - began_s)  # half a second apart, and fewer for what is older

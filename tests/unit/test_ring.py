@@ -71,7 +71,7 @@ def test_back_pressure_when_every_slot_is_needed(make_bench: MakeBench) -> None:
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         bench.save(3)  # one is being written, the other is the newest
     threading.Timer(0.2, bench.tier().open.set).start()
-    bench.save(3, wait_s=30)
+    bench.save(3, wait_s=60)
     assert bench.committed()[0] == 3
 
 
@@ -93,7 +93,7 @@ def test_the_end_of_a_run_stays_until_the_tier_has_it(make_bench: MakeBench) -> 
 def test_the_oldest_clean_slot_is_reused(bench: Bench, durable: bool) -> None:
     bench.open(durable=durable)
     for step in range(1, 8):
-        bench.save(step, wait_s=30)
+        bench.save(step, wait_s=60)
         assert bench.flush() == []
     assert bench.committed() == [7, 6]
     assert [manifest.step for manifest in bench.tier().survey().manifests] == ([7, 6] if durable else [])
@@ -145,7 +145,7 @@ def test_memory_limit_holds_over_all_slots(make_bench: MakeBench, slots: int | N
     bench = make_bench(slots=slots, memory_bytes=32 * MIB)
     bench.open()
     for step in (1, 2, 3, 4):
-        bench.save(step, nbytes=15 * MIB, wait_s=30)
+        bench.save(step, nbytes=15 * MIB, wait_s=60)
         assert sum(slot.capacity for slot in bench.server.ring.slots) <= 32 * MIB
     assert bench.flush() == []
     assert len(bench.committed()) == 2
@@ -254,7 +254,7 @@ def test_an_overtaken_attempt_is_logged_once(bench: Bench, session: str, caplog:
     bench.tier().fail(FencedError("attempt 2 has taken over", run="run", attempt=1, current=2))
 
     def refused(step: int) -> None:
-        name = bench.save(step, wait_s=30).name
+        name = bench.save(step, wait_s=60).name
         until(lambda: f"put {name}" in bench.tier().tries, f"step {step} to be refused")
 
     for step in range(1, 6):
@@ -548,7 +548,7 @@ def test_readers_are_safe_from_reuse(make_bench: MakeBench) -> None:
     with bench.server.ring.reading(Held((slot,), (first,))) as image:
         before = bytes(image)
         for step in range(2, 7):
-            bench.save(step, wait_s=30)
+            bench.save(step, wait_s=60)
             bench.flush()
         assert bytes(image) == before
 
@@ -561,10 +561,10 @@ def test_one_run_cannot_fill_a_server(make_bench: MakeBench) -> None:
     bench = make_bench(slots=None, memory_bytes=40 * MIB)
     bench.open(keep=Keep(newest=100))
     for step in range(1, 8):
-        bench.save(step, nbytes=4 * MIB, wait_s=10)
+        bench.save(step, nbytes=4 * MIB, wait_s=60)
     bench.open(run_id=OTHER_ID)
     for step in range(1, 4):
-        bench.save(step, nbytes=12 * MIB, run_id=OTHER_ID, wait_s=10)
+        bench.save(step, nbytes=12 * MIB, run_id=OTHER_ID, wait_s=60)
     assert bench.committed(OTHER_ID)[0] == 3
     assert bench.committed()[0] == 7  # the newest is not given away for it
 
@@ -573,7 +573,7 @@ def test_a_run_stays_within_its_own_bound(make_bench: MakeBench) -> None:
     bench = make_bench(slots=None, memory_bytes=64 * MIB, run_memory_bytes=16 * MIB)
     bench.open(keep=Keep(newest=100))
     for step in range(1, 10):
-        bench.save(step, nbytes=5 * MIB, wait_s=10)
+        bench.save(step, nbytes=5 * MIB, wait_s=60)
         held = [slot for slot in bench.server.ring.slots if slot.run == RUN_ID]
         assert sum(slot.capacity for slot in held) <= 16 * MIB
     assert bench.committed()[0] == 9

@@ -127,7 +127,7 @@ def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
     found = restored(LocalStore(str(tmp_path / "run")), 4, look=look)
     until(lambda: not upload.slot.readers, "the slot to be let go")
     for step in range(2, 6):
-        bench.save(step, nbytes=upload.nbytes, wait_s=30)
+        bench.save(step, nbytes=upload.nbytes, wait_s=60)
         assert bench.flush() == []
     assert len(bench.server.ring.slots) == 2
     for rank, (resumed, checkpoint) in enumerate(found):

@@ -51,7 +51,7 @@ def moved(image: bytes, step: int) -> bytes:
 
 def commit(pair: Pair, step: int, image: bytes, numbers: Any = NUMBERS, **fields: Any) -> Manifest:
     """Commit a snapshot at the trainer's server, and wait for nothing."""
-    upload = pair.near.server.lease(RUN, 1, len(image), wait_s=10.0)
+    upload = pair.near.server.lease(RUN, 1, len(image), wait_s=60)
     with upload.slot.view(len(image)) as view:
         view[:] = image
     return pair.near.server.seal(upload.id, manifest_of(step, 1, len(image), **fields), floats=numbers)
@@ -307,7 +307,7 @@ def test_a_server_that_sends_it_on_to_the_next_one_does_so_once(with_servers: Ma
     bench = with_servers()
     bench.start(FIRST)
     for step, fields in ((1, {}), (2, inexact(2)), (3, inexact(3)), (3, {})):
-        bench.save(step, wait_s=10.0, **fields)
+        bench.save(step, wait_s=60, **fields)
         assert bench.flush() == []
     assert bench.behind[FIRST].arrived == [1, 2, 3, 3]
     assert bench.durable().count(3) == 2
@@ -359,9 +359,9 @@ def test_that_it_is_durable_lets_no_exact_one_go(
     monkeypatch.setattr(bench.behind[FIRST], "settle", settle)
     failing = snapshot_name(2, 1)
     bench.tier().errors = lambda kind, it: TierError("full") if (kind, it.name) == ("put", failing) else None
-    bench.save(2, wait_s=10.0)
+    bench.save(2, wait_s=60)
     until(lambda: bench.behind[FIRST].arrived == [2], "the server behind to have it")
-    bench.save(3, wait_s=10.0, **inexact(3))
+    bench.save(3, wait_s=60, **inexact(3))
     until(lambda: bench.durable() == [3], "the other one to be durable")
     bench.tier().fail(None)
     assert bench.flush() == []
