@@ -32,7 +32,8 @@ _COLOURS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("url", metavar="RUN", help="the run's directory, or URL in a bucket")
-    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page, which draws the run")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw where the time of each attempt went")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page, with that drawing")
     add_output(parser)
 
 
@@ -58,17 +59,24 @@ def report(arguments: argparse.Namespace) -> int:
     goodput = f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}"
     goodput += "".join(f", {name.removesuffix('_s')} {format_seconds(getattr(whole, name))}" for name in _COLOURS)
     headings, rows = _rows(records, parts)
+    drawing = _timeline(records, parts)
+    if arguments.plot:
+        _write("--plot", arguments.plot, drawing)
     if arguments.html:
-        try:
-            Path(arguments.html).write_text(_page(url, [goodput, *lines], headings, rows, records, parts), "utf-8")
-        except OSError as error:
-            raise SettingsError(f"--html {arguments.html} cannot be written: {error.strerror}") from error
+        _write("--html", arguments.html, _page(url, [goodput, *lines], headings, rows, drawing))
     table = plain_table(headings, left=("BEGUN", "END"))
     for row in rows:
         table.add_row(*row)
     document = _facts(records, parts, whole, before.attempts)
     print_answer(arguments.output, document, [*lines, table, goodput])
     return 0
+
+
+def _write(option: str, file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, "utf-8")
+    except OSError as error:
+        raise SettingsError(f"{option} {file} cannot be written: {error.strerror}") from error
 
 
 def _rows(records: list[AttemptRecord], parts: list[Spent]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -109,8 +117,7 @@ def _page(
     lines: Sequence[str],
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
-    records: Sequence[AttemptRecord],
-    parts: Sequence[Spent],
+    drawing: str,
 ) -> str:
     """The report as one page of HTML, which loads nothing and runs nothing."""
 
@@ -132,7 +139,7 @@ def _page(
 {element("h1", url)}
 {"".join(element("p", line) for line in lines)}
 <figure>
-{_timeline(records, parts)}
+{drawing}
 <figcaption>Where the time of each attempt went. What was lost was trained again by the next attempt.</figcaption>
 </figure>
 <div><table>
@@ -168,7 +175,8 @@ def _timeline(records: Sequence[AttemptRecord], parts: Sequence[Spent]) -> str:
             x += width
     shapes = "\n".join(drawn)
     size = f"0 0 {_DRAWN} {(len(records) + 1) * _BAR + 8}"
-    return f'<svg viewBox="{size}" role="img" aria-label="The attempts over time">\n{shapes}\n</svg>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" font-size="12"'
+    return f'{head} font-family="sans-serif" aria-label="The attempts over time">\n{shapes}\n</svg>\n'
 
 
 def _records(url: str) -> list[AttemptRecord]:

@@ -446,7 +446,7 @@ def test_diff_of_shapes_dtypes_and_names(tmp_path: Path, cli: Cli) -> None:
     assert "cannot be compared" in cli("diff", first, tmp_path / "no.ckpt", code=2)
 
 
-# -- report --html ----------------------------------------------------------------------------------------------------
+# -- report --html, --plot --------------------------------------------------------------------------------------------
 
 
 class Page(HTMLParser):
@@ -478,7 +478,7 @@ def test_the_report_as_one_page(tmp_path: Path, cli: Cli) -> None:
             end=end,
         )
         write_record(str(run), number, record.as_dict())
-    told = cli("report", run, "--html", file)
+    told = cli("report", run, "--html", file, "--plot", tmp_path / "report.svg")
     page = Page(file.read_text())
     names = [name for name, _ in page.elements]
     assert {"script", "link", "img", "iframe", "a"} & set(names) == set()
@@ -488,8 +488,9 @@ def test_the_report_as_one_page(tmp_path: Path, cli: Cli) -> None:
     ]
     assert "\x1b" not in file.read_text()
     assert {"0 to 100", "80 to 200", "killed", "complete"} <= set(page.cells)
-    drawing = file.read_text().partition("<svg")[2].partition("</svg>")[0]
-    bars = ElementTree.fromstring(f"<svg{drawing}</svg>").findall("rect")[6:]
+    drawing = (tmp_path / "report.svg").read_text()
+    assert drawing in file.read_text()
+    bars = ElementTree.fromstring(drawing).findall("{http://www.w3.org/2000/svg}rect")[6:]
     assert sum(float(bar.attrib["width"]) for bar in bars) == pytest.approx(940, abs=1)
     assert "goodput" in told
     assert "cannot be written" in cli("report", run, "--html", tmp_path / "none" / "x.html", code=2)
