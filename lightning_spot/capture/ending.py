@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_spot.capture.copier import Watches
 from lightning_spot.capture.host_link import SAY_S, leave, tiers_of, within
-from lightning_spot.capture.tensors import Glances, tensors_in
+from lightning_spot.capture.tensors import Noted, tensors_in
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
@@ -203,27 +202,23 @@ class LastState:
     Attributes:
         checkpoint: the state; ``None`` where this rank has a part of it only.
         manifest: of its snapshot, not sealed.
-        watches: counts of writes to its tensors, by which it is known whether they have changed since.
-        glances: some bytes of each tensor, which show what torch does not count.
+        noted: how its tensors were.
     """
 
     checkpoint: Any
     manifest: Manifest
-    watches: Watches
-    glances: Glances
+    noted: Noted
 
     @classmethod
     def of(cls, content: Any, manifest: Manifest) -> LastState:
         """Keep a state."""
         whole = content if isinstance(content, dict) else None
-        return cls(whole, manifest, Watches(tensors_in(whole)), Glances(tensors_in(whole)))
+        return cls(whole, manifest, Noted(tensors_in(whole)))
 
     @property
     def can_be_written(self) -> bool:
         """Whether it is there, and no tensor of it has changed."""
-        if self.checkpoint is None or self.watches.changed():
-            return False
-        return not self.glances.are_others
+        return self.checkpoint is not None and self.noted.are_unchanged
 
 
 def uploaded_by(writer: SnapshotWriter) -> int:

@@ -138,24 +138,36 @@ def optimizer_tensors(optimizers: Iterable[Any]) -> list[torch.Tensor]:
     return owned
 
 
-class Glances:
-    """Some bytes of each tensor, on its device: they show where most numbers change, whether torch counts it or not.
+class Noted:
+    """How tensors are: torch's counts of the writes to them, and some of their bytes, on their device.
+
+    The bytes show where most numbers change, whether torch counts it or not: averages of weights are put in place past
+    the counts. Tensors made in inference mode have no counts, and those without a storage of their own no bytes.
 
     Args:
-        tensors: to look at; those without a storage of their own are left out.
+        tensors: to note; they are kept alive.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._seen = [(tensor, _glance(tensor)) for tensor in tensors if storage_address(tensor)]
+        self._tensors = list(tensors)
+        self._counts, self._bytes = self._counted(), list(map(_glance, self._tensors))
 
     @property
-    def are_others(self) -> bool:
-        """Whether one of them has other bytes by now. A GPU is waited for."""
-        return any(not storage_address(tensor) or not torch.equal(_glance(tensor), seen) for tensor, seen in self._seen)
+    def are_unchanged(self) -> bool:
+        """Whether all are as they were. A GPU is waited for."""
+        return self._counts == self._counted() and all(
+            torch.equal(seen, now) if seen is not None and now is not None else seen is now
+            for seen, now in zip(self._bytes, map(_glance, self._tensors), strict=True)
+        )
+
+    def _counted(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors if not tensor.is_inference()]
 
 
-def _glance(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the bytes in the middle of a tensor."""
+def _glance(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy of the bytes in the middle of a tensor; ``None`` of one without a storage of its own."""
+    if not storage_address(tensor):
+        return None
     tensor = local_of(tensor)
     storage = tensor.untyped_storage()
     middle = (tensor.storage_offset() + tensor.numel() // 2) * tensor.element_size()

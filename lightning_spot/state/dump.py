@@ -6,15 +6,14 @@ import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from lightning_spot.capture.tensors import Glances, tensors_in
+from lightning_spot.capture.tensors import Noted, tensors_in
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.snapshot.safe_load import safe_load
-from lightning_spot.state.compat import writes_of
 from lightning_spot.state.rank_states import State, packed, share_of, unpacked
 
 if TYPE_CHECKING:
@@ -27,18 +26,6 @@ VERSION = 6
 """Of the exact state's form."""
 
 _KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
-
-
-class _Noted(NamedTuple):
-    """How the tensors of a checkpoint were.
-
-    Attributes:
-        versions: torch's counts of the writes to them.
-        glances: some of their bytes: averages of weights are put in place past the counts, too.
-    """
-
-    versions: list[int]
-    glances: Glances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +48,7 @@ class Dump:
     loggers: list[dict[str, Any]]
     untracked: list[str]
     lost: list[str]
-    noted: _Noted | None = None
+    noted: Noted | None = None
 
     def kept(self) -> Dump:
         """The same to be held while training goes on; later it is known whether it :attr:`is_unchanged`.
@@ -69,14 +56,13 @@ class Dump:
         Its tensors are still those of training. Its containers are its own: callbacks give theirs as they are, and fill
         them on.
         """
-        noted = _Noted(versions_of(self.checkpoint), Glances(_tensors_of(self.checkpoint)))
+        noted = Noted(tensors_in([value for key, value in self.checkpoint.items() if key != KEY]))
         return replace(self, checkpoint=_with_own_containers(self.checkpoint, {}), noted=noted)
 
     @property
     def is_unchanged(self) -> bool:
         """Whether no tensor was written to since it was :meth:`kept`, as weight averaging does around a validation."""
-        noted = self.noted
-        return noted is not None and noted.versions == versions_of(self.checkpoint) and not noted.glances.are_others
+        return self.noted is not None and self.noted.are_unchanged
 
     def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place.
@@ -110,16 +96,6 @@ class Dump:
             "ranks": ranks,
         }
         return self.checkpoint
-
-
-def versions_of(checkpoint: dict[str, Any]) -> list[int]:
-    """Torch's counts of the writes to a checkpoint's tensors, without those of the exact state."""
-    return [writes_of(tensor) for tensor in _tensors_of(checkpoint)]
-
-
-def _tensors_of(checkpoint: dict[str, Any]) -> list[torch.Tensor]:
-    parts = (value for key, value in checkpoint.items() if key != KEY)
-    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:
