@@ -118,7 +118,7 @@ class SlotMaker:
         """Whether slots are made too small for a snapshot."""
         return self._size is not None and nbytes > slot_capacity(self._size[0])
 
-    def fits(self, host: Host, nbytes: int, *, waits: bool) -> bool:
+    def fits(self, host: Host, nbytes: int, wait_s: float) -> bool:
         """Whether a snapshot can take its slot; if slots are made too small, a larger one is made in the background.
 
         What callbacks add is not known before, nor what a training gets later: another optimizer's state, averages. A
@@ -129,14 +129,14 @@ class SlotMaker:
         Args:
             host: the ring.
             nbytes: of the snapshot.
-            waits: whether who asks waits for the larger slot.
+            wait_s: how long who asks waits for the larger slot.
         """
         if self._size is None or not self.has_outgrown(nbytes):
             self._was_too_small = False
             return True
         again, self._was_too_small = self._was_too_small, True
         self.first(host, _with_room(nbytes, host.memory_bytes), gpu=self._size[1])
-        return again and not waits and self.wait(host.server_call_timeout_s)
+        return self.wait(wait_s or (host.server_call_timeout_s if again else 0.0))
 
     def again(self, host: Host) -> None:
         """Make the first slot of another ring; returns when it is there."""
@@ -321,7 +321,7 @@ class SlotPool:
         maker, deadline_s = self._maker, time.monotonic() + wait_s
         if maker.has_outgrown(nbytes):
             self.give_back()  # it is too small, and its memory is to be made again
-        if not maker.fits(host, nbytes, waits=wait_s > 0) and not (wait_s and maker.wait(wait_s)):
+        if not maker.fits(host, nbytes, wait_s):
             raise SnapshotFailedError(
                 "the slots are too small for it; a larger one is being made", reason=FailureReason.RING_FULL
             )
