@@ -18,10 +18,8 @@ import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from lightning_spot.client.connection import connect_to_own
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S, environment_to_hand_over
 from lightning_spot.errors import (
@@ -63,7 +61,7 @@ class Session:
     A forked child does not have it: its copy of the connection is closed at the fork.
 
     Args:
-        path: of the server's channel.
+        client: of the server.
         server_call_timeout_s: bound on every call, seconds.
 
     Raises:
@@ -75,22 +73,17 @@ class Session:
         id: names this session in HTTP requests.
     """
 
-    def __init__(self, path: Path, server_call_timeout_s: float) -> None:
+    def __init__(self, client: ServerClient, server_call_timeout_s: float) -> None:
         self._call_timeout_s = server_call_timeout_s
         self._lock = threading.Lock()
         try:
-            self._socket = connect_to_own(str(path), server_call_timeout_s)
-            answer, _ = self._ask({"pid": os.getpid()})
-        except BlockingIOError as error:  # nobody accepts connections any more
-            raise ServerUnreachableError(f"the local server does not answer at {path}") from TimeoutError(str(error))
-        except ServerUnreachableError:
+            self._socket = client.upgraded("/v1/sessions", server_call_timeout_s)
+        except ServerUnreachableError as error:
+            if isinstance(error.__cause__, BlockingIOError):  # nobody accepts connections any more
+                raise error from TimeoutError(str(error.__cause__))
             raise
-        except OSError as error:
-            raise ServerUnreachableError(f"the local server does not answer at {path}: {error}") from error
-        if "session" not in answer:
-            self._socket.close()
-            raise ServerUnreachableError(f"no local server of this version answers at {path}")
-        self.id = str(answer["session"])
+        answer, _ = self._ask({})
+        self.id = str(answer.get("session"))
         _sessions.add(self)
 
     def map_slot(self, index: int, generation: int) -> mmap.mmap:
@@ -150,7 +143,7 @@ class Session:
             raise ServerUnreachableError("the local server does not answer") from TimeoutError()
         fds: list[int] = []
         try:
-            self._socket.settimeout(_left(deadline))
+            self._socket.deadline_s = deadline
             self._socket.sendall(json.dumps(message).encode() + b"\n")
             data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_LINE, 1)
             while data and not data.endswith(b"\n"):
@@ -221,12 +214,7 @@ class EmbeddedHost:
         self.released: Callable[[mmap.mmap], None] | None = None
         self.client = ServerClient(Address(socket_path=str(record.http)))
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
-        self.session = Session(record.fds, server_call_timeout_s)
-        try:
-            self._ping()  # the session is served by a thread: this asks whether the event loop turns, too
-        except BaseException:
-            self.disconnect()
-            raise
+        self.session = Session(self.client, server_call_timeout_s)
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""

@@ -138,14 +138,14 @@ class ServerClient:
         """
         self.call("GET", "/healthz", timeout_s=timeout_s)
 
-    def upgraded(self, path: str) -> BoundedSocket:
+    def upgraded(self, path: str, timeout_s: float = _UPGRADE_TIMEOUT_S) -> BoundedSocket:
         """A connection of its own that speaks no HTTP any more, once the server has agreed to that at ``path``.
 
         Raises:
             ServerUnreachableError: if no server answers in time.
             SpotError: whatever the server answered with.
         """
-        connection, deadline_s = Connection(self.address), time.monotonic() + _UPGRADE_TIMEOUT_S
+        connection, deadline_s = Connection(self.address), time.monotonic() + timeout_s
         try:
             connection.open(deadline_s)
             connection.sock.deadline_s = deadline_s

@@ -219,8 +219,7 @@ def _spawn(
     package_home = str(Path(__file__).resolve().parents[2])
     environment, token = environment_of_server()
     environment["PYTHONPATH"] = os.pathsep.join([package_home, *_python_path()])
-    for leftover in (opened.http, opened.fds):
-        remove_file(leftover)  # a killed server's: nothing may be taken for the new one's sockets
+    remove_file(opened.http)  # a killed server's: nothing may be taken for the new one's socket
     with (
         open(open_file(opened.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log,
         open(os.memfd_create("token"), "w+b") as given,
@@ -236,7 +235,7 @@ def _spawn(
             env=environment,
             cwd="/",
         )
-    while not opened.fds.exists() or not opened.running():
+    while not opened.http.exists() or not opened.running():
         if process.poll() is not None or time.monotonic() > deadline:
             tail = tail_of(opened.log, _SHOWN_BYTES)
             raise ServerUnreachableError(f"the local server did not start (exit {process.poll()}). Its log:\n{tail}")

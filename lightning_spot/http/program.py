@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import re
@@ -19,14 +18,11 @@ import ssl
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -40,26 +36,22 @@ from lightning_spot.config import (
     take_token,
     why_weak,
 )
-from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.events import CLOSE_S, Events
-from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
 from lightning_spot.http.flags import ServerSettings, add_arguments, settings_from
 from lightning_spot.http.limits import DESCRIPTORS
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import Reloaded, Secrets, server_context
-from lightning_spot.protocol.listening import accepted, allow_descriptors
-from lightning_spot.protocol.ownership import is_own_user, own_directories, own_socket, peer_of, remove_file
-from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
+from lightning_spot.protocol.listening import allow_descriptors
+from lightning_spot.protocol.ownership import own_directories, own_socket, remove_file
 from lightning_spot.protocol.record import ServerRecord, hold, port_area, sweep
 from lightning_spot.retry import unless_silent
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
-from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.slots import Slot
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.object_files import try_writing
 from lightning_spot.store.posix import why_not_writable
-from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain, read_object
+from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +107,8 @@ def _run_embedded(settings: ServerSettings, record: ServerRecord) -> int:
             server_idle_timeout_s=settings.server_idle_timeout_s,
         )
         _sweep(read_environment().shm_dir, record.folder)
-        for leftover in (record.http, record.fds):
-            remove_file(leftover)  # a killed server's
-        with own_socket(record.http) as listener:
-            return asyncio.run(_serve(settings, listener))
+        remove_file(record.http)  # a killed server's
+        return asyncio.run(_serve(settings))
     finally:
         os.close(alive)
 
@@ -139,7 +129,9 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
-async def _serve(settings: ServerSettings, listener: socket.socket, tls: Reloaded[ssl.SSLContext] | None = None) -> int:
+async def _serve(
+    settings: ServerSettings, listener: socket.socket | None = None, tls: Reloaded[ssl.SSLContext] | None = None
+) -> int:
     environment = read_environment()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
     is_lent = settings.record is None
@@ -162,16 +154,17 @@ async def _serve(settings: ServerSettings, listener: socket.socket, tls: Reloade
     connections = service.connections(runner.server, tls)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.counted.on_loop_error)
-    channel, ends = None, AsyncExitStack()
-    if settings.record is None:
+    ends = AsyncExitStack()
+    if listener is not None:
         accepting = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
         await asyncio.to_thread(_check_storage, settings.flush_to)
         _announce(settings, listener)
     else:
+        assert settings.record is not None
+        listener = ends.enter_context(own_socket(settings.record.http))  # whoever finds it may connect
         accepting = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
-        channel = DescriptorChannel(server, settings.record.fds)
         await _serve_metrics(server, environment, ends)
     signals = _Signals()
     if settings.record is not None:
@@ -181,7 +174,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket, tls: Reloade
     left = await _drain(server, service, settings.drain_timeout_s, signals)
     accepting.close()
     await ends.aclose()
-    await _end(server, service, runner, channel, settings.record, keep_files=bool(left))
+    await _end(server, service, runner, settings.record, keep_files=bool(left))
     await asyncio.to_thread(events.close, CLOSE_S)
     return 1 if left else 0
 
@@ -332,17 +325,13 @@ async def _end(
     server: SnapshotServer,
     service: Service,
     runner: web.AppRunner,
-    channel: DescriptorChannel | None,
     record: ServerRecord | None,
     *,
     keep_files: bool,
 ) -> None:
     """Let go of everything. What could not be flushed stays in tmpfs; the next server of this run takes it over."""
     if record is not None:
-        for path in (record.http, record.fds):
-            path.unlink(missing_ok=True)
-    if channel is not None:
-        channel.close()
+        record.http.unlink(missing_ok=True)
     for upload in list(server.uploads):
         server.abort(upload)
     service.close()
@@ -378,191 +367,6 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
             if remove_abandoned(area):
                 say(logging.INFO, "slots-removed", "removed {about}, abandoned for a day", about=area.path)
     sweep(records)
-
-
-def note_killed(info: RunInfo) -> None:
-    """Write the record of an attempt to storage, if its trainer was killed.
-
-    Where that fails, what is left on this host stays, and the next attempt writes it.
-
-    Args:
-        info: of a run whose trainer has gone without leaving it.
-    """
-    if info.durable_url is None:
-        return
-    record = read_reached(info.durable_url, info.attempt)
-    if record is None or record.end != "killed":
-        return  # it measured nothing, or is about to write its own end
-    try:
-        written = newest_record(info.durable_url, before=info.attempt + 1)
-        if written is None or written.attempt != info.attempt:
-            return  # which alone knows the attempts before
-        write_record(info.durable_url, info.attempt, replace(record, earlier=written.earlier).as_dict())
-    except TierError as error:
-        text = "how far attempt {attempt} of {about} got was not written: {error}"
-        say(logging.WARNING, "goodput-not-written", text, about=info.text, attempt=info.attempt, error=error)
-    else:
-        forget_reached(info.durable_url, info.attempt)
-
-
-LONGEST_LINE = 65536
-_GREETING_TIMEOUT_S = 5.0
-_SEND_TIMEOUT_S = 30.0
-_EXIT_TIMEOUT_S = 30.0
-_MOST_SESSIONS = 1024  # of ranks on this host, and of those who look what is there; each has a thread
-
-
-class DescriptorChannel:
-    """Accepts trainers of this host. One thread accepts, one thread per connected trainer answers.
-
-    Args:
-        server: whose slots are handed over.
-        path: of the Unix socket.
-    """
-
-    def __init__(self, server: SnapshotServer, path: Path) -> None:
-        self._server = server
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._socket = own_socket(path)
-        self._socket.listen(_BACKLOG)
-        threading.Thread(target=self._accept, name="spot-channel", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop accepting, and end every session."""
-        with self._lock:
-            self._closed, open_now = True, list(self._open)
-        for connection in (self._socket, *open_now):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                logger.debug("a session has ended by itself")
-        self._socket.close()
-
-    def _accept(self) -> None:
-        for connection in accepted(self._socket, lambda: self._closed):
-            if not is_own_user(connection):
-                connection.close()
-                continue
-            with self._lock:
-                full = len(self._open) >= _MOST_SESSIONS
-                if not full:
-                    self._open.add(connection)
-            if full:
-                connection.close()
-                continue
-            try:
-                threading.Thread(target=self._serve, args=(connection,), name="spot-session", daemon=True).start()
-            except RuntimeError as error:  # no more threads can be had now: others come after this one
-                say(logging.WARNING, "no-threads", "a session was refused: {error}", error=error)
-                with self._lock:
-                    self._open.discard(connection)
-                connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        session = uuid.uuid4().hex
-        begun = False
-        pid, _user = peer_of(connection) or (0, 0)
-        pidfd = open_pidfd(pid)
-        process = ProcessId.of(pid) if pidfd is not None else None
-        with ExitStack() as pins:
-            try:
-                lines = _Lines(connection, pidfd)
-                read_object(lines.next(_GREETING_TIMEOUT_S) or b"{}")  # a greeting
-                self._server.begin_session(session, process.to_json() if process is not None else "")
-                begun = True
-                _send(connection, {"session": session}, None)
-                while line := lines.next(None):
-                    self._answer(connection, read_object(line), pins)
-            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-                logger.debug("a session ended: %s", error)
-            finally:
-                left = self._server.end_session(session) if begun else []
-                with self._lock:
-                    self._open.discard(connection)
-                connection.close()
-                if pidfd is not None:
-                    if left:  # the kernel closes a killed process' sockets a moment before it counts as dead
-                        wait_readable([pidfd], _EXIT_TIMEOUT_S)
-                    os.close(pidfd)
-        for info in left:
-            note_killed(info)
-
-    def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
-        connection.settimeout(_SEND_TIMEOUT_S)
-        if "slot" in asked:
-            with self._of_slot(int(asked["slot"])) as (told, fd):
-                _send(connection, told, fd)
-            return
-        key = self._server.registry.key(str(asked["run"]))
-        found = self._find(key, str(asked["name"]), pins)
-        if found is None:
-            _send(connection, {"missing": True}, None)
-            return
-        with self._of_slot(found.index) as (told, fd):
-            _send(connection, told, fd)
-
-    @contextmanager
-    def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
-        """What is said of a slot, and a descriptor of its memory that stays what it is until it is sent."""
-        ring = self._server.ring
-        with ring.changed:  # another thread may give the slot other memory
-            slot = ring.slot(index)
-            fd = ring.descriptor(slot) if slot is not None else None
-            told = {"capacity": slot.capacity, "generation": slot.buffer.generation} if slot is not None else {}
-        try:
-            yield (told, fd) if fd is not None else ({"missing": True}, None)
-        finally:
-            if fd is not None:
-                os.close(fd)
-
-    def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
-        """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
-        ring = self._server.ring
-        for held, _ in ring.readable(run, name):
-            with suppress(SnapshotNotFoundError):  # it has just left
-                if len(held.slots) == 1:  # of several, each shard is asked for
-                    pins.enter_context(ring.reading(held))
-                    return held.slots[0]
-        return None
-
-
-class _Lines:
-    """Lines that a trainer sends, until it ends."""
-
-    def __init__(self, connection: socket.socket, pidfd: int | None) -> None:
-        self._connection = connection
-        self._fds = [connection.fileno(), *([pidfd] if pidfd is not None else [])]
-        self._pidfd = pidfd
-        self._data = b""
-
-    def next(self, within_s: float | None) -> bytes:
-        """The next line; ``b""`` when the connection closes, the trainer's process ends, or it takes too long.
-
-        Raises:
-            ValueError: if a line is too long.
-        """
-        while b"\n" not in self._data:
-            if len(self._data) > LONGEST_LINE:
-                raise ValueError("a message is too long")
-            ready = wait_readable(self._fds, within_s)
-            if not ready or self._pidfd in ready:
-                return b""
-            piece = self._connection.recv(LONGEST_LINE)
-            if not piece:
-                return b""
-            self._data += piece
-        line, _, self._data = self._data.partition(b"\n")
-        return line
-
-
-def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    if fd is None:
-        connection.sendall(data)
-    else:
-        socket.send_fds(connection, [data], [fd])
 
 
 def run(arguments: argparse.Namespace) -> int:

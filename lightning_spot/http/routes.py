@@ -19,6 +19,7 @@ POST       /v1/runs/RUN/fail                   a writer will never have its shar
 POST       /v1/uploads/ID/stream               fill it, over a connection of its own: see ``protocol/wire.py``
 POST       /v1/uploads/ID/commit               make it a snapshot; on this host a slot filled through shared memory
 DELETE     /v1/uploads/ID                      give it up
+POST       /v1/sessions                        be connected as a trainer (this host only): see ``sessions``
 POST       /v1/flush                           bring everything to the tiers below
 POST       /v1/links                           make a link that a browser may open once
 GET        /open/LINK                          open it: a cookie, for the next two and nothing else
@@ -89,6 +90,7 @@ from lightning_spot.http.limits import (
 )
 from lightning_spot.http.metrics import CONTENT_TYPE, exposition
 from lightning_spot.http.page import HEADERS, Page
+from lightning_spot.http.sessions import Sessions
 from lightning_spot.http.upload_requests import UploadRequests
 from lightning_spot.protocol.credentials import Rights, Scope, scope_of
 from lightning_spot.protocol.listening import CountedLog, open_files
@@ -192,7 +194,7 @@ class Service:
         self.last_request_s = time.monotonic()
         self.counted = CountedLog(logger)
         self._secrets = secrets
-        self._uploads = UploadRequests(server)
+        self._uploads, self._sessions = UploadRequests(server), Sessions(server)
         self._page = Page(server, functools.partial(not_ready, server), clock)
         self._connections: Connections | None = None
         self._flushing, self._flush_threads = Quota(_FLUSHES), ThreadPoolExecutor(_FLUSHES, "spot-flush")
@@ -213,6 +215,7 @@ class Service:
                 *runs.routes(),
                 *self._uploads.routes(),
                 *self._page.routes(),
+                web.post("/v1/sessions", self._sessions.begin),
                 web.post("/v1/flush", self._flush),
                 web.get("/v1/files/{run}/{path:.+}", files.read, allow_head=False),
                 web.delete("/v1/files/{run}/{path:.+}", files.remove),
@@ -245,7 +248,8 @@ class Service:
         )
 
     def close(self) -> None:
-        """Stop receiving parts. Call it once the uploads were given up."""
+        """End sessions, and stop receiving parts. Call it once the uploads were given up."""
+        self._sessions.close()
         self._uploads.close()
         self.counted.write()
         self._flush_threads.shutdown(wait=False, cancel_futures=True)

@@ -204,9 +204,6 @@ def receive_parts(
         CorruptSnapshotError: if a frame lies outside the slot, or there are too many.
         OSError: if the connection breaks or is too slow.
     """
-    connection.settimeout(FRAME_WAIT_S)
-    head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
-    connection.sendall(f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode())
     header = bytearray(Frame.SIZE)
     while fill(connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
         frame = Frame.unpack(header)
@@ -327,24 +324,36 @@ def _check_frame(frame: Frame, upload: Upload) -> None:
 
 
 @asynccontextmanager
-async def _blocking(request: web.Request, transport: asyncio.Transport) -> AsyncIterator[socket.socket]:
-    """A connection as a socket for a thread that blocks.
+async def switched(request: web.Request) -> AsyncIterator[socket.socket]:
+    """Agree to an upgrade: the connection as a socket for a thread that blocks. It is closed in the end.
 
     One by TLS goes on being decrypted on the event loop: a pair of sockets parts the two, and no buffer grows.
+
+    Raises:
+        ServerRefusedError: if none was asked for.
     """
-    if transport.get_extra_info("sslcontext") is None:
-        transport.pause_reading()
-        with transport.get_extra_info("socket").dup() as connection:
-            yield connection
-        return
-    ours, connection = socket.socketpair()
-    with connection:
-        inside, _ = await asyncio.get_running_loop().create_connection(lambda: _Relay(transport), sock=ours)
-        try:
-            request[ACCEPTED].divert(_Relay(inside))
-            yield connection
-        finally:
-            inside.close()
+    transport = request.transport
+    if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None:
+        raise ServerRefusedError(f"this needs 'Upgrade: {UPGRADE}'", status=426)
+    assert isinstance(transport, asyncio.Transport)
+    head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
+    transport.write(f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode())
+    try:
+        if transport.get_extra_info("sslcontext") is None:
+            transport.pause_reading()
+            with transport.get_extra_info("socket").dup() as connection:
+                yield connection
+            return
+        ours, connection = socket.socketpair()
+        with connection:
+            inside, _ = await asyncio.get_running_loop().create_connection(lambda: _Relay(transport), sock=ours)
+            try:
+                request[ACCEPTED].divert(_Relay(inside))
+                yield connection
+            finally:
+                inside.close()
+    finally:
+        transport.close()  # the connection no longer speaks HTTP
 
 
 class _Relay(asyncio.Protocol):
@@ -449,9 +458,6 @@ class UploadRequests:
     async def stream(self, request: web.Request) -> web.Response:
         """Hand the connection over to a thread that receives straight into the slot."""
         upload = self._server.find_upload(request.match_info["upload"])
-        transport = request.transport
-        if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None:
-            raise ServerRefusedError(f"a stream needs 'Upgrade: {UPGRADE}'", status=426)
         self._check_streams(upload.id)
         client = client_of(request)
         if not self._threads.take(client):
@@ -459,11 +465,10 @@ class UploadRequests:
                 "this client has its share of the streams that this server serves at once",
                 reason=TierReason.TOO_MANY_STREAMS,
             )
-        assert isinstance(transport, asyncio.Transport)
         loop = asyncio.get_running_loop()
         self._streams[upload.id] += 1
         try:
-            async with _blocking(request, transport) as connection:
+            async with switched(request) as connection:
                 with self._server.streaming(upload, connection):
                     await loop.run_in_executor(
                         self._stream_threads, receive_parts, connection, client, self._server, upload, self._scratch
@@ -473,7 +478,6 @@ class UploadRequests:
         finally:
             self._streams -= Counter([upload.id])  # which forgets who has none
             self._threads.give_back(client)
-            transport.close()  # the connection no longer speaks HTTP
         return web.Response()
 
     def _check_streams(self, upload_id: str) -> None:

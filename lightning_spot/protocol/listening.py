@@ -19,13 +19,11 @@ import os
 import resource
 import socket
 import threading
-import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from lightning_spot.say import recovered, say
 from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
@@ -138,26 +136,6 @@ async def next_line(connection: socket.socket) -> bytes:
     if data.count(b"\n") > 1:
         raise ValueError("more than one line came")
     return data[:-1]
-
-
-def accepted(listener: socket.socket, is_closed: Callable[[], bool]) -> Iterator[socket.socket]:
-    """Yield each connection to a listener until that is closed. Who connects while no descriptor can be had, waits.
-
-    Args:
-        listener: that listens.
-        is_closed: whether it was closed, or is just being.
-    """
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            if is_closed():
-                return
-            say(logging.WARNING, "no-connections", "no connection can be accepted now: {error}", error=error)
-            time.sleep(_AGAIN_S)
-        else:
-            recovered("no-connections", "connections are accepted again")
-            yield connection
 
 
 def allow_descriptors(more: int) -> None:

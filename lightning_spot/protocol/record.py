@@ -1,7 +1,7 @@
 """The files of a local server in the runtime directory: where its sockets are, whether it lives, who it is.
 
 ``KEY.lock`` is held while one is being started, ``KEY.alive`` by the server as long as it lives (it names its process),
-``KEY.http`` and ``KEY.fds`` are its sockets, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an
+``KEY.http`` is its socket, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an
 attempt got, written by its trainer. All of it is this user's alone, see :mod:`.ownership`.
 """
 
@@ -59,11 +59,6 @@ class ServerRecord:
     def http(self) -> Path:
         """Its HTTP socket."""
         return self.folder / f"{self.key}.http"
-
-    @property
-    def fds(self) -> Path:
-        """Its descriptor channel."""
-        return self.folder / f"{self.key}.fds"
 
     @property
     def alive(self) -> Path:
@@ -170,7 +165,7 @@ class ServerRecord:
 
     def remove(self) -> None:
         """Remove what a server that has ended left here."""
-        for path in (self.http, self.fds, self.log, self.lock, self.alive):
+        for path in (self.http, self.log, self.lock, self.alive):
             path.unlink(missing_ok=True)
 
 

@@ -25,7 +25,6 @@ from hypothesis import given, strategies
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli.command import main
-from lightning_spot.client.embedded import Session
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
@@ -47,8 +46,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import Journal, write_record
-from lightning_spot.http.program import DescriptorChannel
-from lightning_spot.protocol.wire import Address, error_body, error_from_body, file_path
+from lightning_spot.protocol.wire import UPGRADE, Address, error_body, error_from_body, file_path
 from lightning_spot.run import survey
 from lightning_spot.snapshot.files import FileSpan, note_name
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, ShardOf, shard_name, snapshot_name
@@ -70,7 +68,7 @@ from lightning_spot.untrusted import (
     whole,
 )
 from tests.conftest import Cli
-from tests.support.server import Bench, MakeBench
+from tests.support.server import Bench, MakeBench, sessions_of
 from tests.support.shards import PART, failed_shard, sealed_apart, shard_image
 from tests.support.trainer import Net, trainer
 from tests.support.trainer import data as examples
@@ -503,24 +501,23 @@ def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench,
     rnd, folder, died = random.Random(seed), runtime_dir, list[str]()
     before = threading.excepthook
     threading.excepthook = lambda args: died.append(f"{args.exc_type.__name__}: {args.exc_value}")
-    listening = DescriptorChannel(bench.server, folder / "fds")
-    greeting = json.dumps({"token": "t" * 16, "pid": 1}).encode()
+    upgrade = f"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nUpgrade: {UPGRADE}\r\nConnection: Upgrade\r\n\r\n".encode()
     asked = json.dumps({"run": "r", "name": "n", "give": True, "slot": 3}).encode()
-    try:
+    with sessions_of(bench.server, folder / "http") as begin:
         for _ in range(cases):
-            first, then = (mutated(rnd, line) if rnd.random() < 0.6 else line for line in (greeting, asked))
+            first, then = (mutated(rnd, line) if rnd.random() < 0.6 else line for line in (b"{}", asked))
             with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
                 connection.settimeout(10)
-                connection.connect(str(folder / "fds"))
+                connection.connect(str(folder / "http"))
+                connection.sendall(upgrade)
+                connection.recv(4096)
                 connection.sendall(rnd.choice([first, b"[]", b"null", b"5", b'"x"']) + b"\n" + then + b"\n")
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(4096):
                     pass
-        Session(folder / "fds", 10.0).close()
-        until(lambda: not listening._open, "the last session to end")
-    finally:
-        listening.close()
-        threading.excepthook = before
+        begin().close()
+        until(lambda: not bench.server.registry.sessions, "the last session to end")
+    threading.excepthook = before
     assert died == []
 
 

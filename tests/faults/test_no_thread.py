@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.client.embedded import Session
-from lightning_spot.errors import ServerUnreachableError, TierError
-from lightning_spot.http.program import DescriptorChannel
+from lightning_spot.errors import TierError
 from lightning_spot.run import export
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
-from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.selection import SharedOpening
 from lightning_spot.store.local import LocalStore
@@ -65,23 +62,6 @@ def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(socket.socket, "accept", limited)
     return lacks
-
-
-@pytest.mark.parametrize("lacks", ["a descriptor", "a thread"])
-def test_a_server_that_lacks_something_for_one_serves_the_next(
-    tmp_path: Path, no_descriptor: threading.Event, lacking: Lacking, lacks: str
-) -> None:
-    """It accepted nobody any more."""
-    with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
-        channel = DescriptorChannel(server, tmp_path / "fds")
-        if lacks == "a thread":
-            lacking("spot-session", 1)
-        else:
-            no_descriptor.set()
-        with pytest.raises(ServerUnreachableError):
-            Session(tmp_path / "fds", 5.0)
-        Session(tmp_path / "fds", 5.0).close()
-        channel.close()
 
 
 def test_snapshots_are_exported_after_a_descriptor_shortage(tmp_path: Path, no_descriptor: threading.Event) -> None:

@@ -55,18 +55,19 @@ from lightning_spot.goodput.records import (
     read_records,
     write_record,
 )
-from lightning_spot.http.program import DescriptorChannel, note_killed
+from lightning_spot.http.sessions import note_killed
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.run.identity import starts_between
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session.snapshotter import Pacing
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind
 from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
 from tests.support.said import said
-from tests.support.server import StartServer
+from tests.support.server import StartServer, sessions_of
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process, until
@@ -409,11 +410,11 @@ def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.M
 
 
 LEAVES = """
-import socket, sys
-connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[1])
-connection.sendall(b"{}\\n")
-assert connection.recv(4096)
+import sys
+from lightning_spot.client.embedded import Session
+from lightning_spot.client.server_client import ServerClient
+from lightning_spot.protocol.wire import Address
+connection = Session(ServerClient(Address(socket_path=sys.argv[1])), 30.0)
 print("there", flush=True)
 sys.stdin.readline()
 connection.close()
@@ -425,38 +426,34 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
     """The kernel closes a killed process' connections a moment before the process counts as dead."""
     url, ended = str(tmp_path / "run"), threading.Event()
 
-    class Left:
-        def begin_session(self, *_: str) -> None:
-            pass
+    server = SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)
 
-        def end_session(self, _: str) -> list[RunInfo]:
-            ended.set()
-            return [RunInfo(name="run", id="0123456789ab", location=url, attempt=1, token="t", durable_url=url)]
+    def end_session(_session: str) -> list[RunInfo]:
+        ended.set()
+        return [RunInfo(name="run", id="0123456789ab", location=url, attempt=1, token="t", durable_url=url)]
 
-    channel: Any = DescriptorChannel(Left(), read_environment().runtime_dir / "fds")  # type: ignore[arg-type] # all that is asked
-    child = subprocess.Popen(
-        [sys.executable, "-c", LEAVES, str(read_environment().runtime_dir / "fds")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdin is not None
-    child.stdout.readline()
-    process = ProcessId.of(child.pid)
-    with monkeypatch.context() as patch:
-        patch.setattr("lightning_spot.goodput.records.ProcessId.of", lambda _pid: process)
-        keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
-    write_record(url, 1, attempt(1, 100.0, 110.0, (0, 2), 113.0).as_dict())
-    child.stdin.write("\n")
-    child.stdin.flush()
-    assert ended.wait(120)
-    time.sleep(0.5)  # a server that does not wait has looked by then, and found a living trainer
-    assert written(url).end == "running"
-    child.kill()
-    child.wait()
-    until(lambda: written(url).end == "killed", "what the server writes")
-    assert written(url).step == 9
-    channel.close()
+    monkeypatch.setattr(server, "end_session", end_session)
+    path = read_environment().runtime_dir / "http"
+    with sessions_of(server, path):
+        child = subprocess.Popen(
+            [sys.executable, "-c", LEAVES, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdin is not None
+        child.stdout.readline()
+        process = ProcessId.of(child.pid)
+        with monkeypatch.context() as patch:
+            patch.setattr("lightning_spot.goodput.records.ProcessId.of", lambda _pid: process)
+            keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
+        write_record(url, 1, attempt(1, 100.0, 110.0, (0, 2), 113.0).as_dict())
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert ended.wait(120)
+        time.sleep(0.5)  # a server that does not wait has looked by then, and found a living trainer
+        assert written(url).end == "running"
+        child.kill()
+        child.wait()
+        until(lambda: written(url).end == "killed", "what the server writes")
+        assert written(url).step == 9
 
 
 def test_the_next_attempt_completes_the_record_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,12 +127,11 @@ def umask(mask: int) -> Iterator[None]:
 def test_another_user_gets_no_answer_at_the_sockets_of_a_server(runtime: Path, tmp_path: Path) -> None:
     host = starting.start(str(tmp_path), "run", **SETTINGS)
     record = find_record(str(tmp_path))
-    greeting, request = b'{"token": null}\n', b"GET /v1/runs HTTP/1.1\r\nHost: x\r\n\r\n"
-    for path, say in ((record.fds, greeting), (record.http, request)):
-        assert as_nobody(lambda path=path, say=say: asked(path, say)) == "PermissionError"
-        path.chmod(0o666)  # as if its mode were no hindrance
-        assert as_nobody(lambda path=path, say=say: asked(path, say)) == ""
-        assert asked(path, say), "nor gets this user one"
+    request = b"GET /v1/runs HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert as_nobody(lambda: asked(record.http, request)) == "PermissionError"
+    record.http.chmod(0o666)  # as if its mode were no hindrance
+    assert as_nobody(lambda: asked(record.http, request)) == ""
+    assert asked(record.http, request), "nor gets this user one"
     assert {path.name: path.stat().st_mode & 0o077 for path in runtime.iterdir() if not path.is_socket()} == {
         record.alive.name: 0,
         record.log.name: 0,
@@ -254,7 +253,7 @@ RECORDS.remove(is_a_file)
 @as_root
 @pytest.mark.parametrize(
     ("name", "squat"),
-    [*itertools.product(("alive", "lock", "log"), RECORDS), ("http", is_others), ("fds", is_others)],
+    [*itertools.product(("alive", "lock", "log"), RECORDS), ("http", is_others)],
 )
 def test_what_is_in_the_place_of_a_record_is_named_at_once(
     name: str, squat: Callable[[Path, Path], None], runtime: Path, mine: Path, tmp_path: Path
@@ -305,7 +304,6 @@ def test_what_is_in_the_place_of_a_socket_is_removed(
 ) -> None:
     record = find_record(str(tmp_path))
     squat(record.http, mine)
-    squat(record.fds, mine)
     starting.start(str(tmp_path), "run", **SETTINGS).disconnect()
 
 
@@ -334,11 +332,10 @@ def test_a_server_of_another_user_is_not_spoken_to(
         try:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            listeners = [socket.socket(socket.AF_UNIX) for _ in range(2)]
-            for listener, path in zip(listeners, (record.http, record.fds), strict=True):
-                listener.bind(str(path))
-                path.chmod(0o666)
-                listener.listen()
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(record.http))
+            record.http.chmod(0o666)
+            listener.listen()
             os.write(told, b"ready\n")
             time.sleep(60)
         finally:

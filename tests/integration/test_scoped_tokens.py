@@ -166,8 +166,8 @@ def routes() -> list[tuple[str, str]]:
 OPEN_TO_ALL = {"/healthz", "/readyz"}
 OF_SOME_RUNS = {"/metrics", "/v1/runs", "/v1/status"}
 """What every valid token may ask: it shows what that covers."""
-OF_THE_SERVER = {"/", "/open/{link}", "/v1/links", "/v1/page"}
-"""The status page, which shows all runs."""
+OF_THE_SERVER = {"/", "/open/{link}", "/v1/links", "/v1/page", "/v1/sessions"}
+"""The status page, which shows all runs, and what is for this host."""
 
 
 def asked(port: int, token: str, method: str, path: str, body: object = None) -> tuple[int, str]:

@@ -413,7 +413,7 @@ def test_abandoned_slots_are_removed_after_a_day(tmp_path: Path) -> None:
 
 def test_files_of_a_killed_server_are_removed_after_a_day(tmp_path: Path, runtime_dir: Path) -> None:
     for key, age in (("0" * 16, 0.0), ("1" * 16, time.time())):
-        for ending in ("http", "fds", "log", "alive"):
+        for ending in ("http", "log", "alive"):
             (runtime_dir / f"{key}.{ending}").touch()
             os.utime(runtime_dir / f"{key}.{ending}", (age, age))
     starting.start(str(tmp_path), "run", **SETTINGS)

@@ -17,7 +17,7 @@ import pytest
 from lightning_spot import threads
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.errors import ServerUnreachableError
-from lightning_spot.http.program import DescriptorChannel
+from lightning_spot.protocol.wire import UPGRADE
 from lightning_spot.server.host import Host
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.local import LocalStore
@@ -25,6 +25,7 @@ from lightning_spot.threads import processors, work_together
 from tests.support.oracle import image_of, run_info
 from tests.support.oracle import manifest_of as sealed_as
 from tests.support.ranks import Desk as WriterDesk
+from tests.support.server import sessions_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G27")
@@ -198,13 +199,25 @@ def test_512_ranks_of_a_host_may_connect_at_once(tmp_path: Path) -> None:
         server = stack.enter_context(
             contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None))
         )
-        channel = stack.enter_context(contextlib.closing(DescriptorChannel(server, tmp_path / "fds")))
+        stack.enter_context(sessions_of(server, tmp_path / "http"))
         ranks = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(512)]
         for rank in ranks:
             rank.setblocking(False)
-            rank.connect(str(tmp_path / "fds"))
+            rank.connect(str(tmp_path / "http"))
         for rank in ranks:
             rank.settimeout(30.0)
+            rank.sendall(f"POST /v1/sessions HTTP/1.1\r\nHost: x\r\nUpgrade: {UPGRADE}\r\n\r\n".encode())
+        assert all(b"101" in rank.recv(1000) for rank in ranks)
+        for rank in ranks:
             rank.sendall(b"{}\n")
         assert all(b"session" in rank.recv(1000) for rank in ranks)
-        channel.close()
+
+
+def test_a_server_without_a_thread_for_one_serves_the_next(tmp_path: Path, lacking: Callable[[str, int], None]) -> None:
+    """It accepted nobody any more."""
+    server = SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)
+    with sessions_of(server, tmp_path / "http") as begin:
+        lacking("spot-session", 1)
+        with pytest.raises(ServerUnreachableError):
+            begin()
+        begin().close()

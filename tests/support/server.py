@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.embedded import EmbeddedHost, Session
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SnapshotNotFoundError
 from lightning_spot.http.routes import Service
-from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -279,11 +279,12 @@ def served(
     server: SnapshotServer,
     port: int = 0,
     *,
+    path: Path | None = None,
     secrets: tuple[str, ...] = (),
     tls: Callable[[], ssl.SSLContext] | None = None,
     **service_fields: Any,
 ) -> Iterator[int]:
-    """Serve ``server`` as long as the context lasts; its port, which is any that is free by default."""
+    """Serve ``server`` as long as the context lasts, at a port, any that is free by default, or at a Unix socket."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -294,8 +295,14 @@ def served(
         runner = service.runner(shutdown_timeout_s=0.0)
         await runner.setup()
         ends.push_async_callback(runner.cleanup)
+        ends.callback(service.close)
         assert runner.server is not None
-        listener = await loop.create_server(service.connections(runner.server, tls), "127.0.0.1", port)
+        connections = service.connections(runner.server, tls)
+        if path is not None:
+            listener = await loop.create_unix_server(connections, path, backlog=512)
+            ends.callback(listener.close)
+            return 0
+        listener = await loop.create_server(connections, "127.0.0.1", port)
         ends.callback(listener.close)
         return int(listener.sockets[0].getsockname()[1])
 
@@ -307,6 +314,13 @@ def served(
         thread.join()
         loop.close()
         server.close()
+
+
+@contextlib.contextmanager
+def sessions_of(server: SnapshotServer, path: Path) -> Iterator[Callable[[], Session]]:
+    """Serve ``server`` at a Unix socket; begins a session there."""
+    with served(server, path=path):
+        yield lambda: Session(ServerClient(Address(socket_path=str(path))), 10.0)
 
 
 def named_run(name: str, durable: Path | str | None = None, **more: Any) -> RunInfo:

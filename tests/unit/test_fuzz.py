@@ -270,8 +270,8 @@ def commit_whole(client: ServerClient, run: str, step: int, data: bytes) -> Mani
     return manifest
 
 
-def commit_in_place(client: ServerClient, channel: Path, run: str, step: int, data: bytes) -> Manifest:
-    manifest, session = manifest_of(run, step, data), Session(channel, 10.0)
+def commit_in_place(client: ServerClient, run: str, step: int, data: bytes) -> Manifest:
+    manifest, session = manifest_of(run, step, data), Session(client, 10.0)
     lease = {"attempt": 1, "nbytes": len(data), "name": manifest.name, "session": session.id}
     leased = client.call("POST", f"/v1/runs/{run}/uploads", lease)
     with session.map_slot(leased["slot"], leased["generation"]) as memory:
@@ -287,9 +287,7 @@ class Target:
     It may leave memory for storage, where there is any: leases that nobody fills take the memory for two minutes.
     """
 
-    def __init__(
-        self, address: Address, pid: int, log: Path, channel: Path | None = None, storage: Path | None = None
-    ) -> None:
+    def __init__(self, address: Address, pid: int, log: Path, storage: Path | None = None) -> None:
         self.client = ServerClient(address, TOKEN)
         self.answers: Counter[str] = Counter()
         self.process = psutil.Process(pid)
@@ -297,9 +295,9 @@ class Target:
         for run, token in ((KEPT, "of the one that stays"), (FUZZED, "t")):
             self.client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": token})
         self.client.speak_for(1, "of the one that stays")
-        if channel is not None:
+        if address.socket_path:
             self._data = archive_of(1, 5000)
-            self._kept = commit_in_place(self.client, channel, KEPT, 1, self._data).data_path
+            self._kept = commit_in_place(self.client, KEPT, 1, self._data).data_path
         else:
             self._data = random.Random(7).randbytes(5000)
             self._kept = commit_whole(self.client, KEPT, 1, self._data).data_path
@@ -392,7 +390,7 @@ def over_unix(tmp_path: Path) -> Iterator[Target]:
     flags = ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"]
     server = RunningServer(flags, tmp_path / "server.log", environment(tmp_path))
     until(lambda: _listens(record.http), "the server to listen")
-    yield Target(Address(socket_path=str(record.http)), server.process.pid, server.log, record.fds)
+    yield Target(Address(socket_path=str(record.http)), server.process.pid, server.log)
     server.stop(9)
 
 

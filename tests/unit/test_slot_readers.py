@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import socket
@@ -13,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_spot.client.embedded import Session
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
-from lightning_spot.http import program
+from lightning_spot.http import sessions
 from lightning_spot.run import sources
 from lightning_spot.run.sources import MemorySource
 from lightning_spot.run.survey import Survey, survey
@@ -23,7 +23,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import Holdings
 from tests.distributed.test_restore import LARGE, restored
-from tests.support.server import RUN, Bench, MakeBench, image_of, manifest_of
+from tests.support.server import RUN, Bench, MakeBench, image_of, manifest_of, sessions_of
 from tests.support.waiting import until
 
 
@@ -43,35 +43,33 @@ def make(tmp_path: Path, runtime_dir: Path) -> Iterator[MakeBench]:
 @pytest.fixture
 def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Bench], None]]:
     """Makes a server of this process that of this host: trainers get at its slots by descriptor, as they always do."""
-    channels: list[program.DescriptorChannel] = []
+    with contextlib.ExitStack() as serving:
 
-    def attach(bench: Bench) -> None:
-        path = runtime_dir / "channel"
-        channels.append(program.DescriptorChannel(bench.server, path))
+        def attach(bench: Bench) -> None:
+            begin = serving.enter_context(sessions_of(bench.server, runtime_dir / "http"))
 
-        def host(_url: str, run: str) -> SimpleNamespace:
-            session = Session(path, 10.0)
+            def host(_url: str, run: str) -> SimpleNamespace:
+                session = begin()
 
-            def open_snapshot(manifest: Manifest) -> int:
-                return session.open_snapshot(run, manifest.name)
+                def open_snapshot(manifest: Manifest) -> int:
+                    return session.open_snapshot(run, manifest.name)
 
-            return SimpleNamespace(open_snapshot=open_snapshot, manifests=list, disconnect=session.close)
+                return SimpleNamespace(open_snapshot=open_snapshot, manifests=list, disconnect=session.close)
 
-        monkeypatch.setattr(sources, "attach", host)
+            monkeypatch.setattr(sources, "attach", host)
 
-    yield attach
-    for each in channels:
-        each.close()
+        yield attach
 
 
 def test_a_slot_replaced_while_handed_over_maps_no_other_file(
     make: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of its descriptor goes to the next file that is opened: a trainer would have written there."""
-    ring = make(slots=1).server.ring
+    server = make(slots=1).server
+    ring = server.ring
     slot = ring.try_lease(RUN, 1000)
     slot.memory.map[:4] = b"mine"
-    nbytes, send, others = slot.capacity, program._send, []
+    nbytes, send, others = slot.capacity, sessions._send, []
 
     def replaced_first(connection: socket.socket, told: dict[str, Any], fd: int | None) -> None:
         if fd is not None:
@@ -81,29 +79,26 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
             others[0].truncate(nbytes)
         send(connection, told, fd)
 
-    monkeypatch.setattr(program, "_send", replaced_first)
-    listening = program.DescriptorChannel(make().server, tmp_path / "channel")
-    listening._server = SimpleNamespace(ring=ring, begin_session=lambda *_: None, end_session=lambda _: [])  # type: ignore[assignment] # all that is asked
-    session = Session(tmp_path / "channel", 10.0)
-    mapped = session.map_slot(slot.index, slot.buffer.generation)
-    assert mapped[:4] == b"mine"
-    with pytest.raises(ServerUnreachableError, match="no longer has slot"):
-        session.map_slot(slot.index, slot.buffer.generation)
-    session.close()
-    listening.close()
+    monkeypatch.setattr(sessions, "_send", replaced_first)
+    with sessions_of(server, tmp_path / "http") as begin:
+        session = begin()
+        mapped = session.map_slot(slot.index, slot.buffer.generation)
+        assert mapped[:4] == b"mine"
+        with pytest.raises(ServerUnreachableError, match="no longer has slot"):
+            session.map_slot(slot.index, slot.buffer.generation)
+        session.close()
     others[0].close()
 
 
 def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: MakeBench, tmp_path: Path) -> None:
     bench = make(slots=1)
     slot = bench.server.ring.try_lease(RUN, 1000)
-    listening = program.DescriptorChannel(bench.server, tmp_path / "channel")
-    session = Session(tmp_path / "channel", 10.0)
-    session.map_slot(slot.index, slot.buffer.generation).close()
-    with pytest.raises(ServerUnreachableError, match="as it was leased"):
-        session.map_slot(slot.index, slot.buffer.generation - 1)
-    session.close()
-    listening.close()
+    with sessions_of(bench.server, tmp_path / "http") as begin:
+        session = begin()
+        session.map_slot(slot.index, slot.buffer.generation).close()
+        with pytest.raises(ServerUnreachableError, match="as it was leased"):
+            session.map_slot(slot.index, slot.buffer.generation - 1)
+        session.close()
 
 
 def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(

@@ -1,0 +1,207 @@
+"""Sessions of trainers on a server's host: that they live, and the descriptors of slots.
+
+A trainer upgrades a connection to the server's Unix socket, and keeps it as long as it lives. Over it, each line of
+JSON that asks for a slot or a snapshot is answered by one, with the descriptor of its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from lightning_spot.errors import ServerRefusedError, SnapshotNotFoundError, TierError
+from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
+from lightning_spot.http.fields import only_same_host
+from lightning_spot.http.upload_requests import switched
+from lightning_spot.protocol.ownership import peer_of
+from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
+from lightning_spot.say import say
+from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.slots import Slot
+from lightning_spot.server.snapshot_server import SnapshotServer
+from lightning_spot.threads import in_background
+from lightning_spot.untrusted import read_object
+
+logger = logging.getLogger(__name__)
+
+LONGEST_LINE = 65536
+_SEND_TIMEOUT_S = 30.0
+_EXIT_TIMEOUT_S = 30.0
+_MOST_SESSIONS = 1024  # of ranks on this host, and of those who look what is there; each has a thread
+
+
+class Sessions:
+    """Handler of ``POST /v1/sessions``.
+
+    Args:
+        server: whose slots are handed over.
+    """
+
+    def __init__(self, server: SnapshotServer) -> None:
+        self._server = server
+        self._open: set[socket.socket] = set()
+
+    def close(self) -> None:
+        """End every session. Call it on the event loop."""
+        for connection in self._open:
+            with suppress(OSError):  # it has ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
+
+    async def begin(self, request: web.Request) -> web.Response:
+        """Hand the connection over to a thread that answers it, until it ends (this host only)."""
+        only_same_host(request)
+        if len(self._open) >= _MOST_SESSIONS:
+            raise ServerRefusedError(f"this server has {_MOST_SESSIONS} sessions already", status=503)
+        async with switched(request) as connection:
+            self._open.add(connection)
+            try:
+                await asyncio.wrap_future(in_background(partial(self._serve, connection), "spot-session"))
+            except RuntimeError as error:  # no more threads can be had now: others come after this one
+                say(logging.WARNING, "no-threads", "a session was refused: {error}", error=error)
+            finally:
+                self._open.discard(connection)
+        return web.Response()
+
+    # -- on its thread --------------------------------------------------------------------------------------------
+
+    def _serve(self, connection: socket.socket) -> None:
+        session = uuid.uuid4().hex
+        left: list[RunInfo] = []
+        pid, _user = peer_of(connection) or (0, 0)
+        pidfd = open_pidfd(pid)
+        process = ProcessId.of(pid) if pidfd is not None else None
+        with ExitStack() as pins:
+            self._server.begin_session(session, process.to_json() if process is not None else "")
+            try:
+                lines = _Lines(connection, pidfd)
+                if lines.next():  # by then the answer of HTTP was read, and no more
+                    _send(connection, {"session": session}, None)
+                while line := lines.next():
+                    self._answer(connection, read_object(line), pins)
+            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+                logger.debug("a session ended: %s", error)
+            finally:
+                left = self._server.end_session(session)
+        if left:
+            in_background(partial(_note_ended, left, pidfd), "spot-session-ended")
+        elif pidfd is not None:
+            os.close(pidfd)
+
+    def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
+        connection.settimeout(_SEND_TIMEOUT_S)
+        if "slot" in asked:
+            with self._of_slot(int(asked["slot"])) as (told, fd):
+                _send(connection, told, fd)
+            return
+        key = self._server.registry.key(str(asked["run"]))
+        found = self._find(key, str(asked["name"]), pins)
+        if found is None:
+            _send(connection, {"missing": True}, None)
+            return
+        with self._of_slot(found.index) as (told, fd):
+            _send(connection, told, fd)
+
+    @contextmanager
+    def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """What is said of a slot, and a descriptor of its memory that stays what it is until it is sent."""
+        ring = self._server.ring
+        with ring.changed:  # another thread may give the slot other memory
+            slot = ring.slot(index)
+            fd = ring.descriptor(slot) if slot is not None else None
+            told = {"capacity": slot.capacity, "generation": slot.buffer.generation} if slot is not None else {}
+        try:
+            yield (told, fd) if fd is not None else ({"missing": True}, None)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
+        """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
+        ring = self._server.ring
+        for held, _ in ring.readable(run, name):
+            with suppress(SnapshotNotFoundError):  # it has just left
+                if len(held.slots) == 1:  # of several, each shard is asked for
+                    pins.enter_context(ring.reading(held))
+                    return held.slots[0]
+        return None
+
+
+class _Lines:
+    """Lines that a trainer sends, until it ends."""
+
+    def __init__(self, connection: socket.socket, pidfd: int | None) -> None:
+        self._connection = connection
+        self._fds = [connection.fileno(), *([pidfd] if pidfd is not None else [])]
+        self._pidfd = pidfd
+        self._data = b""
+
+    def next(self) -> bytes:
+        """The next line; ``b""`` when the connection closes, or the trainer's process ends.
+
+        Raises:
+            ValueError: if a line is too long.
+        """
+        while b"\n" not in self._data:
+            if len(self._data) > LONGEST_LINE:
+                raise ValueError("a message is too long")
+            ready = wait_readable(self._fds, None)
+            if self._pidfd in ready:
+                return b""
+            piece = self._connection.recv(LONGEST_LINE)
+            if not piece:
+                return b""
+            self._data += piece
+        line, _, self._data = self._data.partition(b"\n")
+        return line
+
+
+def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    if fd is None:
+        connection.sendall(data)
+    else:
+        socket.send_fds(connection, [data], [fd])
+
+
+def _note_ended(left: list[RunInfo], pidfd: int | None) -> None:
+    if pidfd is not None:  # the kernel closes a killed process' sockets a moment before it counts as dead
+        wait_readable([pidfd], _EXIT_TIMEOUT_S)
+        os.close(pidfd)
+    for info in left:
+        note_killed(info)
+
+
+def note_killed(info: RunInfo) -> None:
+    """Write the record of an attempt to storage, if its trainer was killed.
+
+    Where that fails, what is left on this host stays, and the next attempt writes it.
+
+    Args:
+        info: of a run whose trainer has gone without leaving it.
+    """
+    if info.durable_url is None:
+        return
+    record = read_reached(info.durable_url, info.attempt)
+    if record is None or record.end != "killed":
+        return  # it measured nothing, or is about to write its own end
+    try:
+        written = newest_record(info.durable_url, before=info.attempt + 1)
+        if written is None or written.attempt != info.attempt:
+            return  # which alone knows the attempts before
+        write_record(info.durable_url, info.attempt, replace(record, earlier=written.earlier).as_dict())
+    except TierError as error:
+        text = "how far attempt {attempt} of {about} got was not written: {error}"
+        say(logging.WARNING, "goodput-not-written", text, about=info.text, attempt=info.attempt, error=error)
+    else:
+        forget_reached(info.durable_url, info.attempt)
