@@ -56,18 +56,22 @@ class Observations:
         run: what is known of a run, by its key; ``None`` if nothing is.
 
     Attributes:
-        health: how each tier is doing, by its URL.
         servers: that each run may be kept at, by its key.
     """
 
     def __init__(self, ring: Ring, open_store: Callable[[str], Store], run: Callable[[str], RunInfo | None]) -> None:
-        self.health: dict[str, TierHealth] = {}
         self.servers: dict[str, Servers] = {}
         self._ring, self._open_store, self._run = ring, open_store, run
         self._servers: dict[str, Store] = {}
         self._places: dict[str, Destination] = {}
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
         self._leaves_s: float | None = None
+
+    @property
+    def health(self) -> dict[str, TierHealth]:
+        """How each tier is doing, by its URL."""
+        with self._ring.changed:
+            return {url: replace(place.health, error=place.error) for url, place in self._places.items()}
 
     @property
     def leaves(self) -> bool:
@@ -131,10 +135,11 @@ class Observations:
 
     def dropped(self, url: str, name: str, why: str) -> None:
         """Note that a snapshot was dropped instead of being brought somewhere. Call it under the lock."""
-        self.health[url].dropped, self.health[url].dropped_name = why, name
+        health = self.place(url).health
+        health.dropped, health.dropped_name = why, name
 
     def _runs(self) -> set[str]:
-        deleting = {key_of(each.manifest) for place in self._places.values() for each in place.deletions}
+        deleting = {key_of(each) for place in self._places.values() for each in place.deletions}
         trimming = {run for place in self._places.values() for run in place.newest}
         return {*self._ring.runs(), *deleting, *trimming, *self.servers}
 

@@ -15,6 +15,7 @@ from lightning_spot.config import names_server
 from lightning_spot.retry import pause_after
 from lightning_spot.server.runs import LEASE_S, Opened, RunInfo, key_of
 from lightning_spot.server.slots import Group, Mark, Slot, Tiers, View
+from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf
 from lightning_spot.snapshot.shards import Status, registers_of, status
@@ -257,44 +258,33 @@ class Wait:
 
 
 @dataclass(eq=False, slots=True)
-class Deletion:
-    """Something that is not to be at a place any more.
-
-    Attributes:
-        manifest: what.
-        behind: what of its run was owed there when this was asked for, name and commit: it is brought first. What
-            replaces it may be among that: if the machine went between the two, neither would be there.
-    """
-
-    manifest: Manifest
-    behind: dict[str, int]
-
-
-@dataclass(eq=False, slots=True)
 class Destination:
     """What was seen at a place: a directory at storage, or a server, by its URL.
 
     Attributes:
         url: of it.
+        health: how it is doing, for people; its errors are below.
         backoff: what failed there.
         errors: of what fails, by its key, for people.
         deletions: what is not to be there any more.
         newest: what was brought there last, of each run whose older snapshots are still to go.
         begun_s: when a snapshot of each run was last begun.
         took_s: how long the last one took.
-        swept_s: when what killed writers left beside the files of each run was last removed.
         waits: uploads that wait for what others bring, by their keys.
     """
 
     url: str
+    health: TierHealth = field(init=False)
     backoff: BackOff = field(default_factory=BackOff)
     errors: dict[tuple[str, str, str], str] = field(default_factory=dict)
-    deletions: list[Deletion] = field(default_factory=list)
+    deletions: list[Manifest] = field(default_factory=list)
     newest: dict[str, Manifest] = field(default_factory=dict)
     begun_s: dict[str, float] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)
-    swept_s: dict[str, float] = field(default_factory=dict)
     waits: dict[tuple[str, str, str], Wait] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.health = TierHealth.of(self.url)
 
     @property
     def error(self) -> str:
@@ -311,13 +301,9 @@ class Destination:
         self._succeeded(action)
         self.waits.pop(action.key, None)
         if action.kind is Kind.DELETE:
-            self.deletions[:] = [each for each in self.deletions if each.manifest is not action.manifest]
+            self.deletions[:] = [each for each in self.deletions if each is not action.manifest]
         if action.kind is Kind.RETAIN and self.newest.get(action.run) is action.manifest:
             del self.newest[action.run]
-        if action.kind.is_upload:
-            for each in (each for each in self.deletions if key_of(each.manifest) == action.run):
-                if each.behind.get(action.name, action.sequence + 1) <= action.sequence:
-                    del each.behind[action.name]
 
     def failed(self, action: Action, text: str, now_s: float) -> None:
         """Something failed. An upload that did is not counted as begun: it is tried with back-off, not at its pace."""
@@ -350,12 +336,14 @@ class Destination:
     def only(self, wanted: set[tuple[str, str, str]]) -> None:
         """Forget how all went but these: it is not wanted any more."""
         self.backoff.forget(set(wanted))
-        self.errors = {key: text for key, text in self.errors.items() if key in wanted}
+        errors = {key: text for key, text in self.errors.items() if key in wanted}
+        # What failed may have made way for something newer, which was not tried yet: the place fails all the same.
+        self.errors = errors or (self.errors if wanted and self.backoff.failing else {})
         self.waits = {key: wait for key, wait in self.waits.items() if key in wanted}
 
     def forget(self, run: str) -> bool:
         """Forget a run; whether nothing is known of any other."""
-        mine: tuple[dict[str, Any], ...] = (self.newest, self.begun_s, self.took_s, self.swept_s)
+        mine: tuple[dict[str, Any], ...] = (self.newest, self.begun_s, self.took_s)
         for of_run in mine:
             of_run.pop(run, None)
         return not any((*mine, self.deletions, self.waits))
@@ -596,7 +584,7 @@ def awaited(desired: Desired, seen: Observed) -> set[str]:
         if _is_awaited(desired, seen, slot, url, states.get(slot, Status.COMMITTED))
     }
     for url, place in seen.places.items():
-        if any(key_of(each.manifest) == seen.run for each in place.deletions):
+        if any(key_of(each) == seen.run for each in place.deletions):
             found.add(url)
         is_retained = desired.info is not None and seen.run in place.newest
         if is_retained and ("retain", seen.run, "") not in place.errors:
@@ -732,20 +720,14 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
 
 def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
     for url, place in seen.places.items():
-        for each in place.deletions:
-            # What is put again before it ever was put is waited for all the same.
-            waits = each.behind and not each.behind.keys().isdisjoint(owed_names(seen.view, url))
-            if key_of(each.manifest) == seen.run and not waits:
-                yield Action(Kind.DELETE, url, seen.run, manifest=each.manifest)
+        # A file that is owed may be what replaces one that goes: were both away, a crash would leave neither.
+        owes_files = any(slot.snapshot is None and url in urls for slot, urls in seen.view.owed.items())
+        for each in place.deletions if not owes_files else ():
+            if key_of(each) == seen.run:
+                yield Action(Kind.DELETE, url, seen.run, manifest=each)
         # What a run keeps is not guessed: if it is forgotten, that waits until it is opened again.
         if (newest := place.newest.get(seen.run)) is not None and desired.info is not None:
             yield Action(Kind.RETAIN, url, seen.run, manifest=newest)
-
-
-def owed_names(view: View, url: str) -> dict[str, int]:
-    """Name and commit of everything of a run that is owed at a place."""
-    slots = [(slot, slot.manifest) for slot, urls in view.owed.items() if url in urls]
-    return {manifest.snapshot: slot.commit.sequence for slot, manifest in slots if manifest is not None}
 
 
 # -- questions to servers ---------------------------------------------------------------------------------------------

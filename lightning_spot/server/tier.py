@@ -134,14 +134,12 @@ class TierHealth:
         silent: that no byte has moved on a connection to the store, see :mod:`~lightning_spot.store.fsspec_client`.
         dropped, dropped_name: why a snapshot was dropped last instead of being brought there, since it was damaged in
             memory, and its name.
-        failures: failures in a row.
         failures_total: failures so far, of every kind.
         flushed: snapshots and files brought there so far.
         inexact: approximations of snapshots brought there so far; they do not count as these.
         flushed_bytes: bytes of what was flushed.
         flush_s: seconds that took.
         drain_s: seconds that one snapshot takes at present (a moving average); 0 before the first.
-        whole_bytes, delta_bytes, same_bytes: at a server, see :class:`~lightning_spot.server.tier.Sent`.
     """
 
     kind: str = "durable"
@@ -153,16 +151,12 @@ class TierHealth:
     silent: str = ""
     dropped: str = ""
     dropped_name: str = ""
-    failures: int = 0
     failures_total: int = 0
     flushed: int = 0
     inexact: int = 0
     flushed_bytes: int = 0
     flush_s: float = 0.0
     drain_s: float = 0.0
-    whole_bytes: int = 0
-    delta_bytes: int = 0
-    same_bytes: int = 0
 
     @classmethod
     def of(cls, url: str) -> TierHealth:
@@ -185,13 +179,12 @@ class TierHealth:
         """
         self.refused, self.refused_run, self.refused_attempt = str(error), run, attempt
 
-    def took(self, put: Manifest, seconds: float, sent: Sent | None) -> None:
+    def took(self, put: Manifest, seconds: float) -> None:
         """Note that something was brought there.
 
         Args:
             put: what is there now.
             seconds: that took.
-            sent: how its parts, and those of everything before it, went to a server.
         """
         if self.refused_run == key_of(put):  # what was refused while its trainer lived is brought when that is gone
             self.refused = ""
@@ -202,5 +195,3 @@ class TierHealth:
         else:
             self.inexact += 1
         self.drain_s += (_SMOOTHING if self.drain_s else 1.0) * (seconds - self.drain_s)
-        if sent is not None:
-            self.whole_bytes, self.delta_bytes, self.same_bytes = sent.whole_bytes, sent.delta_bytes, sent.same_bytes

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_spot.config import names_server
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -33,23 +34,21 @@ from lightning_spot.server.reconcile import (
     LAST_LOOK_S,
     SURPASSED_S,
     Action,
-    Deletion,
     Kind,
     Servers,
     actions,
-    owed_names,
 )
 from lightning_spot.server.ring import Ring, glance
 from lightning_spot.server.runs import RunInfo, key_of
 from lightning_spot.server.slots import ORPHANED_S, Held, Mark, Slot
-from lightning_spot.server.tier import ServerTier, TierHealth
+from lightning_spot.server.tier import ServerTier
 from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store import commit
 from lightning_spot.store.fences import Standing
 from lightning_spot.store.retention import retain
-from lightning_spot.store.store import SETTLED_S, Store, check_claimed, on_behalf
+from lightning_spot.store.store import Store, check_claimed, on_behalf
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,7 @@ CHECKED_S = 5.0
 
 _IDLE_S = 5.0  # a thread with nothing to do ends after so long
 _JOIN_S = 30.0
+_WORKER = ("worker", "", "")  # what is wrong with the worker of a place, beside the keys of its actions
 _AGAIN_S = 1.0  # how often who waits tries again to have a thread for a tier
 
 Lane = tuple[str, bool]
@@ -116,10 +116,10 @@ class Reconciler(Observations):
     # -- what is wanted -------------------------------------------------------------------------------------------
 
     def delete(self, url: str, manifest: Manifest) -> None:
-        """Delete a snapshot at ``url``, after what is under way there (it cannot reappear) or owed of its run."""
+        """Delete a snapshot or file at ``url``, after what is under way there (it cannot reappear)."""
         run = key_of(manifest)
         with self._ring.changed:
-            self.place(url).deletions.append(Deletion(manifest, owed_names(self._ring.view(run), url)))
+            self.place(url).deletions.append(manifest)
             self._refused.get(run, {}).pop(manifest.name, None)
             self._ring.touch(run)
 
@@ -127,9 +127,9 @@ class Reconciler(Observations):
         """Delete nothing of that name any more: it is committed again, and will be written over."""
         with self._ring.changed:
             for place in self._places.values():
-                meant = [e for e in place.deletions if key_of(e.manifest) == run and e.manifest.name == name]
-                if meant:
-                    place.deletions[:] = [each for each in place.deletions if each not in meant]
+                left = [each for each in place.deletions if (key_of(each), each.name) != (run, name)]
+                if len(left) < len(place.deletions):
+                    place.deletions[:] = left
                     self._ring.touch(run)
             self._refused.get(run, {}).pop(name, None)
 
@@ -158,7 +158,6 @@ class Reconciler(Observations):
             self.serve(run, None)
             for url in [url for url, place in self._places.items() if place.forget(run)]:
                 if (url, False) not in self._workers:
-                    self.health.pop(url, None)
                     del self._places[url]
 
     def leave(self) -> None:
@@ -180,7 +179,7 @@ class Reconciler(Observations):
                 while owed := self.owed(run):
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        return [f"{url}: {self._problem(url)}" for url in sorted(owed)]
+                        return [f"{url}: {self.place(url).error or 'not done in time'}" for url in sorted(owed)]
                     self._ring.changed.wait(min(left, _AGAIN_S))
                     self._start()  # a tier for which there was no thread
             finally:
@@ -208,10 +207,6 @@ class Reconciler(Observations):
             refused = [slot.manifest for slot in slots if slot.manifest is not None and slot.refused]
             found = {item.name: item for item in [*refused, *self._refused.get(run, {}).values()] if item.is_file}
             return list(found.values())
-
-    def _problem(self, url: str) -> str:
-        health = self.health.get(url)
-        return (health.error if health else "") or "not done in time"
 
     # -- who does it ----------------------------------------------------------------------------------------------
 
@@ -274,7 +269,7 @@ class Reconciler(Observations):
         for lane in self._plans.keys() - self._workers.keys() if not self._closed else ():
             url, asks = lane
             if not asks:
-                self.health.setdefault(url, TierHealth.of(url))
+                self.place(url)  # it is seen from now on
             name = f"spot-{'asker' if asks else 'uploader'}-{url}"
             thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
             self._workers[lane] = _Worker(thread, threading.Condition(self._ring.lock))
@@ -282,9 +277,7 @@ class Reconciler(Observations):
                 thread.start()
             except RuntimeError as error:  # no more threads can be had now: it is tried again with the next change
                 del self._workers[lane]
-                self.place(url).errors["thread", "", ""] = str(error)
-                if not asks:
-                    self.health[url].error = str(error)
+                self.place(url).errors[_WORKER] = str(error)
 
     def _work(self, lane: Lane) -> None:
         """Do what is to be done at a place, whatever fails: nothing would be safe after that."""
@@ -302,7 +295,8 @@ class Reconciler(Observations):
             except Exception as error:  # such as want of memory: there may be some again in a moment
                 say(logging.ERROR, "unexpected", UNEXPECTED, about=f"working at {url}", exc_info=True)
                 if not asks:
-                    self.health[url].error = f"{type(error).__name__}: {error}"
+                    with self._ring.changed:
+                        self.place(url).errors[_WORKER] = f"{type(error).__name__}: {error}"
                 time.sleep(_AGAIN_S)
         if asks:
             self._last_word(url)
@@ -328,7 +322,6 @@ class Reconciler(Observations):
                 plan = self._planned(lane)
                 if not asks:
                     self.place(url).only({each.key for each in plan})
-                    self.health[url].error = self.health[url].error if plan else ""  # it is not wanted any more
                 if plan:
                     idle_until_s = now_s + _IDLE_S
                 elif now_s >= idle_until_s:
@@ -420,7 +413,7 @@ class Reconciler(Observations):
                     self.place(url).dropped(action)
                     return
                 seconds = time.monotonic() - started_s
-                self.health[url].took(put, seconds, store.sent if isinstance(store, ServerTier) else None)
+                self.place(url).health.took(put, seconds)
                 self.place(url).took_s[run] = seconds
         with self._ring.changed:
             self.place(url).done(action)
@@ -435,23 +428,19 @@ class Reconciler(Observations):
                 self.hear(servers, server, str(error) if error is not None else "")
 
     def _succeeded(self, url: str) -> None:
-        health, place = self.health[url], self.place(url)
-        if health.failures and not place.backoff.failing:
+        if not self.place(url).backoff.failing:
             recovered("upload-failing", "{about} works again", about=url)
-            health.failures = 0
-        health.error = place.error
 
     def _failed(self, action: Action, error: Exception) -> None:
         with self._ring.changed:
-            health, place = self.health[action.url], self.place(action.url)
+            place = self.place(action.url)
             why = f"{action.kind.value} {action.name}: {error or type(error).__name__}"
             # A failing server is logged with the number of servers that are left.
-            if health.kind != "server" or any(slot.commit.places is not None for slot in action.slots):
+            if not names_server(action.url) or any(slot.commit.places is not None for slot in action.slots):
                 text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
                 say(logging.WARNING, "upload-failing", text, about=action.url, why=why)
             place.failed(action, why, time.monotonic())
-            health.error = place.error
-            health.failures, health.failures_total = health.failures + 1, health.failures_total + 1
+            place.health.failures_total += 1
         self._heard(action, error)
 
     def _put_off(self, store: Store | None, action: Action, error: PutOff) -> None:
@@ -492,7 +481,7 @@ class Reconciler(Observations):
         with self._ring.changed:
             self.place(url).done(action)
             if action.kind.is_upload:
-                self.health[url].refuses(error, action.run, attempt)
+                self.place(url).health.refuses(error, action.run, attempt)
                 self._ring.mark(Held.of(action.slots), url, Mark.REFUSED)
                 if action.about.is_file:
                     self._refused.setdefault(action.run, {})[action.about.name] = action.about
@@ -622,7 +611,7 @@ class TierUpload:
         self._retain(action, whole)
         self._ring.mark(held, action.url, Mark.SAFE)
         if whole.is_file:
-            self._sweep_files(store, action)
+            self._sweep_files(store)
         elif action.about.shard is not None:
             self._ring.mark_committed(action.run, whole.lineage, whole.order)
         return whole
@@ -670,13 +659,8 @@ class TierUpload:
                         self._ring.drop(action.run, manifest.name)
         return is_intact
 
-    def _sweep_files(self, store: Store, action: Action) -> None:
-        """Remove what killed writers left beside a user's files: with the first put there, and now and then."""
-        with self._ring.changed:
-            swept_s, now_s = self._seen.place(action.url).swept_s, time.monotonic()
-            if now_s - swept_s.get(action.run, float("-inf")) < SETTLED_S:
-                return
-            swept_s[action.run] = now_s
+    def _sweep_files(self, store: Store) -> None:
+        """Remove what killed writers left beside a user's files."""
         try:
             store.sweep_files()
         except SpotError as error:

@@ -127,7 +127,7 @@ def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: 
         upload = pair.near.server.lease(RUN, 1, len(image), wait_s=60)
         upload.slot.view(len(image))[:] = image
         pair.near.server.seal(upload.id, manifest_of(2, 1, len(image)))
-        until(lambda: any(health.failures for health in pair.near.server.tiers().values()), "the put to fail")
+        until(lambda: any(health.failures_total for health in pair.near.server.tiers().values()), "the put to fail")
         assert [manifest.step for slot in pair.far.server.committed(RUN) if (manifest := slot.manifest)] == [1]
         proxy.cut_after = None
         assert pair.near.flush() == []

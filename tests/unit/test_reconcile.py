@@ -13,7 +13,6 @@ import pytest
 
 from lightning_spot.server.reconcile import (
     Action,
-    Deletion,
     Desired,
     Destination,
     Kind,
@@ -212,12 +211,20 @@ SITUATIONS = {
         ----
         put shards 2 storage @1000.5
     """,
-    "a deletion waits for what was owed before it": """
+    "a deletion waits for no snapshot": """
         run live
-        place storage deletes=1 behind=2
+        place storage deletes=1
         slot 2
         ----
+        delete 1 storage
         put 2 storage
+    """,
+    "a deletion waits for a file that may replace what goes": """
+        run live
+        place storage deletes=1
+        file best.ckpt
+        ----
+        put best.ckpt storage
     """,
     "older ones go once the newest is there": """
         run live
@@ -280,8 +287,7 @@ class Situation:
             action = Action(Kind(kind), url, RUN_ID, manifest=self.manifest(step.rstrip("c"), words))
             place.failed(action, "it failed", self.now_s)
         if "deletes" in fields:
-            behind = {manifest_of(int(fields["behind"])).name: 1} if "behind" in fields else {}
-            place.deletions.append(Deletion(manifest_of(int(fields["deletes"])), behind))
+            place.deletions.append(manifest_of(int(fields["deletes"])))
         if "newest" in fields:
             place.newest[RUN_ID] = manifest_of(int(fields["newest"]))
 
