@@ -271,24 +271,23 @@ class _Settling:
         if isinstance(value, tuple):
             items = [self.settled(item) for item in value]
             return tuple.__new__(type(value), items) if _differ(items, value) else value
-        if isinstance(value, list):
-            items = [self.settled(item) for item in value]
-            if _differ(items, value):
-                value[:] = items
-        elif isinstance(value, dict):
-            keys, items = ([self.settled(item) for item in half] for half in (value.keys(), value.values()))
-            if _differ(keys, value.keys()) or _differ(items, value.values()):
-                value.clear()
-                for key, item in zip(keys, items, strict=True):  # a Counter would count them in update()
-                    value[key] = item
-        elif isinstance(value, set):
+        if isinstance(value, dict):
+            self._settle_items(value)
+        elif isinstance(value, (list, set)):
             items = [self.settled(item) for item in value]
             if _differ(items, value):
                 value.clear()
-                value.update(items)
+                value.extend(items) if isinstance(value, list) else value.update(items)
         if not isinstance(value, (type, types.FunctionType)):  # those are torch's, or the user's
             self.settled(getattr(value, "__dict__", None))
         return value
+
+    def _settle_items(self, value: dict[Any, Any]) -> None:
+        keys, items = ([self.settled(item) for item in half] for half in (value.keys(), value.values()))
+        if _differ(keys, value.keys()) or _differ(items, value.values()):
+            value.clear()
+            for key, item in zip(keys, items, strict=True):
+                value[key] = item  # noqa: PERF403 # a Counter would count them in update()
 
     def _value(self, placeholder: Placeholder) -> Any:
         """The plain value that it stands for; itself, if it is none, or none as its class writes it."""
@@ -484,9 +483,9 @@ _FILLED = {
 
 _DETOUR = "torch._tensor._rebuild_from_type_v2"
 _OF_TORCH = ("torch.", "collections.")
-_PLAIN_OPS = frozenset(["BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE", "SHORT_BINSTRING"])
-_NUMBER_OPS = frozenset(["BININT", "BININT1", "BININT2", "LONG1"])
 _EMPTY_OPS = {"EMPTY_DICT": "dict", "EMPTY_LIST": "list", "EMPTY_SET": "set"}
+_PLAIN_OPS = ("BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE", "SHORT_BINSTRING", "BININT", "BININT1", "BININT2", "LONG1")
+_PUSH_OPS = frozenset([*_PLAIN_OPS, *_EMPTY_OPS, "BINGET", "LONG_BINGET", "BINUNICODE", "GLOBAL"])
 _TUPLE_OPS = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _POP_OPS = {"APPEND": 1, "BUILD": 1, "SETITEM": 2}
 
@@ -506,9 +505,6 @@ class _Made(NamedTuple):
     items: tuple[str, ...] = ()
     depth: int = 0
     met: int = 1
-
-
-_ANY = _Made("")
 
 
 def _check_bounds(file: IO[bytes] | str) -> None:
@@ -547,14 +543,8 @@ def _follow(pickled: bytes) -> None:
         name = opcode.name
         if name in ("BINPUT", "LONG_BINPUT"):
             memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name == "BINUNICODE":
-            stack.append(_Made("latin1" if argument == "latin1" else "text"))
-        elif name in _PLAIN_OPS or name in _NUMBER_OPS:
-            stack.append(_ANY)
-        elif name in _EMPTY_OPS:
-            stack.append(_Made(_EMPTY_OPS[name]))
+        elif name in _PUSH_OPS:
+            stack.append(_pushed(name, argument, memo))
         elif name == "MARK":
             marked.append(stack)
             stack = []
@@ -566,27 +556,43 @@ def _follow(pickled: bytes) -> None:
             stack[first:] = [_tuple(stack[first:], len(pickled))]
         elif name in ("APPENDS", "SETITEMS"):
             stack = marked.pop()
-        elif name == "BUILD" and stack[-2].kind == "made" and stack[-1].kind not in ("dict", "list", "tuple"):
-            raise _refused("gives a state that torch.save does not write")
         elif name in _POP_OPS:
+            _check_state(name, stack)
             del stack[-_POP_OPS[name] :]
         elif name == "BINPERSID":
             stack[-1] = _Made("made")
-        elif name == "GLOBAL":
-            stack.append(_Made(_global(argument)))
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, called = stack.pop(), stack.pop()
             stack.append(_call(called, arguments))
-        elif name == "LONG4":
-            raise NotSerializableError(
-                "the file has an integer of more than 255 bytes, which torch does not read. It is not loaded. Keep"
-                " such a number as text"
-            )
         elif name not in ("PROTO", "STOP"):
-            raise NotSerializableError(
-                f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"
-                " without pickle_protocol"
-            )
+            raise _not_written(name)
+
+
+def _check_state(name: str, stack: list[_Made]) -> None:
+    if name == "BUILD" and stack[-2].kind == "made" and stack[-1].kind not in ("dict", "list", "tuple"):
+        raise _refused("gives a state that torch.save does not write")
+
+
+def _pushed(name: str, argument: Any, memo: Mapping[int, _Made]) -> _Made:
+    """What an opcode of ``_PUSH_OPS`` puts on the stack."""
+    if name in ("BINGET", "LONG_BINGET"):
+        return memo[argument]
+    if name == "BINUNICODE":
+        return _Made("latin1" if argument == "latin1" else "text")
+    return _Made(_global(argument)) if name == "GLOBAL" else _Made(_EMPTY_OPS.get(name, ""))
+
+
+def _not_written(name: str) -> NotSerializableError:
+    """The error for an opcode that our files do not have."""
+    if name == "LONG4":
+        return NotSerializableError(
+            "the file has an integer of more than 255 bytes, which torch does not read. It is not loaded. Keep"
+            " such a number as text"
+        )
+    return NotSerializableError(
+        f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"
+        " without pickle_protocol"
+    )
 
 
 def _tuple(items: Iterable[_Made], nbytes: int) -> _Made:

@@ -18,7 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_spot.patches import Patches
 from lightning_spot.say import say
 from lightning_spot.state import compat, logged_values, namespaces
-from lightning_spot.state.compare import is_drawn
 from lightning_spot.store.fsspec_client import forget_listings
 
 if TYPE_CHECKING:
@@ -198,16 +197,6 @@ def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
         )
     if any(True for _ in _callbacks(trainer, "ThroughputMonitor")):
         yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
-
-
-def what_has_a_passing_folder(trainer: pl.Trainer) -> Iterator[str]:
-    """One sentence on the folders of best models that are likely to be others in the next start."""
-    for _, callback in _callbacks(trainer, "ModelCheckpoint"):
-        if callback.monitor is not None and is_drawn(str(callback.dirpath or "")):
-            yield (
-                f"ModelCheckpoint saves its best models in {callback.dirpath}, which looks like another folder in each"
-                " start: a resume knows them only while that is there. Give it a dirpath that stays"
-            )
 
 
 def what_goes_by_the_clock(trainer: pl.Trainer) -> Iterator[str]:

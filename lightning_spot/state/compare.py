@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,12 +46,6 @@ _CLOCKS = frozenset(
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _MOMENT = re.compile(r"\d{4}-?\d\d-?\d\d([T_ /-]?\d\d[-:_]?\d\d([-:_]?\d\d(\.\d+)?)?)?")
 """A time; with a slash in it, as Hydra names its folders."""
-_RANDOM_ID = re.compile(
-    r"(?<![0-9A-Za-z])(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{12,})"
-    r"(?![0-9A-Za-z])",
-    re.IGNORECASE,
-)
-"""A UUID, or digits of a hash or of ``secrets.token_hex``."""
 _RECENT_S = 30 * 86400.0
 _MOST_SHOWN = 80
 
@@ -97,20 +90,13 @@ def compare(left: Any, right: Any, path: str = "", within: tuple[int, ...] = ())
     """
     if any(part in path for part in IGNORED):
         return
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if (text := _tensors_differ(left, right)) is not None:
-            yield Difference(path, text)
-    elif isinstance(left, Placeholder) and isinstance(right, Placeholder):
+    if _are_alike(left, right) and left.dtype.hasobject:  # its bytes are addresses
+        left, right = left.tolist(), right.tolist()
+    if isinstance(left, Placeholder) and isinstance(right, Placeholder):
         if kind_of(left) != kind_of(right):
             yield Difference(path, f"{kind_of(left)} and {kind_of(right)}")
         if id(left) not in within:  # it may hold itself
             yield from compare(_content(left), _content(right), path, (*within, id(left)))
-    elif isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        same_form = left.dtype == right.dtype and left.shape == right.shape
-        if same_form and left.dtype.hasobject:  # its bytes are addresses
-            yield from compare(left.tolist(), right.tolist(), path, within)
-        elif not same_form or left.tobytes() != right.tobytes():
-            yield Difference(path, f"arrays of {left.dtype} {left.shape} and {right.dtype} {right.shape} differ")
     elif isinstance(left, dict) and isinstance(right, dict):
         yield from _compare_dicts(left, right, path, within)
     elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
@@ -118,8 +104,24 @@ def compare(left: Any, right: Any, path: str = "", within: tuple[int, ...] = ())
             yield Difference(path, f"{len(left)} items and {len(right)}")
         for index, pair in enumerate(zip(left, right, strict=False)):
             yield from compare(*pair, f"{path}[{index}]", within)
-    elif not _equal(left, right):
-        yield Difference(path, f"{shown(left)} and {shown(right)}", _is_of_the_run(path, left, right))
+    elif (text := _difference(left, right)) is not None:
+        yield Difference(path, text, _is_of_the_run(path, left, right))
+
+
+def _are_alike(left: Any, right: Any) -> bool:
+    """Whether they are two arrays of one form."""
+    are_arrays = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
+    return are_arrays and left.dtype == right.dtype and left.shape == right.shape
+
+
+def _difference(left: Any, right: Any) -> str | None:
+    """How two values without parts differ; ``None`` if they are equal."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return _tensors_differ(left, right)
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        is_equal = _are_alike(left, right) and left.tobytes() == right.tobytes()
+        return None if is_equal else f"arrays of {left.dtype} {left.shape} and {right.dtype} {right.shape} differ"
+    return None if _equal(left, right) else f"{shown(left)} and {shown(right)}"
 
 
 def _compare_dicts(
@@ -166,12 +168,6 @@ def _is_folder(text: str) -> bool:
 def without_moments(text: str) -> str:
     """A string without the times in it, and of a path the last part."""
     return str(_last_part(_MOMENT.sub("", text).rstrip(os.sep)))
-
-
-def is_drawn(folder: str) -> bool:
-    """Whether the path of a folder looks as if it were another one in each start."""
-    is_temporary = re.search(rf"{re.escape(tempfile.gettempdir())}/tmp[a-z0-9_]{{8}}(/|$)", folder) is not None
-    return is_temporary or bool(_MOMENT.search(folder) or _RANDOM_ID.search(folder))
 
 
 def _is_recent(value: Any) -> bool:

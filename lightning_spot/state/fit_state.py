@@ -137,8 +137,7 @@ class FitState(PerTrainer):
             *parts.hooked.what_is_apart(),
         ]
         clock, alone = builtin_callbacks.what_goes_by_the_clock, builtin_callbacks.what_lightning_alone_keeps
-        at_start = builtin_callbacks.what_has_a_passing_folder
-        found = [*reasons, *clock(trainer), *alone(trainer), *(anew if due else at_start(trainer))]
+        found = [*reasons, *clock(trainer), *alone(trainer), *(anew if due else [])]
         say_not_exact([*restoring.findings, *restoring.what_has_other_data(), *found])
         restoring.go_on_without_batch()
 
