@@ -135,7 +135,7 @@ class Epoch:
         self.at_iter = self._random()
         self.made_of = made_of(loader)
         self.workers_draw = self._draws_at_start()
-        self.workers_changed: list[str] = []
+        self.workers_change = False
         self.at_first: State | None = None
         self.first_batch: str | None = None
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
@@ -184,8 +184,7 @@ class Epoch:
         watch = watch_of(self.loader)
         data: State = {"data": self.own.changed_data(), "made_of": self.made_of, "first_batch": self.first_batch}
         data |= {"workers_draw": True if watch is not None and watch.draws else self.workers_draw}
-        changed = [*self.workers_changed, *(watch.changed if watch is not None else ())]
-        data |= {"workers_changed": sorted(set(changed))}
+        data |= {"workers_change": self.workers_change or (watch is not None and watch.changes)}
         along = self.indices is not None and self.indices.draws_along
         lost = self.workers is not None and self.workers.is_lost
         flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along, "workers_lost": lost}
@@ -236,7 +235,7 @@ class ResumedEpoch(Epoch):
         self.exhausted = resume.get("exhausted", False)
         self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
         self.workers_draw = resume["workers_draw"] if "at_iter" in resume else self._draws_at_start()
-        self.workers_changed = resume.get("workers_changed", [])
+        self.workers_change = resume.get("workers_change", False)
         self.made_of = resume["made_of"]
         self.first_batch = resume.get("first_batch")
         self._ahead = None if has_length(loader) else self._state
@@ -247,8 +246,8 @@ class ResumedEpoch(Epoch):
         self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
         self._due_random = False
         self._lost: list[str] = resume.get("data", [])
-        named = self.workers_changed if self.has_other_workers else []
-        self._lost += [name for name in (workers.lost() if workers is not None else []) if name not in named]
+        if workers is not None and not (self.workers_change and self.has_other_workers):  # which is named by itself
+            self._lost += workers.lost()
         self._begins_otherwise = False
         self._ended: Any = None
         self._loaded: list[tuple[Any, str, Any, Any]] = []
@@ -713,7 +712,7 @@ def _what_workers_lack(epoch: Epoch | None, why: str, do: str) -> Iterator[str]:
     if not isinstance(epoch, ResumedEpoch) or not epoch.has_other_workers:
         return
     what = ["draw random numbers"] if epoch.workers_draw else []
-    what += [f"change {', '.join(epoch.workers_changed)}"] if epoch.workers_changed else []
+    what += ["change the data"] if epoch.workers_change else []
     if epoch.workers_draw is None:
         what = ["may draw random numbers or change the data"]
     if what:

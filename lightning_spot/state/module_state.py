@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, repeat
 from types import MethodType
@@ -94,48 +93,18 @@ _NOT_THERE, _NOT_LOOKED_AT = object(), object()
 # -- what has changed -------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Names:
-    """Names of values that were changed.
+Names = set[tuple[str, ...]]
+"""Of values that were changed: of parameters, settings of the Trainer, and attributes by the module's name."""
 
-    Attributes:
-        trains: of parameters.
-        attributes: of attributes, by the module's name.
-        settings: of the Trainer's settings.
-    """
 
-    trains: set[str] = field(default_factory=set)
-    attributes: dict[str, set[str]] = field(default_factory=dict)
-    settings: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, saved: State | None) -> Names:
-        """Those in what :meth:`saved`, or :meth:`ModuleState.capture`, returned; none of ``None``."""
-        if saved is None:
-            return cls()
-        attributes = {module: set(names) for module, names in saved["attributes"].items()}
-        return cls(set(saved["trains"]), attributes, set(saved["settings"]))
-
-    def saved(self) -> State:
-        """The names as values that load with ``weights_only=True``, always in one order."""
-        attributes = {module: sorted(names) for module, names in sorted(self.attributes.items())}
-        return {"trains": sorted(self.trains), "attributes": attributes, "settings": sorted(self.settings)}
-
-    def update(self, more: Names) -> None:
-        """Add those of ``more``."""
-        self.trains |= more.trains
-        self.settings |= more.settings
-        for module, names in more.attributes.items():
-            self.attributes.setdefault(module, set()).update(names)
-
-    def common(self, other: Names) -> Names:
-        """Those that are in both."""
-        attributes = {
-            module: names & other.attributes[module]
-            for module, names in self.attributes.items()
-            if module in other.attributes
-        }
-        return Names(self.trains & other.trains, attributes, self.settings & other.settings)
+def names_in(captured: State) -> Names:
+    """The names of what :meth:`ModuleState.capture` found to be changed."""
+    attributes = captured["attributes"].items()
+    return {
+        *(("trains", name) for name in captured["trains"]),
+        *(("settings", name) for name in captured["settings"]),
+        *(("attributes", module, name) for module, own in attributes for name in own),
+    }
 
 
 class Attributes:
@@ -259,7 +228,7 @@ class ModuleState:
     """
 
     def __init__(self) -> None:
-        self.before = Names()
+        self.before: Names = set()
         self.lost: set[str] = set()
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, Attributes] = {}
@@ -268,8 +237,9 @@ class ModuleState:
         self._waiting: dict[str, State] = {}  # attributes of modules, until the next data sets are made
         self._kinds: dict[str, type] = {}
         self._captured = 0
-        self._addresses: list[tuple[int, int]] = []  # of parameters and buffers, when sharing was looked at
+        self._registered: list[tuple[int, int, bool]] = []  # parameters and buffers, when sharing was looked at
         self._shared: Groups = []
+        self._untrained: list[str] = []
         self._apart: list[str] = []  # what shares memory otherwise than in the training before
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -289,10 +259,14 @@ class ModuleState:
             modules: all of the trainer's module.
         """
         before, known, modules = self.before, self._modules, list(modules)
+        attributes_before: dict[str, set[str]] = defaultdict(set)
+        for kind, *place in before:
+            if kind == "attributes":
+                attributes_before[place[0]].add(place[1])
         changed, detector = {}, ChangeDetector([part for _, part in modules])
         for name, part in _parts(modules):
             if name in known:
-                changed[name] = known[name].changed(part, before.attributes.get(name, ()), detector)
+                changed[name] = known[name].changed(part, attributes_before[name], detector)
                 self.lost |= known[name].lost
                 self._makes_data |= {name} if known[name].has_made_data else set()
         others = (name for name, part in modules if self._kinds.get(name) is not type(part))
@@ -303,26 +277,28 @@ class ModuleState:
             changed[name] = {**changed.get(name, {}), **values}
         trains, settings = _trains(modules).items(), _settings(trainer)
         return {
-            "trains": {name: on for name, on in trains if self._trains.get(name, on) != on or name in before.trains},
+            "trains": {
+                name: on for name, on in trains if self._trains.get(name, on) != on or ("trains", name) in before
+            },
             "attributes": {name: values for name, values in changed.items() if values},
             "shared": self._shared,
-            "untrained": untrained_by_optimizers(trainer),
+            "untrained": self._untrained,
             "made_data": sorted(self._makes_data),
             "settings": {
                 name: value
                 for name, value in settings.items()
-                if name in before.settings or self._settings.get(name, _NOT_THERE) != value
+                if ("settings", name) in before or self._settings.get(name, _NOT_THERE) != value
             },
-            "before": before.saved(),
+            "before": sorted(before),
         }
 
     def _look_what_is_shared(self, trainer: pl.Trainer, *, keeps: bool) -> None:
         """Look where it may have changed, else in fewer and fewer snapshots: each tensor is asked for its address."""
         self._captured += 1
-        registered = _registered(trainer.lightning_module).values()
-        addresses = [(id(value), storage_address(value)) for value in registered]
-        if keeps or addresses != self._addresses or self._captured & (self._captured - 1) == 0:
-            self._addresses = addresses
+        values = _registered(trainer.lightning_module).values()
+        registered = [(id(value), storage_address(value), value.requires_grad) for value in values]
+        if keeps or registered != self._registered or self._captured & (self._captured - 1) == 0:
+            self._registered, self._untrained = registered, untrained_by_optimizers(trainer)
             self._shared = groups_of(owners_of(trainer.lightning_module), outside_of(trainer))
 
     def restore(self, trainer: pl.Trainer, saved: State, *, untrained: bool = False) -> None:
@@ -333,7 +309,7 @@ class ModuleState:
             saved: what was captured.
             untrained: whether nothing is left to train.
         """
-        self.before.update(Names.of(saved["before"]))
+        self.before |= {tuple(name) for name in saved["before"]}
         module = trainer.lightning_module
         parameters = dict(module.named_parameters())
         for name, trains in saved["trains"].items():
@@ -697,14 +673,14 @@ class PreTrainingEffects(OfTrainer):
         self._hooked, self._buffers = hooked, buffers
         self._first: ModuleState | None = None
         self._before = ModuleState()
-        self._since = Names()
+        self._since: Names = set()
         self._lost: set[str] = set()
         self._marks: Marks = {}
 
     def begins(self) -> None:
         """Note how everything is. Further calls do nothing until :meth:`ends`."""
         if self._first is None:
-            self._since = Names()
+            self._since = set()
             self._run(self._begin)
             self._first = self._before
 
@@ -732,20 +708,17 @@ class PreTrainingEffects(OfTrainer):
         self._marks = marks_of(self._trainer.lightning_module)
 
     def _end(self) -> None:
-        self._since.update(self._changed(self._before))
+        self._since |= names_in(self._captured(self._before))
         self._lost |= self._before.lost
         self._buffers.note_changed(self._trainer.lightning_module, self._marks)
 
     def _note_since(self, first: ModuleState) -> None:
         hooked, found = self._hooked, self._captured(first)
-        hooked.before.update(self._since.common(Names.of(found)))
+        hooked.before |= self._since & names_in(found)
         hooked.lost |= self._lost & first.lost
 
     def _captured(self, values: ModuleState) -> State:
         return values.capture(self._trainer, list(self._trainer.lightning_module.named_modules()))
-
-    def _changed(self, values: ModuleState) -> Names:
-        return Names.of(self._captured(values))
 
     def follow_tuners(self, patches: Patches) -> None:
         """Note what their trials change."""

@@ -126,10 +126,9 @@ class OwnState:
         """Names of attributes that are not as they were at first, and that neither a state nor a snapshot holds."""
         return sorted({*self.refused, *(_name(path, name) for path, lost, _ in self._changed() for name in lost)})
 
-    def changed_names(self) -> list[str]:
-        """Names of all attributes that are not as they were at first, but for epochs, which programs tell data."""
-        changed = ((path, name) for path, lost, kept in self._changed() for name in (*lost, *kept))
-        return [_name(path, name) for path, name in changed if name not in _EPOCHS]
+    def has_changed(self) -> bool:
+        """Whether an attribute is not as it was at first, but for epochs, which programs tell data."""
+        return any(name not in _EPOCHS for _, lost, kept in self._changed() for name in (*lost, *kept))
 
     def _changed(self) -> Iterator[tuple[str, State, State]]:
         """Of each object the attributes that have changed: those that do not come back, and copies of those that do."""
@@ -301,12 +300,8 @@ def _put(holder: Any, name: str, saved: Any) -> None:
     """Set a value, in place where an iterator may hold it."""
     present: Any = _fields(holder).get(name)
     value = whole(saved)
-    if isinstance(value, torch.Tensor) and isinstance(present, (list, np.ndarray)):  # of an earlier version
-        value = value.tolist() if isinstance(present, list) else value.numpy()
     are_tensors = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
-    if isinstance(present, torch.Tensor) and type(value) is int:  # likewise, an epoch
-        present.fill_(value)
-    elif are_tensors and (present.shape, present.dtype) == (value.shape, value.dtype) and not present.requires_grad:
+    if are_tensors and (present.shape, present.dtype) == (value.shape, value.dtype) and not present.requires_grad:
         present.copy_(value)
     elif isinstance(present, np.ndarray) and isinstance(value, np.ndarray) and present.shape == value.shape:
         present[...] = value

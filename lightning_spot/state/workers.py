@@ -168,7 +168,7 @@ class WorkerWatch:
         self.answers = False
         self.states: list[State] = []
         self._draws = _shared(torch.zeros(1, dtype=torch.bool))
-        self._changed = _shared(torch.zeros(loader.num_workers, _MOST_TEXT, dtype=torch.uint8))
+        self._changes = _shared(torch.zeros(1, dtype=torch.bool))
         self._own: OwnState | None = None
         self._random: Any = None
         self._drawn: Any = None
@@ -180,10 +180,9 @@ class WorkerWatch:
         return bool(self._draws)
 
     @property
-    def changed(self) -> list[str]:
-        """Names of attributes of the data that one of them was seen to change."""
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in self._changed]
-        return [name for text in texts for name in text.split()]
+    def changes(self) -> bool:
+        """Whether one of them was seen to change attributes of the data."""
+        return bool(self._changes)
 
     def values(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """What the loader's attributes are while it makes workers."""
@@ -211,17 +210,16 @@ class WorkerWatch:
             state = {**capture_random(), "own": self._own.capture(), "data": self._own.changed_data()}
             return {"worker": info.id, _STATE: state}
         batch = self._collate(samples)
-        self._note(self._own, info.id)
+        self._note(self._own)
         return batch
 
-    def _note(self, own: OwnState, worker: int) -> None:
+    def _note(self, own: OwnState) -> None:
         self._batches += 1
         looks = self._batches & (self._batches - 1) == 0  # into the data, in fewer and fewer batches
         if not self._draws and (random_now() != self._random or (looks and own.drawn() != self._drawn)):
             self._draws.fill_(True)
-        if looks and (changed := own.changed_names()):
-            text = list("\n".join(changed).encode()[:_MOST_TEXT])
-            self._changed[worker % len(self._changed), : len(text)] = torch.tensor(text, dtype=torch.uint8)
+        if looks and own.has_changed():
+            self._changes.fill_(True)
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,7 +227,6 @@ def _shared(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.share_memory_()  # type: ignore[no-untyped-call,no-any-return]
 
 
-_MOST_TEXT = 2**12
 _WATCHES: WeakKeyDictionary[Any, WorkerWatch] = WeakKeyDictionary()
 _MADE_LATE: WeakSet[Any] = WeakSet()
 """Loaders whose workers an earlier attempt had by now, and which make theirs where the first batch is asked for."""

@@ -535,7 +535,7 @@ COPIES = {
         "had changed dataset.source",
     ),
     "an open file": (Handled, lasting, StopAt(8), ""),
-    "by its state": (Queued, buffer_of, StopAt(8), "workers of Kept change dataset.filled, dataset.queue"),
+    "by its state": (Queued, buffer_of, StopAt(8), "workers of Kept change the data"),
     "an open file, by its state": (Handled, buffer_of, StopAt(8), "workers of Kept draw random numbers, which"),
 }
 
@@ -567,7 +567,7 @@ def own_sampler(data: Any) -> Any:
     return DataLoader(data, m.BATCH, sampler=Weights(data), **WORKERS["2"])
 
 
-CHANGED = "workers of DataLoader change dataset.filled, dataset.queue, which"
+CHANGED = "workers of DataLoader change the data, which"
 DRAWN = "workers of DataLoader draw random numbers, which"
 SOUGHT: dict[str, tuple[Callable[[], Any], Callable[[], pl.Callback], str]] = {
     "changes": (lambda: fleeting(Queued()), lambda: StopAt(8), CHANGED),
