@@ -38,7 +38,6 @@ from lightning_spot.config import read_environment, why_weak
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SettingsError, SnapshotFailedError, SpotError
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import Survey
 from lightning_spot.say import recovered, say
 from lightning_spot.server.host import Host
 from lightning_spot.server.runs import RunInfo
@@ -137,7 +136,6 @@ class Coordinator(OfTrainer):
         interval: what the interval has measured, for a later attempt.
 
     Attributes:
-        found: what the tiers hold, on rank 0; ``None`` before they were asked.
         attempt: that writes; ``None`` before it has begun and when it is finished.
         number: of the attempt, from 1; 0 before it has begun.
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
@@ -155,7 +153,6 @@ class Coordinator(OfTrainer):
         interval: Callable[[], dict[str, Any]],
     ) -> None:
         super().__init__(trainer)
-        self.found: Survey | None = None
         self.attempt: Attempt | None = None
         self.number, self.begun_step = 0, -1
         self.iterations = Iterations(trainer, settings.copy_mode)
@@ -205,7 +202,7 @@ class Coordinator(OfTrainer):
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
-    def look(self) -> Survey:
+    def look(self) -> None:
         """On rank 0: open the ring, and ask all tiers what they hold."""
         self._location.check()
         if why := why_weak(read_environment().token):
@@ -214,8 +211,7 @@ class Coordinator(OfTrainer):
             raise SettingsError("what several ranks write is not approximated: leave lossy= out with a sharded model")
         # First: it takes over what a killed server left in memory.
         self._host = open_host(self._location, self._settings.ring)
-        self.found = self._resume.look(self._location)
-        return self.found
+        self._resume.look(self._location)
 
     def begin(self) -> None:
         """Begin the next attempt of the run, once it is decided what it goes on from. Every rank calls it."""
@@ -251,9 +247,9 @@ class Coordinator(OfTrainer):
             return attempt
 
     def _attempt_at(self, host: Host) -> Attempt:
-        assert self.found is not None
-        look, schedule = self._resume.trial(), self.iterations.schedule
-        return Attempt.begin(self.found, host, self._settings.ring, self._layouter, look, schedule)
+        found, look, schedule = self._resume.found, self._resume.trial(), self.iterations.schedule
+        assert found is not None
+        return Attempt.begin(found, host, self._settings.ring, self._layouter, look, schedule)
 
     def _open_ring(self, info: RunInfo) -> Host:
         """On another rank than 0: open the ring that it writes into."""
@@ -282,8 +278,7 @@ class Coordinator(OfTrainer):
         return CheckpointLayouter(info.token)
 
     def let_go(self) -> None:
-        """Let go of what was found, whose connections stay open else, and of the ring if no attempt has begun."""
-        self.found = None
+        """Let go of the ring if no attempt has begun."""
         host, self._host = self._host, None
         if host is not None:
             leave(host)

@@ -26,8 +26,6 @@ from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
 from lightning_spot.errors import (
     ModelChangedError,
-    ServerRefusedError,
-    ServerUnreachableError,
     SettingsError,
     SpotError,
     TierReason,
@@ -75,7 +73,7 @@ class Resume(OfTrainer):
         chosen: the snapshot it goes on from; ``None`` before the choice, for a fresh start, or with a ``ckpt_path``.
         attempt: number of the attempt that goes on, 0 while it is not known.
         run_id: identity of the run; ``""`` while it is not known, or where no snapshots are taken.
-        snapshots: what the tiers had of the run when this ``fit`` began, newest first; on rank 0.
+        found: what the tiers had of the run when this ``fit`` began, on rank 0; ``None`` before they were asked.
         took_s: seconds that finding and reading the snapshot took; 0 for a fresh start.
         lineage: of the training state that was loaded, ``None`` for a fresh start.
         on_failure: what is done where resumes from the newest snapshot have failed.
@@ -89,12 +87,11 @@ class Resume(OfTrainer):
         self.chosen: ResumedFrom | None = None
         self.attempt = 0
         self.run_id = ""
-        self.snapshots: list[Manifest] = []
         self.took_s = 0.0
         self.lineage: str | None = None
         self.interval: dict[str, Any] | None = None
         self.on_failure: OnResumeFailure = "error"
-        self._found: Survey | None = None
+        self.found: Survey | None = None
         self._trusts = False
         self._is_loaded = False
         self._has_trained = False
@@ -143,30 +140,32 @@ class Resume(OfTrainer):
             return
         if any(getattr(part, "writes", False) for part in parts_of(self._trainer)):
             location.check()  # before it is asked, again and again, why it does not answer
-        self._found = survey(location)
+        self.found = survey(location)
 
     def let_go(self) -> None:
         """Let go of what the tiers have, and with it of connections to servers."""
         self._patches.close()
-        self._found = None
+        self.found = None
 
-    def look(self, location: Location) -> Survey:
-        """Ask all tiers what they hold of the run. On rank 0."""
-        if self._found is None:
-            self._found = survey(location)
-        self.snapshots = [manifest for manifest, _ in self._found.candidates]
-        return self._found
+    def look(self, location: Location) -> None:
+        """Ask all tiers what they hold of the run, unless they were asked. On rank 0."""
+        if self.found is None:
+            self.found = survey(location)
 
-    def when_decided(self, found: Survey | None, action: Callable[[], None]) -> None:
+    @property
+    def snapshots(self) -> list[Manifest]:
+        """What the tiers had when this ``fit`` began, newest first; on rank 0."""
+        return [manifest for manifest, _ in self.found.candidates] if self.found is not None else []
+
+    def when_decided(self, action: Callable[[], None]) -> None:
         """Do what needs to know what is resumed: at once if nothing is left to decide, on every rank.
 
         No attempt begins, and claims the directory, before it is known that no resume depends on it.
 
         Args:
-            found: what the tiers hold, on rank 0.
             action: what to do.
         """
-        in_doubt = self._trainer.strategy.broadcast(found is not None and doubt(found) is not None)
+        in_doubt = self._trainer.strategy.broadcast(self.found is not None and doubt(self.found) is not None)
         if in_doubt and self.is_wanted():
             self._then.append(action)
         else:
@@ -189,7 +188,7 @@ class Resume(OfTrainer):
         if not self.is_wanted():
             Agreement(trainer).on_rank_zero(lambda: self._refuse(location))
             return location
-        found = self._found
+        found = self.found
         was_started = trainer.strategy.broadcast(found is not None and max(found.seen_attempts, default=0) > 0)
         let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
@@ -264,9 +263,9 @@ class Resume(OfTrainer):
 
     def _newest_survey(self, location: Location) -> Survey:
         """What the tiers hold now; what was found at servers at this start is kept."""
-        if self._found is None:
+        if self.found is None:
             return survey(location)
-        return look_again(self._found) if self._found.durable is not None else self._found
+        return look_again(self.found) if self.found.durable is not None else self.found
 
     def _choose(self, location: Location) -> None:
         """Read the newest good snapshot on all ranks, and hand it to Lightning."""
@@ -305,8 +304,7 @@ class Resume(OfTrainer):
 
     def _say_inexact(self, chosen: ResumedFrom) -> None:
         """Log that the run resumes from an approximation."""
-        candidates = self._found.candidates if self._found is not None else []
-        exact = next((manifest for manifest, _ in candidates if manifest.exact), None)
+        exact = next((manifest for manifest in self.snapshots if manifest.exact), None)
         name = exact.name if exact is not None else ""
         say(
             logging.WARNING,
@@ -430,14 +428,9 @@ def _late(location: Location) -> list[str]:
     """What the local server has not brought below in time, one line each."""
     try:
         host = attach(location.url, location.name)
-    except ServerRefusedError as error:
-        if error.reason is TierReason.PROTOCOL:
-            return [str(error)]
-        logger.debug("no server can be had here: %s", error)
-        return []
-    except ServerUnreachableError as error:  # there is one, or slots of one
-        return [str(error)]
     except (SpotError, OSError) as error:
+        if TierReason.UNREACHABLE.caused(error) or TierReason.PROTOCOL.caused(error):  # there is one, or slots of one
+            return [str(error)]
         logger.debug("no server can be had here: %s", error)
         return []
     if host is None:

@@ -477,8 +477,8 @@ class Snapshotter(OfTrainer):
     def open(self) -> None:
         """Open the ring, ask all tiers what they hold, and begin the next attempt of the run."""
         run_lookup.goes_on_at(self.location)
-        found = Agreement(self._trainer).on_rank_zero(self.writing.look)
-        self._resume.when_decided(found, self.writing.begin)
+        Agreement(self._trainer).on_rank_zero(self.writing.look)
+        self._resume.when_decided(self.writing.begin)
 
     def begin_training(self) -> None:
         """Start counting, and listen for the places at which a snapshot can be taken."""
@@ -487,8 +487,8 @@ class Snapshotter(OfTrainer):
         self._seen_step = trainer.global_step
         if writing.attempt is not None and self._resume.lineage is not None:
             writing.attempt.lineage = self._resume.lineage
-        elif writing.found is not None:
-            say_what_is_left(writing.found)
+        elif self._resume.found is not None:
+            say_what_is_left(self._resume.found)
         self.pacing.begin(trainer, writing.number, self._resume.interval)
         StepBoundaries.of(trainer).add(self)
         self._patches.callback(lambda: StepBoundaries.of(trainer).remove(self))

@@ -105,7 +105,7 @@ def test_the_setting_goes_from_server_to_server(pair: Pair, monkeypatch: pytest.
 
 
 def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"'zip' .*'auto', 'always'"):
+    with pytest.raises(SettingsError, match=r"'zip': .*'auto', 'always'"):
         SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="servers= names none"):
         SpotCheckpoint(str(tmp_path), lossy="topk")
