@@ -343,33 +343,32 @@ class Coordinator(OfTrainer):
         if persist:
             self._persisted_s = time.monotonic()
         problem = self._after_aborts(attempt.writer)  # first: ranges depend on it
-        return replace(self._decision(), persist=persist, problem=problem)
+        return replace(self._decision(attempt), persist=persist, problem=problem)
 
     def decide_last(self, *, urgent: bool = False, complete: bool = False) -> Decision:
         """How an urgent snapshot is written, or that of the end. Every rank calls it, at the same place."""
 
         def mine() -> Decision:
             assert self.attempt is not None
-            return replace(self._decision(), urgent=urgent, complete=complete)
+            return replace(self._decision(self.attempt), urgent=urgent, complete=complete)
 
         return Agreement(self._trainer).everyones(mine)[0]
 
-    def _decision(self) -> Decision:
-        size, attempt = self._trainer.world_size, self.attempt
+    def _decision(self, attempt: Attempt) -> Decision:
+        size = self._trainer.world_size
         if size == 1 or self._settings.ring.compression == "topk":  # what several ranks write is not approximated
             return Decision()
-        if attempt is not None and attempt.lacks_memory and not self._is_sharded:  # one rank can write past memory
+        if attempt.lacks_memory and not self._is_sharded:  # one rank can write past memory
             return Decision()
-        return Decision(writers=size, ranges=() if self._is_sharded else self._ranges())
+        return Decision(writers=size, ranges=() if self._is_sharded else self._ranges(attempt))
 
-    def _ranges(self) -> tuple[int, ...]:
+    def _ranges(self, attempt: Attempt) -> tuple[int, ...]:
         """The ranks that write a range of the one file: those whose shards come to one place."""
-        attempt, none = self.attempt, list[str]()
-        why_alone = attempt.writer.layouter.why_alone if attempt is not None else ""
-        if self.hold_their_own or not self._apart.is_over or why_alone:
+        none = list[str]()
+        if self.hold_their_own or not self._apart.is_over or attempt.writer.layouter.why_alone:
             return (0,)
         meet = self._hosts.is_one_place
-        if not meet and self._location.servers and attempt is not None:
+        if not meet and self._location.servers:
             meet = bool(attempt.writer.link.ask(lambda host: host.destinations(), none))
         return ranges_for(self._owned_nbytes(), range(self._trainer.world_size) if meet else self._hosts.places[0])
 
