@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import secrets
 import shutil
@@ -105,7 +104,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     except SpotError as error:
         problems.append(_problem(location.url, location.url, error))
     snapshot_bytes = given if given is not None else _newest_bytes(found)
-    facts: dict[str, Any] = {"copy_bytes_per_s": copy_speed(sample)}
+    facts: dict[str, Any] = {}
     tiers: dict[str, float] = {}
     scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
     stores = {server: f"{server}/doctor" for server in location.servers}
@@ -131,7 +130,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         problems.append(f"the snapshot server on this host: {error}")
     cloud = detect_cloud()
     facts["cloud"], facts["grace_period_s"] = cloud, CLOUDS[cloud]().grace_period_s if cloud is not None else None
-    outlooks = _outlooks(snapshot_bytes, facts["copy_bytes_per_s"], tiers, location.url, arguments.lifetime)
+    committed = facts.get("local_server_bytes_per_s")
+    outlooks = _outlooks(snapshot_bytes, committed, tiers, location.url, arguments.lifetime)
     facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
     facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, servers, facts["grace_period_s"])
     if found is not None:
@@ -193,18 +193,6 @@ def _newest_bytes(found: Holdings | None) -> int:
     return found.manifests[0].stored_bytes if found is not None and found.manifests else _USUAL_BYTES
 
 
-def copy_speed(nbytes: int) -> float:
-    """Bytes per second of a warm copy within this host's memory, by one thread; the best of several."""
-    source, target = mmap.mmap(-1, nbytes), mmap.mmap(-1, nbytes)
-    try:
-        with memoryview(source) as left, memoryview(target) as right:
-            right[:] = left  # touches the pages
-            return max(nbytes / _seconds(lambda: right.__setitem__(slice(None), left)) for _ in range(5))
-    finally:
-        source.close()
-        target.close()
-
-
 def store_speed(store: Store, nbytes: int) -> float:
     """Bytes per second at which a tier stores a snapshot durably; what was written is deleted again."""
     image = memoryview(os.urandom(1 << 20) * (nbytes >> 20 or 1))[:nbytes]
@@ -245,19 +233,19 @@ def local_server_speed(run_url: str, nbytes: int) -> float:
 
 
 def _outlooks(
-    snapshot_bytes: int, copy_bytes_per_s: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
+    snapshot_bytes: int, committed: float | None, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> dict[str, Outlook]:
     """What to expect without a snapshot server, and with the first one that works."""
     from lightning_spot.simulation.simulator import SimulatedJob, chain, outlook, server_tier, storage_tier
 
-    if durable_url not in tiers:
+    if durable_url not in tiers or committed is None:
         return {}
     durable = replace(storage_tier(snapshot_bytes, tiers[durable_url]), name=durable_url)
     chains = {ALONE: chain(durable)}
     for url in tiers:
         if url != durable_url:
             chains.setdefault(WITH_SERVER, chain(replace(server_tier(snapshot_bytes, tiers[url]), name=url), durable))
-    job = SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / copy_bytes_per_s)
+    job = SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / committed)
     return {label: outlook(replace(job, tiers=links), lifetime_s) for label, links in chains.items()}
 
 
@@ -282,7 +270,7 @@ def _advice(
             " notice the run resumes from its last regular snapshot"
         )
     if not outlooks:
-        return [*advice, f"{url} cannot be used: fix that, or name another, and ask again"]
+        return [*advice, f"nothing can be recommended for {url}: fix the problems above, and ask again"]
     return [*advice, f"SpotCheckpoint({url!r}{memory})  # the interval finds itself"]
 
 
@@ -333,7 +321,6 @@ def _of_memory(slots: int, snapshot_bytes: int) -> list[str]:
 def _lines(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: int) -> Iterator[str | Text]:
     cloud = facts["cloud"] or "none found; signals and the notice file are watched"
     yield f"cloud: {cloud}" + (f", a notice leaves {facts['grace_period_s']:.0f} s" if facts["grace_period_s"] else "")
-    yield f"copy within memory: {format_bytes(facts['copy_bytes_per_s'])}/s"
     if "local_server_bytes_per_s" in facts:
         yield f"committed by a local server: {format_bytes(facts['local_server_bytes_per_s'])}/s"
     for url, speed in facts["tiers_bytes_per_s"].items():

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -383,8 +383,7 @@ def copy(arguments: argparse.Namespace) -> int:
     found = ask(arguments)
     wanted = pick(found, found.selected).manifest
     _target(arguments, wanted)  # an error in it is said before anything is read
-    snapshot = _open_wanted(found, wanted)
-    try:
+    with closing(open_selected(found, wanted)) as snapshot:
         wanted = snapshot.manifest
         target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.is_sharded
         if wanted.is_sharded and one_file:
@@ -393,8 +392,6 @@ def copy(arguments: argparse.Namespace) -> int:
             _copy_file(snapshot, target)
         else:
             copy_files(snapshot, target)
-    finally:
-        snapshot.close()
     nbytes = target.stat().st_size if one_file else wanted.stored_bytes
     print_line(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
     if one_file and wanted.files and not wanted.is_sharded:
@@ -412,12 +409,9 @@ def export(arguments: argparse.Namespace) -> int:
     if target.is_dir():
         raise SettingsError(f"{target} is a directory; name a file in it")
     _check_target(target, is_file=True, force=arguments.force)
-    snapshot = _open_wanted(found, wanted)
-    try:
+    with closing(open_selected(found, wanted)) as snapshot:
         wanted = snapshot.manifest
         _converted(snapshot, target, "safetensors", str(wanted.step), wanted.run)
-    finally:
-        snapshot.close()
     size = format_bytes(target.stat().st_size)
     print_line(f"{target}: {size}, the weights of step {wanted.step}, from {snapshot.tier}, every checksum holds")
     return code_of_newest(found)
@@ -465,17 +459,17 @@ def _check(entry: Entry) -> dict[str, object]:
     return {**_facts(entry), "state": state, "reason": reason}
 
 
-def _open_wanted(found: Found, wanted: Manifest) -> OpenSnapshot:
-    """As :func:`open_selected`, and say what is passed over."""
-    if found.selected is None:
-        for what, why in found.unreadable.items():
-            print_line(f"skipped: {what}: {why}")
-    return open_selected(found, wanted)
-
-
 def open_selected(found: Found, wanted: Manifest) -> OpenSnapshot:
-    """Open the snapshot that was selected and picked, or the newest of the run."""
-    return _open_newest(found) if found.selected is None else _open_somewhere(found, wanted.name)
+    """Open the snapshot that was selected and picked, or the newest of the run, and say what is passed over."""
+    if found.selected is not None:
+        return _open_somewhere(found, wanted.name)
+    for what, why in found.unreadable.items():
+        _skipped(what, why)
+    return _open_newest(found)
+
+
+def _skipped(what: str, why: object) -> None:
+    error_console().print(f"skipped: {what}: {why}")
 
 
 def _open_newest(found: Found) -> OpenSnapshot:
@@ -516,7 +510,7 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
         if entry.manifest.name != name:
             continue
         if problem is not None:  # that of the last tier is the error
-            print_line(f"skipped: {tier}: {problem}")
+            _skipped(tier, problem)
         try:
             return _open(entry)
         except SpotError as error:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 
 from lightning_spot.interval.costs import Costs
-from lightning_spot.interval.policy import IntervalPolicy, check_share
+from lightning_spot.interval.policy import ByTime, check_share
 
 FIRST_S = 10.0
 """The interval until something was measured: a first snapshot soon both measures and protects."""
@@ -28,30 +27,12 @@ def young_daly_s(stall_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
 
 
-class Adaptive(IntervalPolicy):
-    """What policies with a measured interval share. The interval is that from one snapshot's begin to the next's."""
+class Adaptive(ByTime):
+    """What policies with a measured interval share."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._costs: Costs | None = None
-        self._last_s: float | None = None
-
-    @abstractmethod
-    def interval_s(self, step: int) -> float:
-        """Seconds from one snapshot to the next, as things are at ``step``."""
-
-    def due(self, step: int, now_s: float) -> bool:
-        """Whether the interval has passed. It is computed anew at every step, so none can be missed."""
-        return self.wait_s(step, now_s) <= 0
-
-    def wait_s(self, step: int, now_s: float) -> float:
-        """What is left of the interval."""
-        if self._last_s is None:
-            self._last_s = now_s
-        return self._last_s + self.interval_s(step) - now_s
-
-    def taken(self, step: int, now_s: float) -> None:
-        """Start counting anew."""
-        self._last_s = now_s
 
     def learn(self, costs: Costs) -> None:
         """Take over what was measured."""

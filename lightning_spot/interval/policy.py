@@ -121,7 +121,32 @@ class EverySteps(IntervalPolicy):
         return self._stall_s / self.max_overhead if self.max_overhead is not None else 0.0
 
 
-class EverySeconds(IntervalPolicy):
+class ByTime(IntervalPolicy):
+    """What policies with an interval in seconds share. It is that from one snapshot's begin to the next's."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+
+    @abstractmethod
+    def interval_s(self, step: int) -> float:
+        """Seconds from one snapshot to the next, as things are at ``step``."""
+
+    def due(self, step: int, now_s: float) -> bool:
+        """Whether the interval has passed. It is computed anew at every step, so none can be missed."""
+        return self.wait_s(step, now_s) <= 0
+
+    def wait_s(self, step: int, now_s: float) -> float:
+        """What is left of the interval."""
+        if self._last_s is None:
+            self._last_s = now_s
+        return self._last_s + self.interval_s(step) - now_s
+
+    def taken(self, step: int, now_s: float) -> None:
+        """Start counting anew."""
+        self._last_s = now_s
+
+
+class EverySeconds(ByTime):
     """A snapshot every ``s`` seconds.
 
     Args:
@@ -136,23 +161,13 @@ class EverySeconds(IntervalPolicy):
     """
 
     def __init__(self, s: float) -> None:
+        super().__init__()
         check_number("EverySeconds: s", s, 0, above=True)
         self.s = float(s)
-        self._last_s: float | None = None
 
-    def due(self, step: int, now_s: float) -> bool:
-        """Whether ``s`` seconds have passed."""
-        return self.wait_s(step, now_s) <= 0
-
-    def taken(self, step: int, now_s: float) -> None:
-        """Start counting anew."""
-        self._last_s = now_s
-
-    def wait_s(self, step: int, now_s: float) -> float:
-        """What is left of the ``s`` seconds."""
-        if self._last_s is None:
-            self._last_s = now_s
-        return self._last_s + self.s - now_s
+    def interval_s(self, step: int) -> float:
+        """``s``."""
+        return self.s
 
 
 def check_share(name: str, value: float) -> float:
