@@ -224,11 +224,3 @@ def test_a_removed_delta_base_stays_as_long_as_it_is_needed(pair: Pair) -> None:
     for other in others:
         pair.far.server.abort(other.id)
     pair.check(2, image)
-
-
-def test_without_a_base_nothing_is_made_of_it(pair: Pair) -> None:
-    pair.open()
-    upload = Upload(pair, bytes(state(1, MIB)))
-    assert upload.leased["base"] is None
-    assert upload.send(upload.part(PartKind.SAME, b"")) == [NO_DIGEST]
-    pair.far.server.abort(upload.leased["upload"])

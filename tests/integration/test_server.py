@@ -159,22 +159,6 @@ def test_from_another_host_nobody_seals_or_awaits_a_snapshot(start_server: Start
         server.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": filled.to_dict()})
 
 
-def test_every_request_needs_the_token(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    secret = tmp_path / "token"
-    secret.write_text("correct-horse-battery\n")
-    server = start_server(environment={"LIGHTNING_SPOT_TOKEN_FILE": str(secret)})
-    for path in ("/v1/status", "/v1/runs/run/snapshots", "/v1/files/run/last.ckpt"):
-        for token in (None, "wrong"):
-            with pytest.raises(ServerRefusedError, match="LIGHTNING_SPOT_TOKEN") as caught:
-                server.client(token).call("GET", path)
-            assert caught.value.status == 401
-    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", "correct-horse-battery")
-    put(server, 1)
-    assert [manifest.step for manifest in ServerStore(f"{server.url}/run").survey().manifests] == [1]
-
-
 def test_another_protocol_is_named(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start_server()
     monkeypatch.setattr(client_module, "PROTOCOL_VERSION", 1)
