@@ -172,7 +172,7 @@ class SharedOpening:
     def __init__(self, ranks: Agreement, location: Location) -> None:
         self._ranks = ranks
         self._location = location
-        self._exporter: Exporter | None = Exporter(ranks.size) if ranks.size > 1 else None
+        self._exporter: Exporter | None = Exporter(location.url) if ranks.size > 1 else None
         addresses: list[ExporterAddress | None] = ranks.gather(
             self._exporter.address if self._exporter is not None else None
         )

@@ -313,7 +313,7 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
                     own = shard_manifest(2, rank)
                     theirs = shard_image(own)[own.files[1].offset : own.files[1].stop]
                     assert bytes(image[span.offset : span.stop]) == theirs
-            with contextlib.closing(Exporter()) as exporter:
+            with contextlib.closing(Exporter(str(tmp_path / "run"))) as exporter:
                 exporter.export(1, opened)
                 with contextlib.closing(import_snapshot(exporter.address, 1, newest)) as imported:
                     assert imported.reader().read() == checkpoint_of(2)

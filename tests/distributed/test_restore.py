@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
-from lightning_spot.protocol import ownership
 from lightning_spot.run import export, reading
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
@@ -370,8 +367,8 @@ def test_a_rank_that_cannot_reach_its_hosts_reader_reads_alone(
 
 
 @pytest.fixture
-def exporter() -> Iterator[Exporter]:
-    exporter = Exporter()
+def exporter(run: LocalStore) -> Iterator[Exporter]:
+    exporter = Exporter(run.url)
     yield exporter
     exporter.close()
 
@@ -380,10 +377,7 @@ def manifest_of(run: LocalStore) -> Manifest:
     return run.survey().manifests[0]
 
 
-def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
-    run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "_PULSE_S", 0.01)  # the taker hears that the exporter lives, many times
+def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(run: LocalStore, exporter: Exporter) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(import_snapshot, exporter.address, 1, manifest_of(run))
         with pytest.raises(TimeoutError):
@@ -396,44 +390,34 @@ def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(
         import_snapshot(exporter.address, 1, manifest_of(run))
 
 
-def test_who_lacks_the_secret_is_given_nothing(run: LocalStore, exporter: Exporter) -> None:
-    """The name of the socket can be listed, also in a container that shares the network."""
-    exporter.export(1, TierError("x"))
-    with pytest.raises(NotExportedError):
-        import_snapshot(replace(exporter.address, secret="0" * 32), 1, manifest_of(run))
-    with pytest.raises(TierError, match="x"):
-        import_snapshot(exporter.address, 1, manifest_of(run))
-    assert exporter.address.secret not in repr(exporter.address)
-
-
-def test_nobody_waits_for_a_giver_that_has_ended_or_hangs(
-    run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("how", ["it closes", "it has ended"])
+def test_nobody_waits_for_a_giver_that_is_gone(run: LocalStore, exporter: Exporter, how: str) -> None:
+    address = exporter.address
+    assert address.process is not None
+    if how == "it has ended":
+        ended = replace(address.process, started=address.process.started - 1)  # another one has its number
+        with pytest.raises(NotExportedError):
+            import_snapshot(replace(address, process=ended), 1, manifest_of(run))
+        return
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(import_snapshot, exporter.address, 1, manifest_of(run))
+        waiting = pool.submit(import_snapshot, address, 1, manifest_of(run))
         with pytest.raises(TimeoutError):
             waiting.result(0.05)
         exporter.close()
         with pytest.raises(NotExportedError):
             waiting.result(120)
-    monkeypatch.setattr(export, "_SILENCE_S", 0.05)
-    address = replace(exporter.address, name=secrets.token_hex(16))  # the other name is free when its thread has ended
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(f"\0lightning-spot-{address.name}")
-        silent.listen()
-        with pytest.raises(NotExportedError):
-            import_snapshot(address, 1, manifest_of(run))
 
 
-def test_strangers_get_nothing(run: LocalStore, exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_get_nothing(run: LocalStore, exporter: Exporter) -> None:
+    """The note is this user's alone; a strange one in its place is not read."""
     exporter.export(1, TierError("x"))
-    with monkeypatch.context() as patch:
-        patch.setattr(ownership, "is_own_user", lambda _connection: False)
-        with pytest.raises(NotExportedError):
-            import_snapshot(exporter.address, 1, manifest_of(run))
-    monkeypatch.setattr(export, "is_own_user", lambda _connection: False)
+    note = Path(exporter.address.note)
+    assert (note.stat().st_mode & 0o077, note.parent.stat().st_mode & 0o022) == (0, 0)
+    note.rename(note.with_suffix(".own"))
+    note.symlink_to(note.with_suffix(".own"))
     with pytest.raises(NotExportedError):
         import_snapshot(exporter.address, 1, manifest_of(run))
+    note.with_suffix(".own").unlink()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import socket
-import threading
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.errors import TierError
+from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.run import export
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
@@ -47,47 +46,21 @@ def test_a_run_whose_servers_no_thread_asked_is_asked_for_later(
 # -- descriptors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is set, no connection can be accepted."""
-    accept, lacks = socket.socket.accept, threading.Event()
-
-    def limited(listener: socket.socket) -> Any:
-        found = accept(listener)
-        if lacks.is_set():
-            found[0].close()
-            lacks.clear()
-            raise OSError(errno.EMFILE, "Too many open files")
-        return found
-
-    monkeypatch.setattr(socket.socket, "accept", limited)
-    return lacks
-
-
-def test_snapshots_are_exported_after_a_descriptor_shortage(tmp_path: Path, no_descriptor: threading.Event) -> None:
-    """The others waited for a minute, and read it themselves."""
-    manifest = put(LocalStore(str(tmp_path / "run")), 3)
-    with contextlib.closing(Exporter()) as exporter:
-        exporter.export(1, TierError("x"))
-        no_descriptor.set()
-        with pytest.raises(TierError, match="x"):
-            import_snapshot(exporter.address, 1, manifest)
-
-
-def test_without_a_descriptor_to_give_ranks_read_for_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_descriptor_ranks_read_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = put(store := LocalStore(str(tmp_path / "run")), 3)
 
-    def no_descriptor(_: int) -> int:
+    def no_descriptor(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    with contextlib.closing(Exporter()) as exporter, open(Path(store.root) / manifest.data_path, "rb") as file:
-        with monkeypatch.context() as patch:
-            patch.setattr(export.os, "dup", no_descriptor)
+    with contextlib.closing(Exporter(store.url)) as exporter:
+        with open(Path(store.root) / manifest.data_path, "rb") as file:
             exporter.export(1, OpenSnapshot(manifest, "durable", "x", [file.fileno()]))
+            with contextlib.closing(import_snapshot(exporter.address, 1, manifest)) as imported:
+                assert os.pread(imported.fds[0], 2**24, 0) == file.read()
+            monkeypatch.setattr(export, "replace_file", no_descriptor)
+            exporter.export(2, TierError("x"))
         with pytest.raises(NotExportedError):
-            import_snapshot(exporter.address, 1, manifest)
+            import_snapshot(exporter.address, 2, manifest)
 
 
 # -- an error of one rank is one of all -------------------------------------------------------------------------------
@@ -107,9 +80,13 @@ def on_two_ranks(action: Callable[[Any], Any]) -> list[Any]:
         return list(pool.map(on, range(2)))
 
 
-def test_without_a_thread_to_give_each_rank_reads_for_itself(tmp_path: Path, lacking: Lacking) -> None:
+def test_without_a_place_to_note_each_rank_reads_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 ended with an error, and the others waited for it."""
-    lacking("spot-exporter", 1)
+
+    def unusable(_: str) -> Any:
+        raise SettingsError("the runtime directory cannot be used")
+
+    monkeypatch.setattr(export, "find_record", unusable)
     location = Location.of(tmp_path / "run", local_server=False)
 
     def begin(trainer: Any) -> None:
