@@ -6,7 +6,7 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -51,19 +51,17 @@ class _Request:
     Attributes:
         method: of HTTP.
         path: quoted, with its query.
-        body: pieces of the body; made anew for each try.
-        nbytes: their sum.
+        body: JSON.
         headers: beside those that every request has.
         timeout_s: for all of it; with ``by_progress`` for each step of it.
-        by_progress: whether a long body may take longer as long as it moves.
+        by_progress: whether a long answer may take longer as long as it moves.
         again: whether it may be sent a second time if the connection breaks.
         pulse: see :class:`BoundedSocket`.
     """
 
     method: str
     path: str
-    body: Callable[[], Iterable[memoryview]] | None = None
-    nbytes: int = 0
+    body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     timeout_s: float = REPLY_TIMEOUT_S
     by_progress: bool = False
@@ -121,8 +119,7 @@ class ServerClient:
         request = _Request(
             method=method,
             path=path,
-            body=lambda: _slices(memoryview(data)),
-            nbytes=len(data),
+            body=data,
             headers={DIGEST_HEADER: checksum(data)} if data else {},
             timeout_s=timeout_s,
             again=method in _IDEMPOTENT if again is None else again,
@@ -267,13 +264,11 @@ class ServerClient:
 
         headers = {
             **self._headers(request.method, request.path),
-            "Content-Length": str(request.nbytes),
+            "Content-Length": str(len(request.body)),
             **request.headers,
         }
-        # An iterable body bounds each send; larger sends were measured a third slower.
-        body = _moving(request.body(), progress) if request.body is not None and request.nbytes else None
         try:
-            connection.request(request.method, request.path, body=body, headers=headers)
+            connection.request(request.method, request.path, request.body or None, headers)
             response = connection.getresponse()
             if response.status >= 400:
                 raise error_from_body(response.status, response.read(_LONGEST_ANSWER_BYTES), str(self.address))
@@ -294,17 +289,6 @@ class ServerClient:
                 tier=str(self.address),
                 reason=TierReason.PROTOCOL,
             )
-
-
-def _slices(view: memoryview) -> Iterator[memoryview]:
-    return (view[start : start + SEND_BYTES] for start in range(0, len(view), SEND_BYTES))
-
-
-def _moving(pieces: Iterable[memoryview], progress: Callable[[], None]) -> Iterator[memoryview]:
-    for piece in pieces:
-        for part in _slices(piece):
-            yield part
-            progress()
 
 
 def _read_all(response: http.client.HTTPResponse, _progress: Callable[[], None]) -> bytes:
