@@ -17,8 +17,6 @@ from lightning_spot.errors import ServerUnreachableError, SpotError, TierError
 from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.server.reconcile import (
     ASK_AGAIN_S,
-    FIRST_LOOK_S,
-    LAST_LOOK_S,
     Action,
     Desired,
     Destination,
@@ -29,7 +27,6 @@ from lightning_spot.server.reconcile import (
     awaited,
     expected,
     expires_s,
-    missing,
     newest_durable,
     unknown,
 )
@@ -271,8 +268,7 @@ class Questions:
                 self._seen.hear(servers, server, str(error))
             return
         with self._ring.changed:
-            server.learned_s = time.monotonic() + server.pause_s
-            server.pause_s = min(LAST_LOOK_S, server.pause_s * 1.5)
+            server.learned_s = time.monotonic()
 
     def _ask_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str, server: Server) -> None:
         """A snapshot left the server's memory: because it is durable, or because the server lost it."""
@@ -299,10 +295,6 @@ class Questions:
 
     def _look(self, run: str, servers: Servers, server: Server) -> None:
         """Look whether snapshots of which other hosts have shards are complete over all servers."""
-        with self._ring.changed:
-            names = missing(self._ring.view(run))
-            if server.looked_for != names:
-                server.looked_for, server.look_pause_s = names, FIRST_LOOK_S
         try:
             shown = by_snapshot(item.manifest for item in self._tier(server).listing())
         except SpotError as error:
@@ -312,8 +304,7 @@ class Questions:
             return
         with self._ring.changed:
             server.shown = shown
-            server.looked_s = time.monotonic() + server.look_pause_s
-            server.look_pause_s = min(LAST_LOOK_S, server.look_pause_s * 1.5)
+            server.looked_s = time.monotonic()
             marks = self._ring.known.committed.items()
             known = {(lineage, order) for (of, lineage), orders in marks if of == run for order in orders}
             for lineage, order in list(servers.committed(known)):

@@ -26,7 +26,7 @@ FIRST_AWAY_S, LAST_AWAY_S = 1.0, 30.0
 ASK_AGAIN_S = 10.0
 """How often a server is asked how things are: one that does not carry the run on, and one that takes long about it."""
 
-FIRST_LOOK_S, LAST_LOOK_S = 0.1, 2.0
+FIRST_LOOK_S, LAST_LOOK_S = 0.2, 2.0
 QUICK_S = 5.0
 """Snapshots of a run that come within so many seconds of each other are thinned at storage; none waits longer."""
 
@@ -37,7 +37,7 @@ MOST_APART_S = 30.0
 """Storage takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
 
 _MOST_FAILURES = 3
-_FIRST_WAIT_S, _LAST_WAIT_S = 0.25, 30.0
+_LAST_WAIT_S = 30.0
 _TOGETHER_S = 0.5  # so much later than another rank of a host, one may have its shard
 _APART = 40  # times as long as it takes one: so much less does it cost training
 
@@ -329,8 +329,8 @@ class Destination:
         self._succeeded(action)
         known = self.waits.get(action.key)
         since_s = known.since_s if known is not None and known.there == there else now_s
-        pause_s = min(_LAST_WAIT_S, max(_FIRST_WAIT_S, (now_s - since_s) / 4))
-        self.waits[action.key] = Wait(since_s, now_s + pause_s, there)
+        due_s = _looks_again_s(now_s, since_s, _LAST_WAIT_S)
+        self.waits[action.key] = Wait(since_s, due_s, there)
         return since_s
 
     def only(self, wanted: set[tuple[str, str, str]]) -> None:
@@ -373,11 +373,8 @@ class Server:
         doubted: whether it is to be asked at once.
         asking: whether it is being asked now.
         asked_to_upload: whether it is being asked to bring the run on, too.
-        learned_s, looked_s: not before then again.
-        pause_s: between two looks at what is durable there.
+        learned_s, looked_s: when it was asked last what is durable, and which registers it has.
         shown: registers that it has shown, by name of the snapshot.
-        looked_for: snapshots for which these were looked at.
-        look_pause_s: between two looks at these.
     """
 
     url: str
@@ -391,12 +388,9 @@ class Server:
     doubted: bool = False
     asking: bool = False
     asked_to_upload: bool = False
-    learned_s: float = 0.0
-    looked_s: float = 0.0
-    pause_s: float = FIRST_LOOK_S
+    learned_s: float = float("-inf")
+    looked_s: float = float("-inf")
     shown: dict[str, list[Manifest]] = field(default_factory=dict)
-    looked_for: frozenset[str] = frozenset()
-    look_pause_s: float = FIRST_LOOK_S
 
     @property
     def is_out(self) -> bool:
@@ -493,7 +487,7 @@ class Servers:
         if not server.used:
             return
         if not why:
-            server.failures, server.pause_s = 0, FIRST_LOOK_S
+            server.failures = 0
             return
         # One failed upload may be a broken connection: the server is lost only if it does not answer either.
         server.failures, server.why, server.doubted = server.failures + 1, why, True
@@ -736,13 +730,30 @@ def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
 def _questions(desired: Desired, seen: Observed, servers: Servers, now_s: float) -> Iterator[Action]:
     for server, due_s in _asks(servers, now_s):
         yield Action(Kind.ASK, server.url, seen.run, due_s)
-    pending = missing(seen.view)
+    pending = [slot for group in seen.view.groups if group.state is Status.PENDING for slot in group.slots]
     for server in servers.all:
-        if server.uploads and not server.doubted and unknown(desired, seen, server):
-            yield Action(Kind.LEARN, server.url, seen.run, 0.0 if desired.urgent else server.learned_s)
+        if server.uploads and not server.doubted and (waiting := unknown(desired, seen, server)):
+            due_s = 0.0 if desired.urgent else _looks_again_s(server.learned_s, _newest_s(waiting), LAST_LOOK_S)
+            yield Action(Kind.LEARN, server.url, seen.run, due_s)
         if pending and desired.is_spread:
-            looked_s = server.looked_s if server.looked_for == pending else 0.0
-            yield Action(Kind.LOOK, server.url, seen.run, max(looked_s, server.away_until_s))
+            due_s = _looks_again_s(server.looked_s, _newest_s(pending), LAST_LOOK_S)
+            yield Action(Kind.LOOK, server.url, seen.run, max(due_s, server.away_until_s))
+
+
+def _newest_s(slots: Iterable[Slot]) -> float:
+    """When the newest of some slots was committed."""
+    return max(slot.commit.at_s for slot in slots)
+
+
+def _looks_again_s(looked_s: float, since_s: float, most_s: float) -> float:
+    """When something is looked at again: soon after it has changed, and less and less often after that.
+
+    Args:
+        looked_s: when it was looked at last.
+        since_s: when it changed.
+        most_s: between two looks.
+    """
+    return max(0.0, looked_s + min(most_s, max(FIRST_LOOK_S, (looked_s - since_s) / 4)))
 
 
 def _asks(servers: Servers, now_s: float) -> Iterator[tuple[Server, float]]:
@@ -760,11 +771,6 @@ def _asks(servers: Servers, now_s: float) -> Iterator[tuple[Server, float]]:
     yield from ((each, 0.0) for each in ready)
     if lacking > len(ready):
         yield from ((each, each.away_until_s) for each in spare if each.away_until_s > now_s)
-
-
-def missing(view: View) -> frozenset[str]:
-    """Names of the snapshots that may be complete over all places, and are not here."""
-    return frozenset(group.manifest.snapshot for group in view.groups if group.state is Status.PENDING)
 
 
 def expected(seen: Observed, server: Server, durable_url: str | None, *, durable_too: bool) -> list[Slot]:

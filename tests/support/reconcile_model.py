@@ -497,7 +497,7 @@ class World:
                     place.committed(manifest.order)
                 elif there is None and not self.storage.fails:
                     del slot.seen[action.url]
-            mine.learned_s = self.now_s + mine.pause_s
+            mine.learned_s = self.now_s
 
         return note
 
@@ -511,12 +511,12 @@ class World:
                 shown.setdefault(slot.manifest.snapshot, []).append(slot.manifest)
 
         def note() -> None:
-            mine.shown, mine.looked_for = shown, reconcile.missing(place.view())
-            mine.looked_s = self.now_s + mine.look_pause_s
+            mine.shown, mine.looked_s = shown, self.now_s
             for _lineage, order in servers.committed():
                 place.committed(order)
-            for name in mine.looked_for:
-                if found := servers.registers(name):
+            for group in place.view().groups:
+                name = group.manifest.snapshot
+                if group.state is Status.PENDING and (found := servers.registers(name)):
                     place.known.seen_registers[RUN_ID, name] = found
 
         return note

@@ -125,7 +125,7 @@ SITUATIONS = {
         slot 2 safe=a
         ----
         ask a @1005
-        learn a @1001
+        learn a @1001.25
     """,
     "what one server has made durable goes to the other, too": """
         run live servers=a,b replicas=2
@@ -272,7 +272,7 @@ class Situation:
         server = self.servers.find(self.url(words[0]))
         server.used, server.uploads = "used" in words, "uploads" in words
         server.why_not = "it may not" if "refuses" in words else ""
-        server.asked_s, server.learned_s = float(fields.get("asked", 0)), float(fields.get("learned", 0))
+        server.asked_s, server.learned_s = float(fields.get("asked", 0)), float(fields.get("learned", "-inf"))
         server.away_until_s, server.failures = float(fields.get("away", 0)), int("away" in fields)
 
     def place(self, words: list[str], fields: dict[str, str]) -> None:
