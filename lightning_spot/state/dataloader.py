@@ -37,7 +37,6 @@ from lightning_spot.state.workers import (
     make_unnoticed,
     watch_of,
     watching,
-    why_not_asked,
 )
 
 if TYPE_CHECKING:
@@ -245,7 +244,7 @@ class ResumedEpoch(Epoch):
         self._data_resume = data_resume
         self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
         self._due_random = False
-        self._lost: list[str] = resume.get("data", [])
+        self._lost: list[str] = [*resume.get("data", ())]
         if workers is not None and not (self.workers_change and self.has_other_workers):  # which is named by itself
             self._lost += workers.lost()
         self._begins_otherwise = False
@@ -501,7 +500,7 @@ class FollowedLoader:
     def __init__(self, loader: Any, before: Callable[[FollowedLoader], None] | None = None) -> None:
         own = OwnState.of(loader)
         # Past __setattr__, which belongs to the loader.
-        self.__dict__.update(_loader=loader, _before=before, _own=own, _epoch=None, _why=why_not_asked(loader))
+        self.__dict__.update(_loader=loader, _before=before, _own=own, _epoch=None)
         self.__dict__["_were_made"] = False
         self.__dict__["_workers"] = LastingWorkers.of(loader, own)
 
@@ -726,13 +725,11 @@ def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
     """Why the workers of this loader, for training or validation, may not come back as they were; what to do."""
     if type(loader) not in (FollowedLoader, PositionedLoader):
         return
-    reason, workers = loader.__dict__["_why"], loader.__dict__["_workers"]
-    if reason is None and workers is not None and workers.is_lost:
-        reason = "the loader makes them in a way of its own"
-    if reason is not None:
+    workers = loader.__dict__["_workers"]
+    if lasts(loader_itself(loader)) and (workers is None or workers.is_lost):
         yield (
-            f"workers persist over epochs, and cannot be asked which random numbers they go on with, since {reason}:"
-            " random augmentation in them is not exact. Set persistent_workers=False"
+            "workers persist over epochs, and cannot be asked which random numbers they go on with: random augmentation"
+            " in them is not exact. Set persistent_workers=False"
         )
 
 

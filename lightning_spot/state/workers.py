@@ -89,12 +89,12 @@ class LastingWorkers:
 
     @classmethod
     def of(cls, loader: Any, own: OwnState) -> LastingWorkers | None:
-        """The workers of ``loader``; ``None`` where they do not persist, or cannot be asked (see `why_not_asked`).
+        """The workers of ``loader``; ``None`` where they do not persist, or cannot be asked.
 
         Those at work already are known if we had them made: by a tuner's trial, which asks for the loader before
         training does, or by a validation with the loader that training has.
         """
-        if not lasts(loader) or why_not_asked(loader) is not None:
+        if not lasts(loader) or not _can_be_asked(loader):
             return None
         return _known(loader) or cls(loader, own)
 
@@ -325,15 +325,8 @@ def _known(loader: Any) -> LastingWorkers | None:
     return known
 
 
-def why_not_asked(loader: Any) -> str | None:
-    """Why workers that persist cannot be asked for their generators; ``None`` if they can, or do not persist."""
-    if not lasts(loader):
-        return None
-    if is_stateful(loader):
-        return "the loader keeps its state itself"
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return "they read a stream"
-    if loader.batch_sampler is None:
-        return "they load without batch_size"
-    is_made = compat.WORKERS_ITERATOR.of(loader) is not None
-    return "they were at work before the training" if is_made and _known(loader) is None else None
+def _can_be_asked(loader: DataLoader[Any]) -> bool:
+    """Whether workers that persist can be asked: they load batches of indices, and are not at work for others yet."""
+    if is_stateful(loader) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return False
+    return loader.batch_sampler is not None and (not are_made(loader) or _known(loader) is not None)

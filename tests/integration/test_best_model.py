@@ -71,18 +71,3 @@ def test_where_the_best_is_gone_that_is_said(tmp_path: Path) -> None:
     best, said = fit(tmp_path, tmp_path / "b")
     assert [f"ModelCheckpoint in {tmp_path / 'a'} is gone" in text for text in said] == [True]
     assert names([best.best_model_path]) == ["b/epoch=3.ckpt"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "warns"),
-    [
-        ("models/1b4e28ba-2fa1-11d2-883f-b9a761bde3fb", True),
-        ("outputs/2026-11-26/12-34-18/best", True),
-        ("runs/20261126_123418", True),
-        ("checkpoints/run-1", False),
-        ("checkpoints/bert-base-v2", False),
-    ],
-)
-def test_the_first_start_says_that_a_folder_is_likely_to_change(tmp_path: Path, folder: str, warns: bool) -> None:
-    _, said = fit(tmp_path, tmp_path / folder, StopAt(1))
-    assert ["another folder in each start" in text for text in said] == [True] * warns
