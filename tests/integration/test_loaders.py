@@ -650,7 +650,7 @@ class Shuffling(DataLoader[Any]):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_loader_that_iterates_by_itself_is_named_in_mid_epoch(workers: str, tmp_path: Path) -> None:
+def test_a_loader_that_iterates_in_its_own_way_is_named(workers: str, tmp_path: Path) -> None:
     """Between two batches it may draw from the random numbers of the process, as training does."""
     case = Case(
         loaders=lambda: Shuffling(m.Rows(), m.BATCH, shuffle=True, **WORKERS[workers]),
