@@ -465,33 +465,36 @@ def groups_of(inside: Owners, outside: Owners) -> Groups:
         inside: attributes of modules.
         outside: attributes of everything else.
     """
-    tensors: dict[int, list[tuple[torch.Tensor, str, bool]]] = defaultdict(list)
-    containers: dict[int, list[str]] = defaultdict(list)
+    tensors: dict[int, list[tuple[torch.Tensor, Place, bool]]] = defaultdict(list)
+    containers: dict[int, list[Place]] = defaultdict(list)
     for owners, is_inside in ((inside, True), (outside, False)):
         for place, value in _places(owners):
-            name = ".".join(str(part) for part in place if part != "")
             if not isinstance(value, torch.Tensor):
-                containers[id(value)] += [name] if is_inside else []
+                containers[id(value)] += [place] if is_inside else []
             elif address := storage_address(value):
-                tensors[address].append((local_of(value), name, is_inside))
+                tensors[address].append((local_of(value), place, is_inside))
     found = [group for group in containers.values() if len(group) > 1]
     for sharers in tensors.values():
         if len(sharers) > 1:
-            found += _overlapping(sorted((*_span(tensor), name, is_inside) for tensor, name, is_inside in sharers))
-    return sorted(sorted(group) for group in found)
+            found += _overlapping([(*_span(tensor), place, is_inside) for tensor, place, is_inside in sharers])
+    return sorted(sorted(map(_name_of, group)) for group in found)
 
 
-def _overlapping(sharers: Iterable[tuple[int, int, str, bool]]) -> Iterator[list[str]]:
-    """Of tensors in one storage, in their order there, the names of those that have bytes in common."""
-    group: list[tuple[int, int, str, bool]] = []
-    for sharer in (*sharers, None):
+def _overlapping(sharers: list[tuple[int, int, Place, bool]]) -> Iterator[list[Place]]:
+    """Of tensors in one storage, each with its first byte and the one behind its last, those with bytes in common."""
+    group: list[tuple[int, int, Place, bool]] = []
+    for sharer in (*sorted(sharers, key=lambda each: each[:2]), None):
         if sharer is not None and group and sharer[0] < max(stop for _, stop, _, _ in group):
             group.append(sharer)
             continue
         spans, are_inside = {each[:2] for each in group}, any(is_inside for *_, is_inside in group)
         if len(group) > 1 and (are_inside or len(spans) > 1):
-            yield [name for _, _, name, _ in group]
+            yield [place for _, _, place, _ in group]
         group = [sharer] if sharer is not None else []
+
+
+def _name_of(place: Place) -> str:
+    return ".".join(str(part) for part in place if part != "")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
