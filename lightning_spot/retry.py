@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, repeat, takewhile
 from typing import TypeVar
 
 from lightning_spot.errors import ServerRefusedError, SpotError, TierError, TierReason
@@ -22,18 +21,17 @@ T = TypeVar("T")
 _MOST_DOUBLINGS = 30
 
 
-def growing(first_s: float, last_s: float = float("inf"), factor: float = 2.0) -> Iterator[float]:
-    """Pauses without end, each longer than the one before.
+def growing(first_s: float, last_s: float = float("inf")) -> Iterator[float]:
+    """Pauses without end, each twice as long as the one before.
 
     Args:
         first_s: seconds of the first.
         last_s: seconds of the longest.
-        factor: by which they grow.
     """
     pause_s = min(first_s, last_s)
     while True:
         yield pause_s
-        pause_s = min(factor * pause_s, last_s)
+        pause_s = min(2.0 * pause_s, last_s)
 
 
 def pause_after(failures: int, first_s: float, last_s: float) -> float:
@@ -45,17 +43,6 @@ def pause_after(failures: int, first_s: float, last_s: float) -> float:
         last_s: seconds of the longest.
     """
     return min(last_s, first_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS))
-
-
-def within(bound_s: float, pauses_s: Iterable[float]) -> Iterator[float]:
-    """Those pauses that end in time, beginning now; the last one again and again.
-
-    Args:
-        bound_s: seconds for all of it.
-        pauses_s: seconds of each.
-    """
-    pauses, deadline_s = tuple(pauses_s), time.monotonic() + bound_s
-    return takewhile(lambda pause_s: time.monotonic() + pause_s < deadline_s, chain(pauses, repeat(pauses[-1])))
 
 
 def retried(

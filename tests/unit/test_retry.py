@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lightning_spot import retry
-from lightning_spot.retry import growing, pause_after, retried, within
+from lightning_spot.retry import growing, pause_after, retried
 
 
 @pytest.fixture(autouse=True)
@@ -19,23 +19,12 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_pauses_grow_up_to_the_longest() -> None:
     assert list(itertools.islice(growing(1.0, 5.0), 5)) == [1.0, 2.0, 4.0, 5.0, 5.0]
-    assert list(itertools.islice(growing(1.0, factor=3.0), 3)) == [1.0, 3.0, 9.0]
     assert list(itertools.islice(growing(9.0, 5.0), 2)) == [5.0, 5.0]
 
 
 def test_the_pause_after_some_failures_is_that_of_as_many_tries() -> None:
     assert [pause_after(failures, 1.0, 5.0) for failures in range(1, 6)] == list(itertools.islice(growing(1.0, 5.0), 5))
     assert pause_after(10**6, 1.0, 5.0) == 5.0
-
-
-def test_pauses_are_made_as_long_as_they_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr(retry.time, "monotonic", lambda: now_s[0])
-    made = []
-    for pause_s in within(10.0, (1.0, 4.0)):
-        made.append(pause_s)
-        now_s[0] += pause_s
-    assert made == [1.0, 4.0, 4.0]
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
