@@ -28,14 +28,10 @@ def leaves(tree: Any, kind: type[T] | tuple[type[T], ...]) -> Iterator[T]:
             stack.extend(item.values() if isinstance(item, dict) else item)
 
 
-def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield everything in a nested value that is no dict, list or tuple, in its order, with the path to it.
-
-    Args:
-        tree: the value.
-        path: what the path begins with.
-    """
-    stack, seen = [(path, tree)], set[int]()
+def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield everything in a nested value that is no dict, list or tuple, in its order, with the path to it."""
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    seen = set[int]()
     while stack:
         path, item = stack.pop()
         if not isinstance(item, (dict, list, tuple)):

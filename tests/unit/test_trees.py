@@ -15,7 +15,7 @@ def test_everything_is_found_once_with_its_path() -> None:
     assert all(at(TREE, path) == item for path, item in found)
     assert sorted(leaves(TREE, int)) == [1, 2, 3]
     assert list(leaves(TREE, str)) == ["text"]
-    assert dict(walk(7, ("x",))) == {("x",): 7}
+    assert dict(walk(7)) == {(): 7}
 
 
 def test_what_holds_itself_has_an_end() -> None:
