@@ -23,7 +23,7 @@ from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
-from lightning_spot.http.flags import seconds
+from lightning_spot.http.flags import add_time
 from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.retry import DEFAULT_POLICY, unless_silent
 from lightning_spot.run.location import memory_limit_bytes
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest in RUN, or 1GB)"
     )
-    parser.add_argument("--lifetime", type=seconds, default=7200.0, metavar="TIME", help="of a machine, mean (2h)")
+    add_time(parser, "--lifetime", 7200.0, "of a machine, mean (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
     add_output(parser)
 

@@ -20,7 +20,7 @@ from lightning_spot.cli.diff import Difference, Verdict, compare_states
 from lightning_spot.cli.output import PlainConsole, add_output, error_console, print_answer
 from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number, format_count
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.http.flags import seconds
+from lightning_spot.http.flags import add_time
 from lightning_spot.protocol.process import descendants
 from lightning_spot.protocol.record import find_record
 from lightning_spot.snapshot.manifest import Manifest
@@ -238,7 +238,7 @@ class Drill:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--kills", type=int, default=3, help="how often the second run is disturbed (%(default)s)")
-    parser.add_argument("--limit", type=seconds, default=3600.0, metavar="TIME", help="longest training (1h)")
+    add_time(parser, "--limit", 3600.0, "longest training (1h)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills (default: random, printed)")
     parser.add_argument("--keep", metavar="DIR", help="keep snapshots and logs there")
     add_output(parser)

@@ -13,7 +13,7 @@ from rich.table import Table
 from lightning_spot.cli.output import add_output, plain_table, print_answer
 from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import seconds
+from lightning_spot.http.flags import add_time
 from lightning_spot.interval.costs import PROCESS_MTBF_S, SERVER_MTBF_S
 
 if TYPE_CHECKING:
@@ -27,67 +27,42 @@ _LOSS_RATE = 5.0
 _OUTLIVES = {"process": "process", "machine": "machine", "server": "snapshot server"}
 
 
-def _bytes(text: str) -> int:
+def _add_size(parser: argparse._ActionsContainer, flag: str, default_bytes: int | None, text: str) -> None:
+    """Add a flag that takes a size, or a speed: a size with ``/s`` behind it."""
+    metavar = "SIZE/s" if flag.endswith("-speed") else "SIZE"
+    parser.add_argument(flag, type=_nbytes, default=default_bytes, metavar=metavar, help=text)
+
+
+def _nbytes(text: str) -> int:
     try:
         return parse_flag_bytes(text.removesuffix("/s"))
-    except ValueError as error:
+    except SettingsError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
     job = parser.add_argument_group("job")
-    job.add_argument("--work", type=seconds, default=86400.0, metavar="TIME", help="training time without losses (24h)")
-    job.add_argument(
-        "--snapshot-size", type=_bytes, default=10**9, metavar="SIZE", help="a snapshot of the complete job (1GB)"
-    )
-    job.add_argument(
-        "--blocked", type=seconds, default=1.0, metavar="TIME", help="how long training waits for a snapshot (1s)"
-    )
+    add_time(job, "--work", 86400.0, "training time without losses (24h)")
+    _add_size(job, "--snapshot-size", 10**9, "a snapshot of the complete job (1GB)")
+    add_time(job, "--blocked", 1.0, "how long training waits for a snapshot (1s)")
     spot = parser.add_argument_group("machines")
-    spot.add_argument(
-        "--lifetime", type=seconds, default=7200.0, metavar="TIME", help="of a machine, mean (2h; Weibull, k = 0.6)"
-    )
+    add_time(spot, "--lifetime", 7200.0, "of a machine, mean (2h; Weibull, k = 0.6)")
     spot.add_argument("--hosts", type=int, default=1, metavar="N", help="machines of the job (1)")
     spot.add_argument("--trace", metavar="CSV", help="recorded preemptions instead: a file with a column 'time'")
-    spot.add_argument(
-        "--restart", type=seconds, default=600.0, metavar="TIME", help="from a loss until a machine is back (10min)"
-    )
-    spot.add_argument(
-        "--restore", type=seconds, default=60.0, metavar="TIME", help="from then until training continues (1min)"
-    )
+    add_time(spot, "--restart", 600.0, "from a loss until a machine is back (10min)")
+    add_time(spot, "--restore", 60.0, "from then until training continues (1min)")
     spot.add_argument("--price", type=float, default=0.0, metavar="PRICE", help="price of a machine for an hour (0)")
-    spot.add_argument(
-        "--crash-every",
-        type=seconds,
-        default=PROCESS_MTBF_S,
-        metavar="TIME",
-        help="mean between crashes of the process (7d)",
-    )
+    add_time(spot, "--crash-every", PROCESS_MTBF_S, "mean between crashes of the process (7d)")
     tiers = parser.add_argument_group("storage and server")
-    tiers.add_argument(
-        "--storage-speed",
-        type=_bytes,
-        default=80 * 10**6,
-        metavar="SIZE/s",
-        help="bytes that storage takes in a second (80MB/s)",
-    )
-    tiers.add_argument(
-        "--server-speed",
-        type=_bytes,
-        metavar="SIZE/s",
-        help="bytes that a snapshot server takes; given, the job is simulated with one and without",
-    )
+    _add_size(tiers, "--storage-speed", 80 * 10**6, "bytes that storage takes in a second (80MB/s)")
+    speed = "bytes that a snapshot server takes; given, the job is simulated with one and without"
+    _add_size(tiers, "--server-speed", None, speed)
     tiers.add_argument(
         "--server-price", type=float, default=0.0, metavar="PRICE", help="price of the snapshot server for an hour (0)"
     )
-    tiers.add_argument(
-        "--server-lifetime",
-        type=seconds,
-        default=SERVER_MTBF_S,
-        metavar="TIME",
-        help="mean lifetime of the snapshot server, which is no spot machine (30d)",
-    )
+    lifetime = "mean lifetime of the snapshot server, which is no spot machine (30d)"
+    add_time(tiers, "--server-lifetime", SERVER_MTBF_S, lifetime)
     parser.add_argument(
         "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
     )

@@ -13,7 +13,7 @@ from lightning_spot.cli.arguments import add_program, program_of
 from lightning_spot.cli.output import error_console
 from lightning_spot.config import RESTARTER_VARIABLE, check_number
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import seconds
+from lightning_spot.http.flags import add_time
 from lightning_spot.retry import growing
 
 MAX_RESTARTS = 100
@@ -136,13 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how often in a row it may end with an error; notices (143) and kills (137) are none, 0 is no limit"
         f" (default {MAX_ERRORS})",
     )
-    parser.add_argument(
-        "--pause",
-        type=seconds,
-        default=PAUSE_S,
-        metavar="TIME",
-        help=f"before the next start; it doubles while the program ends within a minute (default {PAUSE_S:g}s)",
-    )
+    pause = f"before the next start; it doubles while the program ends within a minute (default {PAUSE_S:g}s)"
+    add_time(parser, "--pause", PAUSE_S, pause)
     add_program(parser)
 
 

@@ -7,7 +7,7 @@ import time
 
 from lightning_spot.config import check_number, read_environment
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import seconds
+from lightning_spot.http.flags import add_time
 from lightning_spot.protocol.credentials import Rights, Scope
 
 
@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[each.value for each in Rights],
         help="read: list runs and read snapshots; write: also open runs and upload",
     )
-    parser.add_argument(
-        "--expires", type=seconds, default=7 * 86400.0, metavar="TIME", help="how long it holds (default: 7d)"
-    )
+    add_time(parser, "--expires", 7 * 86400.0, "how long it holds (default: 7d)")
 
 
 def token(arguments: argparse.Namespace) -> int:

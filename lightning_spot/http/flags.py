@@ -72,6 +72,11 @@ def seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def add_time(parser: argparse._ActionsContainer, flag: str, default_s: float, text: str) -> None:
+    """Add a flag that takes a duration, such as ``90s`` or ``2h``."""
+    parser.add_argument(flag, type=seconds, default=default_s, metavar="TIME", help=text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of ``lightning-spot serve``."""
     parser.add_argument(
@@ -100,13 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots", type=int, metavar="N", help="most slots of each rank of a run (default: as many as fit)"
     )
-    parser.add_argument(
-        "--drain-timeout",
-        type=seconds,
-        default=UPLOAD_TIMEOUT_S,
-        metavar="TIME",
-        help="on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)",
-    )
+    drain = "on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)"
+    add_time(parser, "--drain-timeout", UPLOAD_TIMEOUT_S, drain)
     parser.add_argument(
         "--log-format",
         choices=["text", "json"],

@@ -13,9 +13,9 @@ from benchmarks import ettr
 from benchmarks.intervals import Bathtub, floor_loss, power_loss
 from lightning_spot import YoungDaly
 from lightning_spot.cli import main
-from lightning_spot.cli.simulate import seconds
 from lightning_spot.config import parse_flag_bytes
 from lightning_spot.errors import SettingsError
+from lightning_spot.http.flags import seconds
 from lightning_spot.simulation import simulator
 from lightning_spot.simulation.failures import Fleet, Lifetimes, Mixed, Trace, Weibull
 from lightning_spot.simulation.simulator import (
