@@ -18,7 +18,6 @@ import pytest
 
 from lightning_spot.capture.contents import Copying
 from lightning_spot.capture.copier import Copier, CopyJob
-from lightning_spot.capture.ending import Ending
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
 from lightning_spot.capture.writer import Background
@@ -254,7 +253,7 @@ def test_the_ring_is_left_whatever_fails_at_the_end(tmp_path: Path, monkeypatch:
         leave(host, complete=complete)
 
     monkeypatch.setattr(InProcessHost, "leave", noted)
-    monkeypatch.setattr(Ending, "_flush", Mock(side_effect=ServerRefusedError("no", status=400)))
+    monkeypatch.setattr(InProcessHost, "flush", Mock(side_effect=ServerRefusedError("no", status=400)))
     fit(tmp_path / "run", min_upload_interval_s=60.0)
     assert left == [False]
 
@@ -262,7 +261,6 @@ def test_the_ring_is_left_whatever_fails_at_the_end(tmp_path: Path, monkeypatch:
 def test_an_attempt_is_claimed_whatever_fails_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else no tier would refuse what earlier attempts write."""
     failed = threading.Event()
-    monkeypatch.setattr(attempts, "_FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(attempts, "open_store", once(attempts.open_store, failed))
     url = str(tmp_path / "run")
     claim = Claim(attempt=3, run_id="1" * 32, digest="t", location=url, started_unix_s=0.0)

@@ -19,6 +19,22 @@ GPU = torch.device("cuda:0")
 NBYTES = 400
 
 
+@pytest.fixture
+def spare_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Says what a GPU has beside the most that training ever had."""
+
+    def spare_is(nbytes: int) -> None:
+        facts: dict[str, Any] = {
+            "mem_get_info": (nbytes - 50, 1000),
+            "memory_reserved": 600,
+            "max_memory_allocated": 550,
+        }
+        for name, fact in facts.items():
+            monkeypatch.setattr(torch.cuda, name, lambda _device, fact=fact: fact)
+
+    return spare_is
+
+
 class OnGpu:
     """As far as a copy sees it, a tensor of a GPU; ``room`` is that of the GPU for clones."""
 
@@ -46,9 +62,9 @@ class OnGpu:
     ],
 )
 def test_what_a_gpu_has_no_room_for_is_copied_to_the_host(
-    monkeypatch: pytest.MonkeyPatch, spare: int, room: int, is_there: torch.device, cloned: int
+    spare_is: Callable[[int], None], spare: int, room: int, is_there: torch.device, cloned: int
 ) -> None:
-    monkeypatch.setattr(tensors, "_spare_bytes", lambda device: spare if device == GPU else 0)
+    spare_is(spare)
     left, here = [room], torch.full((3,), 7.0)
     copies = copies_of(cast(dict[str, torch.Tensor], {"a": OnGpu(1.0, left), "b": OnGpu(2.0, left), "c": here}))
     assert {copies[name].device for name in "ab"} == {is_there}
@@ -59,7 +75,7 @@ def test_what_a_gpu_has_no_room_for_is_copied_to_the_host(
         assert [copies[name][0].item() for name in "ab"] == [1.0, 2.0]
 
 
-def test_a_sparse_gradient_of_a_gpu_counts_by_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sparse_gradient_of_a_gpu_counts_by_what_it_has(spare_is: Callable[[int], None]) -> None:
     """Torch raises where such a tensor is asked for its bytes: training ended with the first snapshot."""
     gradient = torch.sparse_coo_tensor(torch.tensor([[1, 5]]), torch.ones(2, 3), (1000, 3), check_invariants=True)
 
@@ -70,19 +86,8 @@ def test_a_sparse_gradient_of_a_gpu_counts_by_what_it_has(monkeypatch: pytest.Mo
             return getattr(gradient, name)
 
     for spare, is_there in ((40, True), (39, False)):  # two indices of 8 bytes, six numbers of 4
-        monkeypatch.setattr(tensors, "_spare_bytes", lambda _device, spare=spare: spare)
+        spare_is(spare)
         assert tensors._have_room([cast(torch.Tensor, Sparse())]) is is_there
-
-
-def test_what_is_spare_is_what_training_at_its_most_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts: dict[str, Callable[..., Any]] = {
-        "mem_get_info": lambda _device: (300, 1000),
-        "memory_reserved": lambda _device: 600,
-        "max_memory_allocated": lambda _device: 550,
-    }
-    for name, fact in facts.items():
-        monkeypatch.setattr(torch.cuda, name, fact)
-    assert tensors._spare_bytes(GPU) == 350
 
 
 def test_storages_are_copied_likewise() -> None:

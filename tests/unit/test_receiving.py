@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -68,11 +69,11 @@ def test_what_is_damaged_is_not_opened(source: StoreSource) -> None:
 def test_room_nowhere_is_one_clear_error(source: StoreSource, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, _ = stored(source, 1)
 
-    def full(_nbytes: int) -> int:
+    def full(*_of: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(reading, "available_bytes", lambda: 0)
-    monkeypatch.setattr(reading, "_disk_file", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(TierError, match=r"5000000 bytes .*No space left"):
         source.open(manifest)
 
