@@ -23,7 +23,7 @@ KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
 
 VERSION = 6
-"""Of the exact state's form."""
+"""Of the exact state's form; that of the version before is read, too, see :func:`in_present_form`."""
 
 _KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
 
@@ -96,6 +96,31 @@ class Dump:
             "ranks": ranks,
         }
         return self.checkpoint
+
+
+def in_present_form(shared: State) -> State:
+    """The exact state of a checkpoint as this version writes it; of a form that is not known, as it is.
+
+    Version 5 noted what shares memory in another way: that is not compared. It had the batch size beside what an epoch
+    was made of, changed data by digests, and what workers had changed by name.
+
+    Args:
+        shared: what a checkpoint has at :data:`KEY`.
+    """
+    if shared["version"] != 5:
+        return shared
+    for rank in filter(None, shared["ranks"]):  # those that this one needs
+        hooked, before = rank["hooked"], rank["hooked"]["before"]
+        hooked["shared"] = hooked["untrained"] = None
+        hooked["before"] = [
+            *(("trains", name) for name in before["trains"]),
+            *(("attributes", module, name) for module, names in before["attributes"].items() for name in names),
+            *(("settings", name) for name in before["settings"]),
+        ]
+        for position in filter(None, rank["loaders"]):
+            position["made_of"]["batch"] = position.get("batch")
+            position["workers_change"] = bool(position.get("workers_changed"))
+    return {**shared, "version": VERSION}
 
 
 def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:

@@ -28,7 +28,7 @@ from lightning_spot.state.dataloader import (
     why_not_exact,
     why_workers_are_not_exact,
 )
-from lightning_spot.state.dump import KEY, VERSION, Dump, read_checkpoint, with_ranks
+from lightning_spot.state.dump import KEY, VERSION, Dump, in_present_form, read_checkpoint, with_ranks
 from lightning_spot.state.elastic import OtherRanks
 from lightning_spot.state.loadability import follow_named
 from lightning_spot.state.loaders import Loaders
@@ -259,6 +259,7 @@ class Restoring(OfTrainer):
         if shared is None:
             self.findings.append(builtin_callbacks.why_without_exact_state(trainer))
             return
+        shared = in_present_form(shared)
         is_known = shared["version"] == VERSION
         found = shared["ranks"][0]["found"] if is_known else {}
         self._run(compat.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._patches))

@@ -325,9 +325,10 @@ class ModuleState:
             }
             attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
         self._put(module, attributes)
-        others = set(saved["untrained"]).symmetric_difference(untrained_by_optimizers(trainer))
-        shared = groups_of(owners_of(module), outside_of(trainer))
-        self._apart = sorted({*differing(saved["shared"], shared), *others})
+        if saved["shared"] is not None:
+            others = set(saved["untrained"]).symmetric_difference(untrained_by_optimizers(trainer))
+            shared = groups_of(owners_of(module), outside_of(trainer))
+            self._apart = sorted({*differing(saved["shared"], shared), *others})
         for name, value in saved["settings"].items():
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
