@@ -376,7 +376,6 @@ VICTIM = RunInfo(name="run", id="0123456789ab", location="", attempt=2, token="o
 NAME = snapshot_name(1, 2)
 CHANGES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/v1/runs/{run}/close"): {"session": ""},
-    ("POST", "/v1/runs/{run}/settle"): {"attempt": 2, "name": NAME, "lineage": ""},
     ("POST", "/v1/runs/{run}/figures"): {},
     ("POST", "/v1/runs/{run}/uploads"): {"attempt": 2, "nbytes": 100},
     ("POST", "/v1/runs/{run}/fail"): {"attempt": 2},
@@ -450,13 +449,15 @@ def test_another_run_of_a_server_is_neither_settled_nor_deleted(lent: Lent) -> N
     assert lent.flush() == []
     there = sorted(str(path) for path in lent.root.rglob("*"))
     listed = [item.manifest.name for item in store.listing()]
-    for act in (lambda: thief.settle(manifest, 1), lambda: thief.delete(manifest)):
-        with pytest.raises(ServerRefusedError, match=REFUSED):
-            act()
+    durable = replace(victim, persisted=manifest.name, lineage=manifest.lineage)
+    with pytest.raises(FencedError):
+        thief.open_run(replace(durable, token="of another"))
+    with pytest.raises(ServerRefusedError, match=REFUSED):
+        ServerStore(f"{lent.url}/run").delete(manifest)
     assert lent.flush() == []
     assert [item.manifest.name for item in store.listing()] == listed
     assert sorted(str(path) for path in lent.root.rglob("*")) == there
-    store.settle(manifest, 1)
+    store.open_run(durable)
     store.delete(manifest)
     assert lent.flush() == []
     assert not (lent.root / "victim" / manifest.name).exists()

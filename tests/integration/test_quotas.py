@@ -289,7 +289,7 @@ def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.Mo
             commit(client, 1, b"only here", f"run-{number}")
         with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
             open_run(client, "one-more")
-        client.call("POST", "/v1/runs/run-2/settle", {"attempt": 1, "name": snapshot_name(1, 1), "lineage": ""})
+        open_run(client, "run-2", persisted=snapshot_name(1, 1))
         open_run(client, "one-more")  # what is durable need not be here
         assert status_of(say(client, "POST", "/v1/runs/victim/open", {"attempt": 1}, ANOTHER)) == 200
         names = {run["name"] for run in client.call("GET", "/v1/runs")["runs"]}

@@ -106,7 +106,7 @@ def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_server: StartServ
     with (
         connected(server, MANY, b""),
         connected(server, MANY, b"GET /v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: "),
-        connected(server, MANY // 3, request("POST", "/v1/runs/run/settle", b"begun", nbytes=10**5)),
+        connected(server, MANY // 3, request("POST", "/v1/runs/run/close", b"begun", nbytes=10**5)),
         connected(server, 2 * MANY // 3, request("POST", "/v1/runs/run/uploads", lease)),
     ):
         for _ in range(3):
