@@ -17,8 +17,9 @@ from lightning_spot.run import export
 from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.survey import survey
 from lightning_spot.session.collectives import Agreement
-from lightning_spot.session.selection import SharedOpening
+from lightning_spot.session.selection import choose
 from lightning_spot.store.local import LocalStore
 from tests.distributed.test_restore import put
 from tests.support.ranks import Group, Rank
@@ -87,9 +88,11 @@ def test_without_a_place_to_note_each_rank_reads_for_itself(tmp_path: Path, monk
         raise SettingsError("the runtime directory cannot be used")
 
     monkeypatch.setattr(export, "find_record", unusable)
+    put(LocalStore(tmp_path / "run"), 3)
     location = Location.of(tmp_path / "run", local_server=False)
 
-    def begin(trainer: Any) -> None:
-        SharedOpening(Agreement(trainer), location).close()
+    def step_of(trainer: Any) -> Any:
+        found = choose(Agreement(trainer), location, lambda: survey(location), lambda _: {})
+        return found[0].step if found is not None else None
 
-    assert on_two_ranks(begin) == [None, None]
+    assert on_two_ranks(step_of) == [3, 3]
