@@ -2,8 +2,8 @@
 
 ``KEY.lock`` is held while one is being started, ``KEY.alive`` by the server as long as it lives (it names its process),
 ``KEY.http`` is its socket, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an attempt got, as
-its trainer says; ``KEY.opened-…`` says what a rank that restores has opened for others. All of it is this user's alone, see
-:mod:`.ownership`.
+its trainer says; ``KEY.opened-…`` says what a rank that restores has opened for others. All of it is this
+user's alone, see :mod:`.ownership`.
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.resume import Resume
 from lightning_spot.session.topology import Topology, check_storage
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.state import compat
 from lightning_spot.state.dump import KEY, Dump, gather
-from lightning_spot.state.fit_state import FitState
 from lightning_spot.state.logged_values import LoggedNumbers
 from lightning_spot.state.own_parameters import average_now_and_then
 from lightning_spot.state.per_trainer import OfTrainer
@@ -449,8 +447,7 @@ class Coordinator(OfTrainer):
         metrics: dict[str, float] = {}
         try:
             content = self._content(dump, how)
-            is_logged = self._is_first and FitState.of(trainer).can(compat.LOGGED)
-            metrics = self._logged.now(trainer) if is_logged else {}
+            metrics = self._logged.now(trainer) if self._is_first else {}
             owned = optimizer_owned(trainer.optimizers)
         except Exception as error:
             content = failure_of(error)

@@ -504,6 +504,7 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
 
     def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
         vars(strategy).pop("load_optimizer_state_dict", None)
+        FitState.of(trainer).fixed_steps.note(trainer)
         saved, present = checkpoint["optimizer_states"], trainer.optimizers
         if len(saved) != len(present):
             raise _other_optimizers(snapshot, f"{len(saved)} optimizers", f"{len(present)}")

@@ -34,7 +34,7 @@ from lightning_spot.state.loadability import follow_named
 from lightning_spot.state.loaders import Loaders
 from lightning_spot.state.loops import StepBoundaries, is_tuning
 from lightning_spot.state.module_state import PreTrainingEffects, UntrackedAttributes, raised_limits
-from lightning_spot.state.optimizers import keep_dtypes, names_of, precise_of
+from lightning_spot.state.optimizers import FixedSteps, keep_dtypes, names_of, precise_of
 from lightning_spot.state.own_parameters import what_is_rank_0s
 from lightning_spot.state.per_trainer import OfTrainer, PerTrainer
 from lightning_spot.state.randomness import State, restore_random
@@ -52,6 +52,7 @@ class FitState(PerTrainer):
     Attributes:
         data_resume: how a resumed epoch gets to its place in the data.
         once: is told when the sanity check begins and ends.
+        fixed_steps: is told when the states of schedulers are loaded.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -65,6 +66,7 @@ class FitState(PerTrainer):
     def _renew(self) -> None:
         self._parts = parts = StateParts(self._trainer)
         self.once = PreTrainingEffects(self._trainer, parts.switches, parts.hooked, parts.buffers)
+        self.fixed_steps = FixedSteps()
         self._untracked = UntrackedAttributes()
         self._restoring = Restoring(self._trainer, parts)
         self._has_begun = False
@@ -123,6 +125,7 @@ class FitState(PerTrainer):
         run(compat.HOOKED, lambda: parts.hooked.begin(trainer))
         restoring.begin()
         due = restoring.due
+        self.fixed_steps.check(trainer)
         parts.buffers.begin(parts.module)
         run(compat.BUCKETS, lambda: parts.gradient_order.begin(trainer, due.get("gradient_order", [])))
         run(compat.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))

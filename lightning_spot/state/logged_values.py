@@ -96,6 +96,8 @@ class LoggedNumbers:
 
     def now(self, trainer: pl.Trainer) -> dict[str, float]:
         """Those of now: what Lightning keeps; nothing is computed."""
+        if compat.CALLBACK_METRICS.problem(trainer) is not None:
+            return {}
         logged = compat.CALLBACK_METRICS.of(compat.LOGGER_CONNECTOR.of(trainer))
         names = sorted(filter(is_metric_name, logged), key=lambda name: name != self._monitor)[:MOST_METRICS]
         found = {name: self._number(logged[name], is_wanted=name == self._monitor) for name in names}

@@ -7,12 +7,15 @@ back as bfloat16, and a mask, or a count of its own, as floating-point numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_spot.capture.tensors import local_of
+from lightning_spot.errors import SettingsError
+from lightning_spot.say import say
 from lightning_spot.state import compat
 from lightning_spot.trees import laid_over, leaves, walk
 
@@ -108,3 +111,62 @@ def names_of(module: torch.nn.Module) -> dict[int, str]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), clean(name))
     return names
+
+
+# -- schedulers that come back with the number of steps they had ------------------------------------------------------
+
+
+class FixedSteps:
+    """Schedulers for a fixed number of steps: of the program, and as they come back with the number that they had."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, int] = {}
+
+    def note(self, trainer: pl.Trainer) -> None:
+        """Before their states are loaded: how many steps the program has made them for."""
+        self._made = {name: last for name, last, _ in _fixed_steps(trainer, float("inf"))}
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """When training begins: refuse what torch ends in the step after a scheduler's last one.
+
+        A program that makes them for too few steps itself is left alone: its run may end sooner than it could.
+
+        Raises:
+            SettingsError: naming the scheduler.
+        """
+        if not self._made or not trainer.lightning_module.automatic_optimization:
+            return
+        for name, last, steps in _fixed_steps(trainer, None):
+            if last < steps <= self._made.get(name, 0):
+                # The error alone may be caught by the program, which then would not know which step is meant.
+                text = "the scheduler {about} ends at its step {last}, this run at {steps}: the run is refused"
+                say(
+                    logging.WARNING,
+                    "scheduler-too-short",
+                    text,
+                    about=name,
+                    only_rank_zero=True,
+                    last=last,
+                    steps=steps,
+                )
+                raise SettingsError(
+                    f"scheduler {name} is restored with total_steps={last}, and this run takes {steps} steps. Train for"
+                    " as many epochs and steps as before, or give the run its own dirpath"
+                )
+
+
+def _fixed_steps(trainer: pl.Trainer, planned: float | None) -> Iterator[tuple[str, int, float]]:
+    """Name, ``total_steps`` and steps to come of each scheduler that has these.
+
+    Args:
+        trainer: whose schedulers they are.
+        planned: steps of the run, ``None`` for what the trainer says, which asks for its loaders.
+    """
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        steps = planned
+        if steps is None:
+            steps = trainer.max_epochs if config.interval == "epoch" else trainer.estimated_stepping_batches
+        if steps is None or steps < 0:
+            steps = float("inf")
+        if isinstance(last := getattr(config.scheduler, "total_steps", None), int):
+            yield type(config.scheduler).__name__ + (f" {number}" if number else ""), last, steps // config.frequency

@@ -15,8 +15,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from lightning_spot.errors import SettingsError
 from lightning_spot.state.compare import differences
 from tests.integration.test_exact import final
 from tests.support import exact_models as m
@@ -715,6 +717,42 @@ def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: boo
         train(case(**first), tmp_path / "twin", seed=11, every=1000)
         broken, twin = final(tmp_path / "broken"), final(tmp_path / "twin")
         assert [text for text in differences(twin["state_dict"], broken["state_dict"]) if "workers" not in text] == []
+
+
+class Cycle(m.Lean):
+    """Has a scheduler for as many steps as the run takes, or for a number of its own."""
+
+    def __init__(self, steps: int | None) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        steps = self.steps or int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, total_steps=steps), "interval": "step"}]
+
+
+SCHEDULERS = [
+    (None, 4, "OneCycleLR is restored with total_steps=15, and this run takes 20"),
+    (None, 3, ""),
+    (12, 4, ""),  # as in a run that is never stopped: that may end sooner by itself
+]
+
+
+@pytest.mark.parametrize(("steps", "epochs", "says"), SCHEDULERS)
+def test_a_scheduler_that_ends_before_the_run_is_refused(
+    steps: int | None, epochs: int, says: str, tmp_path: Path
+) -> None:
+    def case(epochs: int) -> Case:
+        return Case(model=lambda: Cycle(steps), settings={"max_epochs": epochs, "num_sanity_val_steps": 0})
+
+    with pytest.raises(Stop):
+        train(case(3), tmp_path, StopAfter(8), seed=11, every=1)
+    batches = StopAfter(2)
+    with pytest.raises(SettingsError if says else Stop) as raised:
+        train(case(epochs), tmp_path, batches, seed=12, every=1)
+    assert says in str(raised.value)
+    assert batches.left == (2 if says else -1)
 
 
 class Forgetful(IterableDataset[Any]):
