@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest in RUN, or 1GB)"
     )
-    add_time(parser, "--lifetime", 7200.0, "of a machine, mean (2h)")
+    add_time(parser.add_argument, "--lifetime", 7200.0, "of a machine, mean (2h)")
     parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
     add_output(parser)
 

@@ -238,7 +238,7 @@ class Drill:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--kills", type=int, default=3, help="how often the second run is disturbed (%(default)s)")
-    add_time(parser, "--limit", 3600.0, "longest training (1h)")
+    add_time(parser.add_argument, "--limit", 3600.0, "longest training (1h)")
     parser.add_argument("--seed", type=int, help="of the moments of the kills (default: random, printed)")
     parser.add_argument("--keep", metavar="DIR", help="keep snapshots and logs there")
     add_output(parser)

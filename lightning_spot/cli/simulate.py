@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -27,10 +27,10 @@ _LOSS_RATE = 5.0
 _OUTLIVES = {"process": "process", "machine": "machine", "server": "snapshot server"}
 
 
-def _add_size(parser: argparse._ActionsContainer, flag: str, default_bytes: int | None, text: str) -> None:
+def _add_size(add_argument: Callable[..., object], flag: str, default_bytes: int | None, text: str) -> None:
     """Add a flag that takes a size, or a speed: a size with ``/s`` behind it."""
     metavar = "SIZE/s" if flag.endswith("-speed") else "SIZE"
-    parser.add_argument(flag, type=_nbytes, default=default_bytes, metavar=metavar, help=text)
+    add_argument(flag, type=_nbytes, default=default_bytes, metavar=metavar, help=text)
 
 
 def _nbytes(text: str) -> int:
@@ -43,26 +43,26 @@ def _nbytes(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
     job = parser.add_argument_group("job")
-    add_time(job, "--work", 86400.0, "training time without losses (24h)")
-    _add_size(job, "--snapshot-size", 10**9, "a snapshot of the complete job (1GB)")
-    add_time(job, "--blocked", 1.0, "how long training waits for a snapshot (1s)")
+    add_time(job.add_argument, "--work", 86400.0, "training time without losses (24h)")
+    _add_size(job.add_argument, "--snapshot-size", 10**9, "a snapshot of the complete job (1GB)")
+    add_time(job.add_argument, "--blocked", 1.0, "how long training waits for a snapshot (1s)")
     spot = parser.add_argument_group("machines")
-    add_time(spot, "--lifetime", 7200.0, "of a machine, mean (2h; Weibull, k = 0.6)")
+    add_time(spot.add_argument, "--lifetime", 7200.0, "of a machine, mean (2h; Weibull, k = 0.6)")
     spot.add_argument("--hosts", type=int, default=1, metavar="N", help="machines of the job (1)")
     spot.add_argument("--trace", metavar="CSV", help="recorded preemptions instead: a file with a column 'time'")
-    add_time(spot, "--restart", 600.0, "from a loss until a machine is back (10min)")
-    add_time(spot, "--restore", 60.0, "from then until training continues (1min)")
+    add_time(spot.add_argument, "--restart", 600.0, "from a loss until a machine is back (10min)")
+    add_time(spot.add_argument, "--restore", 60.0, "from then until training continues (1min)")
     spot.add_argument("--price", type=float, default=0.0, metavar="PRICE", help="price of a machine for an hour (0)")
-    add_time(spot, "--crash-every", PROCESS_MTBF_S, "mean between crashes of the process (7d)")
+    add_time(spot.add_argument, "--crash-every", PROCESS_MTBF_S, "mean between crashes of the process (7d)")
     tiers = parser.add_argument_group("storage and server")
-    _add_size(tiers, "--storage-speed", 80 * 10**6, "bytes that storage takes in a second (80MB/s)")
+    _add_size(tiers.add_argument, "--storage-speed", 80 * 10**6, "bytes that storage takes in a second (80MB/s)")
     speed = "bytes that a snapshot server takes; given, the job is simulated with one and without"
-    _add_size(tiers, "--server-speed", None, speed)
+    _add_size(tiers.add_argument, "--server-speed", None, speed)
     tiers.add_argument(
         "--server-price", type=float, default=0.0, metavar="PRICE", help="price of the snapshot server for an hour (0)"
     )
     lifetime = "mean lifetime of the snapshot server, which is no spot machine (30d)"
-    add_time(tiers, "--server-lifetime", SERVER_MTBF_S, lifetime)
+    add_time(tiers.add_argument, "--server-lifetime", SERVER_MTBF_S, lifetime)
     parser.add_argument(
         "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
     )

@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f" (default {MAX_ERRORS})",
     )
     pause = f"before the next start; it doubles while the program ends within a minute (default {PAUSE_S:g}s)"
-    add_time(parser, "--pause", PAUSE_S, pause)
+    add_time(parser.add_argument, "--pause", PAUSE_S, pause)
     add_program(parser)
 
 

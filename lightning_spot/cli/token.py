@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[each.value for each in Rights],
         help="read: list runs and read snapshots; write: also open runs and upload",
     )
-    add_time(parser, "--expires", 7 * 86400.0, "how long it holds (default: 7d)")
+    add_time(parser.add_argument, "--expires", 7 * 86400.0, "how long it holds (default: 7d)")
 
 
 def token(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,9 +73,9 @@ def seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_time(parser: argparse._ActionsContainer, flag: str, default_s: float, text: str) -> None:
-    """Add a flag that takes a duration, such as ``90s`` or ``2h``."""
-    parser.add_argument(flag, type=seconds, default=default_s, metavar="TIME", help=text)
+def add_time(add_argument: Callable[..., object], flag: str, default_s: float, text: str) -> None:
+    """Add a flag that takes a duration, such as ``90s`` or ``2h``, by this method of a parser or of a group."""
+    add_argument(flag, type=seconds, default=default_s, metavar="TIME", help=text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slots", type=int, metavar="N", help="most slots of each rank of a run (default: as many as fit)"
     )
     drain = "on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)"
-    add_time(parser, "--drain-timeout", UPLOAD_TIMEOUT_S, drain)
+    add_time(parser.add_argument, "--drain-timeout", UPLOAD_TIMEOUT_S, drain)
     parser.add_argument(
         "--log-format",
         choices=["text", "json"],

@@ -298,12 +298,12 @@ def test_a_training_is_seen_at_its_snapshot_server(tmp_path: Path) -> None:
             trainer(spot(tmp_path / "run", servers=url), StopAt(12)).fit(Net(), data())
         [run] = server.registry.runs.values()
         name = run.info.text
-        assert value(of(server), "attempts", run=name, end="running") == 1
+        until(lambda: value(of(server), "attempts", run=name, end="running") == 1, "what the trainer has measured")
         trainer(spot(tmp_path / "run", servers=url)).fit(Net(), data())
+        until(lambda: value(of(server), "attempts", run=name, end="complete") == 1, "how it has ended")
         found = of(server)
         assert value(found, "attempt", run=name) == 2
         assert value(found, "attempts", run=name, end="failed") == 1
-        assert value(found, "attempts", run=name, end="complete") == 1
         assert value(found, "snapshots_total", run=name, result="taken") > 0  # type: ignore[operator]
         assert value(found, "snapshot_blocked_seconds_count", run=name) > 0  # type: ignore[operator]
         assert 0 < value(found, "goodput_ratio", run=name) < 1  # type: ignore[operator]

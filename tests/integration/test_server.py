@@ -402,7 +402,7 @@ def test_files_of_a_killed_server_are_removed_after_a_day(tmp_path: Path, runtim
             os.utime(runtime_dir / f"{key}.{ending}", (age, age))
     starting.start(str(tmp_path), "run", **SETTINGS)
     assert not list(runtime_dir.glob("0000*"))
-    assert len(list(runtime_dir.glob("1111*"))) == 4
+    assert len(list(runtime_dir.glob("1111*"))) == 3
 
 
 class Asked:
