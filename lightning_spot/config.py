@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from lightning_spot.errors import SettingsError
 from lightning_spot.renamed import refuse_old
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Version of the HTTP protocol between trainers and servers; both ends must agree."""
 
 MANIFEST_VERSION = 5
