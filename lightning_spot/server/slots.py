@@ -953,7 +953,7 @@ def _free_first(
 
 
 def _one_of(free: SlotSet, writer: int) -> Slot | None:
-    """One that nobody reads; of the first few, one that this writer filled last: what is unchanged is there already."""
+    """One that nobody reads; of the first few, one that this writer filled last: its process has it mapped."""
     few = list(itertools.islice((slot for slot in free if not slot.readers), _FEW))
     return next((slot for slot in few if slot.writer == writer), few[0] if few else None)
 

@@ -1,7 +1,7 @@
 """Whether attributes are as they were: a stamp of each value, equal to a later one if nothing was written to it.
 
 What an object holds is looked at as well, to some depth: what training changes in a meter, a metric or a teacher of a
-module no checkpoint has. A digest tells the same to another process, from samples of the value.
+module no checkpoint has. Where an object is found by a path of its own, its digest stands for it.
 """
 
 from __future__ import annotations
@@ -235,11 +235,10 @@ def _is_open(value: Any) -> bool:
 
 
 def digest_of(value: Any) -> str:
-    """What a value contains, equal in every process: of large arrays by samples, of containers by items at both ends.
+    """What a value contains, in few bytes: of large arrays by samples, of containers by items at both ends.
 
     Objects are their class: what they hold is not looked at. An open file or connection counts as ``None``, which it
-    takes the place of where a sample is read first: every process opens its own. An iterator is the place it is at, as
-    far as it shows that.
+    takes the place of where a sample is read first. An iterator is the place it is at, as far as it shows that.
     """
     if is_handle(value):
         value = None

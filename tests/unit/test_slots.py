@@ -379,7 +379,7 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
 
 
 def test_a_writer_gets_the_free_slot_that_it_filled_last() -> None:
-    """What is unchanged since then is not copied again."""
+    """It is mapped, and page-locked, in the process of that writer."""
     free = [Slot(index, buffer=Buffer(reserved_bytes=400), writer=index) for index in range(3)]
     limits = Limits(slots=4, memory_bytes=4000, run_memory_bytes=None)
     for writer, index in ((2, 2), (1, 1), (7, 0)):
