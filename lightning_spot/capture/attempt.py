@@ -263,9 +263,8 @@ class Attempt:
                 raise content
             if complete:
                 self._last = LastState.of(content, manifest)
-            how: dict[str, Any] = {"owned": owned, "wait_s": wait_s}
             is_tried = True
-            self._begun = self.writer.begin(content, manifest, **how)
+            self._begun = self.writer.begin(content, manifest, owned=owned, wait_s=wait_s)
         except Exception as raised:
             if manifest is not None and not is_tried:  # what the writer has tried it has said itself
                 self.writer.fail(manifest, raised)

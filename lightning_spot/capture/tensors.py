@@ -23,7 +23,7 @@ _OUTLINE_BYTES = 4 * 1024 * 1024  # everything in a checkpoint that is no tensor
 _PER_TENSOR_BYTES = 1024
 
 
-def expected_nbytes(state: Any, part: float = 1.0) -> int:
+def expected_nbytes(state: Any, part: float) -> int:
     """About the bytes of a snapshot with the tensors of ``state``, and what goes with them, or of a part of it."""
     tensors = tensors_in(state)
     return int(part * sum(item.numel() * item.element_size() + _PER_TENSOR_BYTES for item in tensors)) + _OUTLINE_BYTES

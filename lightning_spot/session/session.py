@@ -75,9 +75,9 @@ class FitSession(PerTrainer):
         self.snapshotter: Snapshotter | None = None
         self.resume = Resume(self._trainer)
         self.deadline: Deadline | None = None
-        self.summarize: Callable[[], object] = bool
+        self.summarize: Callable[[], object] = lambda: None
         self._events = Events()
-        self.report: Callable[[], object] = bool
+        self.report: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
         """Follow the training, from ``setup`` on. A second call does nothing. Every rank calls it.
