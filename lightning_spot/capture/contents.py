@@ -71,8 +71,8 @@ class Pending:
     Attributes:
         manifest: what it will be.
         lease: its slot.
-        first: copies that were ordered before it was begun. What of them comes from a GPU is waited for as well: its
-            storages may be those of the snapshot only, and of another stream, so that they are kept alive until then.
+        first: copies that were ordered before it was begun. They are waited for as well: a GPU may still be reading,
+            on another stream, storages that only the snapshot holds, and this keeps them alive.
         job: copies that may go on until the next optimizer step.
         done: becomes the manifest when committed, or the error.
         destinations: tiers below, if not the run's.

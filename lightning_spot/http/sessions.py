@@ -1,7 +1,7 @@
-"""Sessions of trainers on a server's host: that they live, and the descriptors of slots.
+"""Sessions of trainers on a server's host: by them it knows that a trainer lives, and hands it descriptors of slots.
 
 A trainer upgrades a connection to the server's Unix socket, and keeps it as long as it lives. Over it, each line of
-JSON that asks for a slot or a snapshot is answered by one, with the descriptor of its memory.
+JSON that asks for a slot or a snapshot is answered by a line, with the descriptor of its memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 LONGEST_LINE = 65536
 _SEND_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 30.0
-_MOST_SESSIONS = 1024  # of ranks on this host, and of those who look what is there; each has a thread
+_MOST_SESSIONS = 1024  # of ranks, and of commands that look what is there; each has a thread
 
 
 class Sessions:

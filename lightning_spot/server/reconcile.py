@@ -31,15 +31,15 @@ QUICK_S = 5.0
 """Snapshots of a run that come within so many seconds of each other are thinned at storage; none waits longer."""
 
 SURPASSED_S = 30.0
-"""A shard at storage waits so long for others where something newer of its run is: they are brought at once."""
+"""Where storage has something newer of its run, a shard waits only so long for others: they are brought at once."""
 
 MOST_APART_S = 30.0
-"""Storage takes one of the snapshots that follow each other in moments at least so often, if it is as fast."""
+"""Of snapshots in quick succession, storage takes one at least so often, if it is fast enough."""
 
 _MOST_FAILURES = 3
 _LAST_WAIT_S = 30.0
-_TOGETHER_S = 0.5  # so much later than another rank of a host, one may have its shard
-_APART = 40  # times as long as it takes one: so much less does it cost training
+_TOGETHER_S = 0.5  # ranks of one host have their shards at most so long after each other
+_APART = 40  # times as long as storage takes for one lie between two, so that training pays little for them
 
 
 # -- what is to be done -----------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Desired:
 
 
 def expires_s(info: RunInfo | None, asked_s: float, leaves_s: float | None) -> float:
-    """When the lease of a run ends, unless its trainer renews it; it goes on as long once this server is about to end.
+    """When the lease of a run ends: some time after its trainer renewed it last, or after this server began to end.
 
     Args:
         info: of the run.
@@ -319,12 +319,15 @@ class Destination:
             self.begun_s.pop(action.run, None)
 
     def waits_for(self, action: Action, there: int, now_s: float) -> float:
-        """An upload waits for others': it is looked at less and less often; since when nothing more has come.
+        """An upload waits for others'. It is looked at less and less often.
 
         Args:
             action: the upload; the place works.
             there: files that are there now, of all places.
             now_s: the time.
+
+        Returns:
+            since when nothing more has come.
         """
         self._succeeded(action)
         known = self.waits.get(action.key)
@@ -334,7 +337,7 @@ class Destination:
         return since_s
 
     def only(self, wanted: set[tuple[str, str, str]]) -> None:
-        """Forget how all went but these: it is not wanted any more."""
+        """Forget how all actions went but these: the others are not wanted any more."""
         self.backoff.forget(set(wanted))
         errors = {key: text for key, text in self.errors.items() if key in wanted}
         # What failed may have made way for something newer, which was not tried yet: the place fails all the same.
@@ -349,7 +352,7 @@ class Destination:
         return not any((*mine, self.deletions, self.waits))
 
     def rest(self) -> None:
-        """Nothing is to be done there: what it is to be given time for is past."""
+        """Nothing is to be done there any more: what failed before is no reason to pause."""
         self.backoff, self.errors = BackOff(), {}
 
     def _succeeded(self, action: Action) -> None:
@@ -514,11 +517,11 @@ class Servers:
                 yield found
 
     def _ask_others(self, server: Server, before: Server | None) -> None:
-        """The others are told at once that another one brings the run on now, or asked whether they do."""
+        """Ask the others at once: they hear that another one brings the run on now, or whether they are to do so."""
+        is_another = self.uploader is not before
         for other in self.used:
             if other is not server:
-                changed = self.uploader is not before
-                other.doubted |= changed or (self.uploader is None and not other.why_not)
+                other.doubted |= is_another or (self.uploader is None and not other.why_not)
 
 
 @dataclass(frozen=True, slots=True)

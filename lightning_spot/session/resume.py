@@ -398,7 +398,9 @@ class Resume(OfTrainer):
 
 
 def bring_below(trainer: pl.Trainer, location: Location) -> None:
-    """Have it brought there before anybody looks; what is not, is said. Every rank calls it.
+    """Have other hosts upload what an earlier attempt has left there, before anybody looks for it. Every rank calls it.
+
+    What is not uploaded in time is said.
 
     Args:
         trainer: whose ranks they are.
@@ -441,6 +443,16 @@ def _late(location: Location) -> list[str]:
         return [str(error)]
     finally:
         host.disconnect()
+
+
+def _flushed(host: EmbeddedHost) -> list[str]:
+    """Have a server bring what it owes; what is late is waited for as long as nothing fails."""
+    deadline_s, late = time.monotonic() + _LONGEST_S, list[str]()
+    while host.owes():  # what hosts bring together is not: no host has all of it
+        late = host.flush(retry.DEFAULT_POLICY.answer_s)
+        if not late or time.monotonic() > deadline_s or any(tier.error for tier in host.tiers().values()):
+            return late
+    return []
 
 
 # -- what the user has changed since a snapshot was taken -------------------------------------------------------------
@@ -490,10 +502,10 @@ def _loads_by_itself(module: torch.nn.Module, key: str) -> bool:
 
 
 def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
-    """Have it named if the optimizers of a checkpoint are not those of the program, when they are loaded.
+    """Have an error name both, if the optimizers of a checkpoint are not those of the program.
 
-    Torch would name neither. That is so late since hooks may change the checkpoint until then, and those of an
-    optimizer its state even later: only what torch refuses does not fit.
+    Torch's own error names neither. They are compared only once torch refuses to load them: until then hooks may change
+    the checkpoint, and those of an optimizer its state.
 
     Args:
         trainer: that resumes.
@@ -653,13 +665,3 @@ def _unsaved_configs(trainer: pl.Trainer) -> Iterator[Any]:
         names = {kind.__name__ for kind in type(callback).__mro__}  # to import it would cost each start time
         if "SaveConfigCallback" in names and callback.save_to_log_dir and not callback.overwrite:
             yield callback
-
-
-def _flushed(host: EmbeddedHost) -> list[str]:
-    """Have a server bring what it owes; what is late is waited for as long as nothing fails."""
-    deadline_s, late = time.monotonic() + _LONGEST_S, list[str]()
-    while host.owes():  # what hosts bring together is not: no host has all of it
-        late = host.flush(retry.DEFAULT_POLICY.answer_s)
-        if not late or time.monotonic() > deadline_s or any(tier.error for tier in host.tiers().values()):
-            return late
-    return []

@@ -48,9 +48,8 @@ Checkpoint = dict[str, Any]
 
 _SMALL_BYTES = 1024 * 1024
 
-
 _STARTS_EACH = 2
-"""How often each snapshot is gone on from, with ``"older"``: one start may have ended for another reason."""
+"""With ``"older"``, so many starts go on from each snapshot: one may have ended for another reason."""
 
 
 @dataclass(frozen=True, slots=True)
