@@ -20,6 +20,7 @@ import lightning_spot
 from lightning_spot import errors
 from lightning_spot.cli.command import COMMANDS
 from lightning_spot.config import MANIFEST_VERSION, PROTOCOL_VERSION
+from lightning_spot.state.dump import VERSION as EXACT_VERSION
 
 PACKAGE = Path(lightning_spot.__file__).parent
 
@@ -300,8 +301,8 @@ def _logged(path: Path) -> set[tuple[str, str]]:
 def test_the_changelog_names_the_formats_that_change_together() -> None:
     """A server of an earlier protocol would refuse manifests of a later format one by one, and keep nothing."""
     table = (REPOSITORY / "CHANGELOG.md").read_text().partition("### Formats")[2]
-    named = tuple(int(re.search(rf"\| {what}[^|]*\| (\d+)", table)[1]) for what in ("`manifest", "protocol"))  # type: ignore[index]
-    assert named == (MANIFEST_VERSION, PROTOCOL_VERSION)
+    named = tuple(int(re.search(rf"\| {what}[^|]*\| (\d+)", table)[1]) for what in ("`manifest", "protocol", "exact"))  # type: ignore[index]
+    assert named == (MANIFEST_VERSION, PROTOCOL_VERSION, EXACT_VERSION)
     assert named[1] >= {4: 7, 5: 10}[named[0]]
 
 
