@@ -35,7 +35,7 @@ from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
 
-LONGEST_LINE = 65536
+_LONGEST_LINE = 65536
 _SEND_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 30.0
 _MOST_SESSIONS = 1024  # of ranks, and of commands that look what is there; each has a thread
@@ -153,12 +153,12 @@ class _Lines:
             ValueError: if a line is too long.
         """
         while b"\n" not in self._data:
-            if len(self._data) > LONGEST_LINE:
+            if len(self._data) > _LONGEST_LINE:
                 raise ValueError("a message is too long")
             ready = wait_readable(self._fds, None)
             if self._pidfd in ready:
                 return b""
-            piece = self._connection.recv(LONGEST_LINE)
+            piece = self._connection.recv(_LONGEST_LINE)
             if not piece:
                 return b""
             self._data += piece
