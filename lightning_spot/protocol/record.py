@@ -92,7 +92,7 @@ class ServerRecord:
         Raises:
             SettingsError: if what is in the place of its file is none of this user's; of the methods below likewise.
         """
-        return _is_held(self.alive)
+        return is_held(self.alive)
 
     def process(self) -> ProcessId | None:
         """The server's process, as it noted it; ``None`` if it has not yet."""
@@ -170,8 +170,8 @@ class ServerRecord:
             path.unlink(missing_ok=True)
 
 
-def _is_held(path: Path) -> bool:
-    """Whether a living process holds the lock of a file.
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the lock of a file. Others who look at that moment do not count.
 
     Raises:
         SettingsError: if it is no file of this user's.
@@ -253,7 +253,7 @@ def local_records() -> list[ServerRecord]:
     names = [path.name for kind in ("alive", "log") for path in environment.runtime_dir.glob(f"*.{kind}")]
     for area in own_directories(environment.shm_dir / _AREA[:-1]) if environment.shm_dir is not None else ():
         with area, contextlib.suppress(SettingsError):  # its lock is no server's
-            if not _is_held(area.here / AREA_LOCK):
+            if not is_held(area.here / AREA_LOCK):
                 names.append(area.path.name.removeprefix(_AREA))
     keys = {match[0] for name in names if (match := _KEY.match(name))}
     return [ServerRecord(environment.runtime_dir, key) for key in sorted(keys)]

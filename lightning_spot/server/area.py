@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, TierError
 from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
-from lightning_spot.protocol.record import AREA_LOCK
+from lightning_spot.protocol.record import AREA_LOCK, is_held
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.retry import retried
 from lightning_spot.say import recovered, say
@@ -41,6 +41,7 @@ _FOREIGN = "{about} is not a directory of this server's. It stays as it is: {err
 
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
+_LOOK_S, _POLL_S = 1.0, 0.01  # who looks whether a server holds a directory does so for microseconds
 _AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried again after so long each time
 
 
@@ -327,7 +328,7 @@ def _lock(directory: OwnDirectory) -> BinaryIO | None:
     Raises:
         SettingsError: if its lock is none.
     """
-    path = directory.here / AREA_LOCK
+    path, deadline_s = directory.here / AREA_LOCK, time.monotonic() + _LOOK_S
     while True:
         try:
             lock = open(open_file(path, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115 - held until the area is closed
@@ -337,7 +338,10 @@ def _lock(directory: OwnDirectory) -> BinaryIO | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            return None
+            if is_held(path) or time.monotonic() > deadline_s:
+                return None
+            time.sleep(_POLL_S)  # no server holds it: somebody looks whether one does
+            continue
         with contextlib.suppress(FileNotFoundError):  # its holder has just removed it
             if os.path.samestat(os.fstat(lock.fileno()), path.lstat()):
                 return lock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import shutil
@@ -29,6 +30,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.protocol import slot as slot_module
 from lightning_spot.protocol.process import ProcessId
+from lightning_spot.protocol.record import AREA_LOCK
 from lightning_spot.protocol.slot import SlotMemory, host_memory_bytes
 from lightning_spot.server import area as area_module
 from lightning_spot.server import reconcile, registry, worker
@@ -687,6 +689,21 @@ def test_two_living_servers_never_share_an_area(make_bench: MakeBench, runtime_d
     heir.server.close()
     other.server.close()
     assert list(runtime_dir.glob("area*")) == []
+
+
+def test_an_heir_adopts_while_somebody_looks_for_servers(make_bench: MakeBench, runtime_dir: Path) -> None:
+    """As `status` and `stop` do, which take its lock for a moment."""
+    killed = make_bench(area=runtime_dir / "area")
+    killed.open(durable=False)
+    killed.save(1)
+    killed.die()
+    looks = open(runtime_dir / "area" / AREA_LOCK, "rb")  # noqa: SIM115 - closed by the timer
+    fcntl.flock(looks, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    threading.Timer(0.2, looks.close).start()
+    heir = make_bench(area=runtime_dir / "area")
+    assert heir.committed() == [1]
+    assert heir.server.ring.area is not None
+    assert heir.server.ring.area.path == runtime_dir / "area"
 
 
 def test_an_heir_with_fewer_slots_loses_nothing(make_bench: MakeBench, runtime_dir: Path) -> None:
