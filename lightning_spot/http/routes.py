@@ -80,6 +80,7 @@ from lightning_spot.http.limits import (
     LONGEST_FIELD_BYTES,
     MOST_CONNECTIONS,
     MOST_HEADERS,
+    MOST_STRANGERS,
     SERVER_IDLE_TIMEOUT_S,
     THIS_HOST,
     Connections,
@@ -228,7 +229,12 @@ class Service:
     ) -> Connections:
         """What makes the protocol of each connection, with its limits."""
         most = min(MOST_CONNECTIONS, open_files() // 4)
-        self._connections = Connections(make_handler, tls=tls, counted=self.counted, most=most)
+        strangers = min(
+            MOST_STRANGERS, most // 2
+        )  # else, where few files may be open, they displace those with a token
+        self._connections = Connections(
+            make_handler, tls=tls, counted=self.counted, most=most, most_strangers=strangers
+        )
         return self._connections
 
     def runner(self, shutdown_timeout_s: float = 60.0) -> web.AppRunner:

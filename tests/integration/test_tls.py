@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -26,8 +27,9 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import why_no_place, without_password
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError, TierReason
-from lightning_spot.http import upload_requests
+from lightning_spot.http import routes, upload_requests
 from lightning_spot.http.limits import MOST_STRANGERS, Connections
+from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import client_context, server_context
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.retry import RetryPolicy
@@ -363,6 +365,26 @@ def test_those_without_a_token_displace_each_other_only(certs: Path, monkeypatch
             await _hung_up(reader)
         assert not any(reader.at_eof() for reader in (admitted, alone, *flood[-2:]))
         assert len(connections._open) == 4
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_where_few_files_may_be_open_a_token_keeps_its_place(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
+    monkeypatch.setattr(routes, "open_files", lambda: 16)
+
+    async def run() -> None:
+        connections = Service(Mock(), None).connections(Silent, context_of(certs))
+        server, port = await _serving(connections)
+        ends = [await asyncio.open_connection("127.0.0.1", port, ssl=client_context())]
+        next(iter(connections._open.values())).admit()
+        for _ in range(8):
+            ends.append(await asyncio.open_connection("127.0.0.1", port))
+            await asyncio.sleep(0.05)
+        for reader, _ in ends[1:-2]:
+            await _hung_up(reader)
+        assert not any(reader.at_eof() for reader, _ in (ends[0], *ends[-2:]))
         server.close()
 
     asyncio.run(run())
