@@ -337,11 +337,12 @@ async def switched(request: web.Request) -> AsyncIterator[socket.socket]:
         raise ServerRefusedError(f"this needs 'Upgrade: {UPGRADE}'", status=426)
     assert isinstance(transport, asyncio.Transport)
     head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
-    transport.write(f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode())
+    agreed = f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode()
     try:
         if transport.get_extra_info("sslcontext") is None:
             transport.pause_reading()
             with transport.get_extra_info("socket").dup() as connection:
+                transport.write(agreed)
                 yield connection
             return
         ours, connection = socket.socketpair()
@@ -349,6 +350,7 @@ async def switched(request: web.Request) -> AsyncIterator[socket.socket]:
             inside, _ = await asyncio.get_running_loop().create_connection(lambda: _Relay(transport), sock=ours)
             try:
                 request[ACCEPTED].divert(_Relay(inside))
+                transport.write(agreed)  # not before: what comes then is no HTTP
                 yield connection
             finally:
                 inside.close()

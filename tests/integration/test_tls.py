@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import fsspec
@@ -37,6 +38,7 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_fit import stopped
 from tests.integration.test_service_limits import Silent, _hung_up, _serving, connected, descriptors
 from tests.support import folders
@@ -419,6 +421,24 @@ def test_a_stream_by_tls_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServ
     with suppress(ConnectionError):
         assert stream._socket.recv(1) == b""
     until(lambda: not any(upload.streams for upload in map(server.find_upload, server.uploads)), "the stream to end")
+
+
+def test_what_comes_at_once_after_the_upgrade_is_received(
+    hasty: tuple[SnapshotServer, ServerClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server agrees once it can take parts, not while it makes ready for them."""
+    connects = asyncio.BaseEventLoop.create_connection
+
+    async def late(*arguments: Any, **more: Any) -> Any:
+        await asyncio.sleep(0.3)
+        return await connects(*arguments, **more)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", late)
+    _, client = hasty
+    stream, image = stream_of(client), b"x" * 1000
+    stream._socket.deadline_s = time.monotonic() + 30
+    stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, checksum(image)).pack() + image)
+    assert stream._socket.recv(1000).hex() == checksum(image)
 
 
 def test_who_reads_no_answers_makes_no_buffer_grow(hasty: tuple[SnapshotServer, ServerClient]) -> None:
