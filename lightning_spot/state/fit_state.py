@@ -33,7 +33,7 @@ from lightning_spot.state.elastic import OtherRanks
 from lightning_spot.state.loadability import follow_named
 from lightning_spot.state.loaders import Loaders
 from lightning_spot.state.loops import StepBoundaries, is_tuning
-from lightning_spot.state.module_state import PreTrainingEffects, UntrackedAttributes, raised_limits
+from lightning_spot.state.module_state import PreTrainingEffects, UntrackedAttributes
 from lightning_spot.state.optimizers import FixedSteps, keep_dtypes, names_of, precise_of
 from lightning_spot.state.own_parameters import what_is_rank_0s
 from lightning_spot.state.per_trainer import OfTrainer, PerTrainer
@@ -78,6 +78,7 @@ class FitState(PerTrainer):
         self._is_attached = True
         run = self._parts.switches.run
         self._parts.switches.probe(self._trainer)
+        run(compat.HOOKED, lambda: self._parts.hooked.note_limits(self._trainer))
         run(compat.LOADERS, self._follow_loaders)
         self.once.follow_tuners(self._patches)
         follow_named(self._trainer, self._patches)
@@ -134,7 +135,7 @@ class FitState(PerTrainer):
         made = buffers.made_in_training(parts.module, due.get("buffers", {}))
         anew = [
             *builtin_callbacks.what_begins_anew(trainer),
-            *self._untracked.begin_anew([*restoring.lost, *restoring.limits, *made]),
+            *self._untracked.begin_anew([*restoring.lost, *made]),
             *what_is_rank_0s(trainer),
             *parts.hooked.what_waits(),
             *parts.hooked.what_is_apart(),
@@ -206,7 +207,7 @@ class FitState(PerTrainer):
         """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""
         self._restoring.end_untrained()
         if not self._has_begun:
-            say_not_exact([*self._restoring.findings, *self._untracked.begin_anew(self._restoring.limits)])
+            say_not_exact(self._restoring.findings)
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """Of a run resumed in front of a validation: put back what that needs."""
@@ -228,7 +229,6 @@ class Restoring(OfTrainer):
     Attributes:
         untracked: names of attributes that the training before had changed, and that do not come back.
         lost: likewise, of modules.
-        limits: of the Trainer that hooks had raised.
         findings: what is known not to be exact before training begins.
     """
 
@@ -236,7 +236,6 @@ class Restoring(OfTrainer):
         super().__init__(trainer)
         self.untracked: list[str] = []
         self.lost: list[str] = []
-        self.limits: list[str] = []
         self.findings: list[str] = []
         self._parts = parts
         self._run = parts.switches.run
@@ -290,7 +289,6 @@ class Restoring(OfTrainer):
         stops = values["should_stop"] and self._run(compat.PROGRESS, lambda: loops.may_stop(trainer, checkpoint))
         self._steps_are_over = bool(stops) or reached
         self.untracked, self.lost = shared["untracked"], shared["lost"]
-        self.limits = raised_limits(trainer, values["hooked"])
         self._precise = buffers.more_precise(trainer.lightning_module, checkpoint)
         self._loaded = {} if is_sharded(trainer) else buffers.loaded(trainer.lightning_module, checkpoint)
         if states := precise_of(checkpoint):

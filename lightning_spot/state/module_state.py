@@ -68,7 +68,7 @@ _SETTINGS = (
     "val_check_interval",
 )
 _LIMITS = ("max_epochs", "max_steps")
-"""Settings that count as the program gives them: training may go on for longer in another start."""
+"""Settings that the loops have."""
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of a module that are torch's."""
@@ -233,6 +233,7 @@ class ModuleState:
         self._trains: dict[str, bool] = {}
         self._modules: dict[str, Attributes] = {}
         self._settings: State = {}
+        self._limits: State = {}  # that the program gave
         self._makes_data: set[str] = set()  # modules of which data sets are not as they were when attributes were saved
         self._waiting: dict[str, State] = {}  # attributes of modules, until the next data sets are made
         self._kinds: dict[str, type] = {}
@@ -289,6 +290,7 @@ class ModuleState:
                 for name, value in settings.items()
                 if ("settings", name) in before or self._settings.get(name, _NOT_THERE) != value
             },
+            "limits": self._limits,
             "before": sorted(before),
         }
 
@@ -377,18 +379,29 @@ class ModuleState:
                         is_shared=f"{name}.{attribute}".strip(".") in shared,
                     )
 
+    def note_limits(self, trainer: pl.Trainer) -> None:
+        """Note how long the program has training go on, before hooks may change that."""
+        self._limits = {name: value for name, value in _settings(trainer).items() if name in _LIMITS}
+
+    def restore_limits(self, trainer: pl.Trainer, saved: State) -> None:
+        """Put back how long training is to go on, as far as hooks had changed it: before its loops begin.
+
+        Where the program gives another limit than it gave to the training before, that one counts.
+        """
+        given, before = self._limits, saved["limits"]
+        names = [name for name in _LIMITS if name in saved["settings"] and given.get(name) == before.get(name)]
+        limits = {name: saved["settings"][name] for name in names}
+        self.before |= {("settings", name) for name in limits}
+        if "max_epochs" in limits:
+            trainer.fit_loop.max_epochs = limits["max_epochs"]
+        if "max_steps" in limits:
+            trainer.fit_loop.epoch_loop.max_steps = limits["max_steps"]
+
     def restore_generators(self, trainer: pl.Trainer, saved: State) -> None:
         """Set generators once more, just before the first step: a loader may draw from them when its epoch begins."""
         kept = saved["attributes"].items()
         generators = {name: {key: each for key, each in own.items() if is_generator(each)} for name, own in kept}
         self._put(trainer.lightning_module, generators)
-
-
-def raised_limits(trainer: pl.Trainer, saved: State | None) -> list[str]:
-    """Names of limits that hooks had raised: those that the program gives now are lower."""
-    settings = saved["settings"] if saved is not None else {}
-    found = ((name, getattr(trainer, name), settings.get(name)) for name in _LIMITS)
-    return [f"Trainer.{name}" for name, given, raised in found if given and raised and 0 < given < raised]
 
 
 def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:

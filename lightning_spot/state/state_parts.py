@@ -348,6 +348,7 @@ _AROUND_LOADERS = {
     Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),
 }
 _HOOKED: Mapping[Stage, Restore] = {
+    Stage.LOAD: lambda parts, saved: parts.hooked.restore_limits(parts.trainer, saved),
     Stage.TRAIN_START: lambda parts, saved: parts.hooked.restore(parts.trainer, saved),
     Stage.FIRST_BATCH: lambda parts, saved: parts.hooked.restore_generators(parts.trainer, saved),
     Stage.UNTRAINED: lambda parts, saved: parts.hooked.restore(parts.trainer, saved, untrained=True),

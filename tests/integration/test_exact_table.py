@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_spot.state.compare import differences
 from tests.integration.test_exact import final, logged, spot
+from tests.support import exact_kept as kept
 from tests.support import exact_models as m
 from tests.support.exact_table import CALLBACKS, CASES, LOADERS, SETTINGS, STREAM, Case, train
 from tests.support.trainer import Stop, StopAfter, StopIn
@@ -107,6 +108,19 @@ def test_equal_where_no_batch_is_left_of_an_epoch(name: str, tmp_path: Path) -> 
     found = list(differences(final(tmp_path / "undisturbed"), final(tmp_path / "broken")))
     assert [text for text in found if not any(part in text for part in case.ignored)] == []
     assert logged(tmp_path / "broken") == logged(tmp_path / "undisturbed") != []
+
+
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize(
+    ("model", "given", "trained"), [(kept.Longer, 3, 4), (kept.Longer, 6, 6), (kept.Shorter, 3, 2)]
+)
+def test_a_limit_of_a_hook_returns_unless_another_is_given(
+    model: Any, given: int, trained: int, tmp_path: Path
+) -> None:
+    """A finished run that is started again would train on."""
+    train(Case(model=model), tmp_path, seed=11, every=SELDOM)
+    train(Case(model=model, settings={"max_epochs": given}), tmp_path, seed=200, every=SELDOM)
+    assert final(tmp_path)["epoch"] == trained
 
 
 def test_a_trial_before_the_fit_replaces_no_due_validation(tmp_path: Path) -> None:

@@ -183,6 +183,14 @@ class Longer(Lean):
             self.trainer.fit_loop.max_epochs = 4
 
 
+class Shorter(Lean):
+    """Trains for one epoch less, which it finds out in its second one."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.fit_loop.max_epochs = 2
+
+
 class Toggling(Lean):
     """Toggles an optimizer in one batch, and back two batches later."""
 

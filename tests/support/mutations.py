@@ -120,10 +120,10 @@ attributes of modules | state.module_state | exact_table::equal_or_warned_of[pla
 settings of the trainer | state.module_state | exact_table::equal_or_warned_of[accumulation-scheduler]
 -                setattr(trainer, name, value)
 +                pass
-# a run that a hook made longer ends early, and nothing says so
-limits of the trainer | state.module_state | exact_table::equal_or_warned_of[more-epochs-later]
--if given and raised and 0 < given < raised
-+if False
+# a run that a hook made longer ends early
+limits of the trainer | state.module_state | exact_table::a_limit_of_a_hook_returns_unless_another_is_given
+-        limits = {name: saved["settings"][name] for name in names}
++        limits = dict[str, int]()
 # a resumed run is another one: a toggled optimizer trains both
 optimizers' toggles | state.state_parts | exact_table::equal_or_warned_of[toggled-over-batches]
 -_of(toggled)
