@@ -326,7 +326,7 @@ class ModuleState:
                 name: {"training": own.pop("training")} for name, own in self._waiting.items() if "training" in own
             }
             attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
-        self._put(module, attributes)
+        self._put(trainer, attributes, saved["shared"])
         if saved["shared"] is not None:
             others = set(saved["untrained"]).symmetric_difference(untrained_by_optimizers(trainer))
             shared = groups_of(owners_of(module), outside_of(trainer))
@@ -360,24 +360,22 @@ class ModuleState:
         """Before hooks make the data sets of the next epoch: what fits these comes back. A second call does nothing."""
         waiting, self._waiting = self._waiting, {}
         self._makes_data.clear()
-        self._put(trainer.lightning_module, waiting)
+        self._put(trainer, waiting)
 
     @staticmethod
-    def _put(module: pl.LightningModule, attributes: dict[str, State]) -> None:
+    def _put(trainer: pl.Trainer, attributes: dict[str, State], shared: Groups | None = None) -> None:
+        """Put values back, in place where they share memory now as they did in the training before, if that is told."""
         if not attributes:
             return
-        parts = dict(_parts(module.named_modules()))
-        shared = {name for group in groups_of(owners_of(module), {}) for name in group}
+        module = trainer.lightning_module
+        parts, now = dict(_parts(module.named_modules())), _partners(groups_of(owners_of(module), outside_of(trainer)))
+        then = _partners(shared) if shared is not None else now
+        tied = {place for place, group in now.items() if len(group & then.get(place, frozenset())) > 1}
         for name, values in attributes.items():
             for attribute, value in values.items():
                 if name in parts:
-                    put(
-                        parts[name],
-                        attribute,
-                        value,
-                        module.device,
-                        is_shared=f"{name}.{attribute}".strip(".") in shared,
-                    )
+                    place = _name_of((name, attribute))
+                    put(parts[name], attribute, value, module.device, place=place, tied=tied)
 
     def note_limits(self, trainer: pl.Trainer) -> None:
         """Note how long the program has training go on, before hooks may change that."""
@@ -401,7 +399,7 @@ class ModuleState:
         """Set generators once more, just before the first step: a loader may draw from them when its epoch begins."""
         kept = saved["attributes"].items()
         generators = {name: {key: each for key, each in own.items() if is_generator(each)} for name, own in kept}
-        self._put(trainer.lightning_module, generators)
+        self._put(trainer, generators)
 
 
 def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:

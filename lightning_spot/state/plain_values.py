@@ -6,6 +6,7 @@ Numbers, text, tensors, NumPy arrays of numbers, generators, and lists, tuples a
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -111,32 +112,70 @@ def is_generator(saved: Any) -> bool:
     return isinstance(saved, dict) and _GENERATOR in saved
 
 
-def put(part: Any, name: str, saved: Any, device: torch.device | None = None, *, is_shared: bool = False) -> None:
-    """Give an attribute its value back; lists and dicts, which others may hold, and what is shared, in place.
+def put(
+    part: Any,
+    name: str,
+    saved: Any,
+    device: torch.device | None = None,
+    *,
+    place: str = "",
+    tied: Collection[str] = (),
+) -> None:
+    """Give an attribute its value back; lists and dicts, which others may hold, and what is tied, in place.
 
     Args:
         part: an object or a class; has the attribute.
         name: of it.
         saved: what :func:`copy_of` returned.
         device: for tensors; ``None`` for the one they were on.
-        is_shared: whether its present value shares memory with other attributes: it is written to.
+        place: of the attribute; those of what is in its containers begin with it.
+        tied: places of which the present values are others' as well, and are written to.
     """
     present: Any = getattr(part, name, None)
     if is_generator(saved):
         if type(present).__qualname__ == saved[_GENERATOR]:
             restore_generator(present, saved["state"])
         return
-    value = whole(saved, device)
+    value = _within(present, whole(saved, device), place, tied)
+    if not _fill(present, value) and type(present) in _REPLACED and not _are_equal(present, value):
+        setattr(part, name, value)
+
+
+def _within(present: Any, value: Any, place: str, tied: Collection[str]) -> Any:
+    """A value of which the parts that are tied are the present ones, written to."""
+    kind = type(value)
+    if type(present) is kind and kind is dict:
+        both = ((key, present.get(key), item) for key, item in value.items())
+        value = {key: _within(mine, item, f"{place}.{key}", tied) for key, mine, item in both}
+    elif type(present) is kind and kind in (list, tuple):
+        mine = [*present, *[None] * len(value)]
+        value = kind(_within(mine[index], item, f"{place}.{index}", tied) for index, item in enumerate(value))
+    if place not in tied:
+        return value
+    if kind is torch.Tensor and _are_alike([present, value]) and not present.requires_grad:
+        _write(present, value)
+        return present
+    return present if _fill(present, value) else value
+
+
+def _write(present: torch.Tensor, value: torch.Tensor) -> None:
+    for axis, stride in enumerate(present.stride()):
+        if stride == 0 and present.shape[axis]:  # expanded: torch does not write to one number twice
+            present, value = present.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+    present.copy_(value)
+
+
+def _fill(present: Any, value: Any) -> bool:
+    """Whether both are lists, or dicts: then the present one has the items of the other."""
     if type(present) is list and type(value) is list:
         present[:] = value
-    elif type(present) is dict and type(value) is dict:
+        return True
+    if type(present) is dict and type(value) is dict:
+        items = {**value}
         present.clear()
-        present.update(value)
-    elif type(present) in _REPLACED and not _are_equal(present, value):
-        if is_shared and _are_alike([present, value]) and not present.requires_grad:
-            present.copy_(value)
-        else:
-            setattr(part, name, value)
+        present.update(items)
+        return True
+    return False
 
 
 def _are_equal(present: Any, value: Any) -> bool:

@@ -158,9 +158,9 @@ SHARED: dict[str, tuple[dict[str, Any], str]] = {
     "a view": ({"make": views, "step": write}, ""),
     "a view that training makes": ({"start": views, "step": write}, VIEWED),
     "one tensor": ({"make": same, "step": write}, ""),
-    "one tensor that training parts": ({"make": same, "start": apart, "step": write}, VIEWED),
+    "one tensor that training parts": ({"make": same, "start": apart, "step": write}, ""),
     "a view in another module": ({"make": in_modules, "step": write_in_modules}, ""),
-    "views in containers": ({"make": nested, "step": write_nested}, f"{SHARED_AGAIN}bank, part.first, part.rest.0."),
+    "views in containers": ({"make": nested, "step": write_nested}, ""),
     "a view of weights": (
         {"start": a_row_of_weights, "step": lambda module, _: module.part.mean()},
         f"{SHARED_AGAIN}net.0.weight, part.",

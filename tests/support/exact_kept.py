@@ -183,6 +183,45 @@ class Longer(Lean):
             self.trainer.fit_loop.max_epochs = 4
 
 
+class Bound(Lean):
+    """Ties what is in its containers, and expands a tensor; writes to each of them by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums, self.steps = torch.zeros(3), list[int]()
+        self.by_name, self.both = {"sums": self.sums, "steps": self.steps}, (self.sums,)
+        self.count = torch.zeros(1)
+        self.counts = self.count.expand(5)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.sums.add_(1)
+        self.steps.append(self.global_step)
+        self.count.add_(1)
+        found = self.by_name["sums"].sum() + self.both[0].sum() + sum(self.by_name["steps"]) + self.counts.sum()
+        self.log("found", found)
+
+
+class Summed(Lean):
+    """Logs what :class:`Summing` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = torch.zeros(3)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("sums", self.sums.sum())
+
+
+class Summing(pl.Callback):
+    """Writes to a tensor of the module, which it has from where training begins."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.sums = pl_module.sums
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.sums.add_(1)
+
+
 class Shorter(Lean):
     """Trains for one epoch less, which it finds out in its second one."""
 

@@ -35,7 +35,7 @@ random after a complete run | state.state_parts | fit::a_finished_run_is_as_afte
 +{}
 # a resumed run is another one: what a generator of the module draws
 random of generators of the module | state.module_state | exact_table::equal_or_warned_of[generator-of-the-module-and-its-sampler]
--        self._put(trainer.lightning_module, generators)
+-        self._put(trainer, generators)
 +        pass
 # a resumed run is another one: its epoch begins anew
 loader position | state.state_parts | exact_table::equal_or_warned_of[max-steps]
@@ -114,7 +114,7 @@ requires_grad | state.module_state | exact_table::equal_or_warned_of[backbone-fi
 +                pass
 # a resumed run is another one: counters of the module
 attributes of modules | state.module_state | exact_table::equal_or_warned_of[plain-values-and-generators]
--        self._put(module, attributes)
+-        self._put(trainer, attributes, saved["shared"])
 +        pass
 # a resumed run is another one: accumulates as it began
 settings of the trainer | state.module_state | exact_table::equal_or_warned_of[accumulation-scheduler]
