@@ -110,14 +110,15 @@ def in_present_form(shared: State) -> State:
     if shared["version"] != 5:
         return shared
     for rank in filter(None, shared["ranks"]):  # those that this one needs
-        hooked, before = rank["hooked"], rank["hooked"]["before"]
-        hooked["shared"] = hooked["untrained"] = None
-        hooked["before"] = [
-            *(("trains", name) for name in before["trains"]),
-            *(("attributes", module, name) for module, names in before["attributes"].items() for name in names),
-            *(("settings", name) for name in before["settings"]),
-        ]
-        for position in filter(None, rank["loaders"]):
+        if (hooked := rank["hooked"]) is not None:  # else that part was off
+            before = hooked["before"]
+            hooked["shared"] = hooked["untrained"] = None
+            hooked["before"] = [
+                *(("trains", name) for name in before["trains"]),
+                *(("attributes", module, name) for module, names in before["attributes"].items() for name in names),
+                *(("settings", name) for name in before["settings"]),
+            ]
+        for position in filter(None, rank["loaders"] or ()):
             position["made_of"]["batch"] = position.get("batch")
             position["workers_change"] = bool(position.get("workers_changed"))
     return {**shared, "version": VERSION}

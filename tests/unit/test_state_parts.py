@@ -13,6 +13,7 @@ import torch
 
 from lightning_spot.state import state_parts
 from lightning_spot.state.compare import differences
+from lightning_spot.state.dump import VERSION, in_present_form
 from lightning_spot.state.randomness import Generators, capture_random, restore_random
 from lightning_spot.state.state_parts import PARTS, Stage, StatePart, StateParts
 from tests.support.said import said_about
@@ -111,3 +112,9 @@ def test_a_draw_shows_in_the_next_snapshot_and_in_no_former_one(draw: str) -> No
     assert [DRAWS[draw]() for _ in range(3)] == drawn
     restore_random(first)
     assert differences(generators.capture(), before) == []
+
+
+def test_parts_that_were_off_are_none_in_an_earlier_form_too() -> None:
+    """A snapshot of the version before was refused."""
+    ranks: list[dict[str, Any] | None] = [{"hooked": None, "loaders": None}, None]
+    assert in_present_form({"version": 5, "ranks": ranks}) == {"version": VERSION, "ranks": ranks}
