@@ -113,9 +113,12 @@ class Resume(OfTrainer):
         """
         if self.location is not None:
             if self.named is not None and named != self.named:
+                what = f"two runs, {self.named.url} and {named.url}"
+                if named.url == self.named.url:
+                    what = f"{named.url} with different servers, local_server or run_name"
                 raise SettingsError(
-                    f"callbacks of this Trainer name two runs, {self.named.url} and {named.url}. A Trainer has one:"
-                    " give them the same dirpath, servers, local_server and run_name"
+                    f"callbacks of this Trainer name {what}. A Trainer has one run: give them the same dirpath,"
+                    " servers, local_server and run_name"
                 )
             return self.location
         ranks = Agreement(self._trainer)

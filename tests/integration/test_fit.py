@@ -345,6 +345,8 @@ def test_a_trainer_has_one_run(tmp_path: Path) -> None:
         trainer(AutoResume(str(tmp_path / "one"), local_server=False), resumes).fit(Net(), data())
     with pytest.raises(SettingsError, match=r"name two runs, .*/other and .*/run-1"):
         trainer(resumes, spot(tmp_path, resume=False)).fit(Net(), data())
+    with pytest.raises(SettingsError, match=r"name .*/other with different servers, local_server or run_name"):
+        trainer(resumes, AutoResume(str(tmp_path / "other"))).fit(Net(), data())
     assert not manifests(tmp_path)
 
 
