@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
+    if arguments.plot and Path(arguments.plot).suffix.lower() not in ("", ".svg"):
+        raise SettingsError(f"--plot {arguments.plot}: the drawing is SVG. Give a file that ends in .svg")
     if names_server(arguments.url):
         raise SettingsError(
             f"{arguments.url} names a snapshot server, which keeps no records of attempts: give the run's dirpath"

@@ -494,6 +494,7 @@ def test_the_report_as_one_page(tmp_path: Path, cli: Cli) -> None:
     assert sum(float(bar.attrib["width"]) for bar in bars) == pytest.approx(940, abs=1)
     assert "goodput" in told
     assert "cannot be written" in cli("report", run, "--html", tmp_path / "none" / "x.html", code=2)
+    assert "the drawing is SVG" in cli("report", run, "--plot", tmp_path / "report.png", code=2)
 
 
 # -- completion -------------------------------------------------------------------------------------------------------
