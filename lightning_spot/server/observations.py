@@ -136,7 +136,7 @@ class Observations:
         health.dropped, health.dropped_name = why, name
 
     def _runs(self) -> set[str]:
-        deleting = {key_of(each) for place in self._places.values() for each in place.deletions}
+        deleting = {key_of(each.manifest) for place in self._places.values() for each in place.deletions}
         trimming = {run for place in self._places.values() for run in place.newest}
         return {*self._ring.runs(), *deleting, *trimming, *self.servers}
 

@@ -258,6 +258,21 @@ class Wait:
 
 
 @dataclass(eq=False, slots=True)
+class Deletion:
+    """Something that is not to be at a place any more.
+
+    Attributes:
+        manifest: what.
+        behind: files of its run that were owed there when this was asked for, name and commit: they are brought first.
+            What replaces it may be among them: if the machine went between the two, neither would be there. Files that
+            come later are not waited for: while one is always under way, nothing would ever go.
+    """
+
+    manifest: Manifest
+    behind: dict[str, int]
+
+
+@dataclass(eq=False, slots=True)
 class Destination:
     """What was seen at a place: a directory at storage, or a server, by its URL.
 
@@ -277,7 +292,7 @@ class Destination:
     health: TierHealth = field(init=False)
     backoff: BackOff = field(default_factory=BackOff)
     errors: dict[tuple[str, str, str], str] = field(default_factory=dict)
-    deletions: list[Manifest] = field(default_factory=list)
+    deletions: list[Deletion] = field(default_factory=list)
     newest: dict[str, Manifest] = field(default_factory=dict)
     begun_s: dict[str, float] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)
@@ -301,9 +316,13 @@ class Destination:
         self._succeeded(action)
         self.waits.pop(action.key, None)
         if action.kind is Kind.DELETE:
-            self.deletions[:] = [each for each in self.deletions if each is not action.manifest]
+            self.deletions[:] = [each for each in self.deletions if each.manifest is not action.manifest]
         if action.kind is Kind.RETAIN and self.newest.get(action.run) is action.manifest:
             del self.newest[action.run]
+        if action.kind.is_upload:
+            for each in (each for each in self.deletions if key_of(each.manifest) == action.run):
+                if each.behind.get(action.name, action.sequence + 1) <= action.sequence:
+                    del each.behind[action.name]
 
     def failed(self, action: Action, text: str, now_s: float) -> None:
         """Something failed. An upload that did is not counted as begun: it is tried with back-off, not at its pace."""
@@ -581,7 +600,7 @@ def awaited(desired: Desired, seen: Observed) -> set[str]:
         if _is_awaited(desired, seen, slot, url, states.get(slot, Status.COMMITTED))
     }
     for url, place in seen.places.items():
-        if any(key_of(each) == seen.run for each in place.deletions):
+        if any(key_of(each.manifest) == seen.run for each in place.deletions):
             found.add(url)
         is_retained = desired.info is not None and seen.run in place.newest
         if is_retained and ("retain", seen.run, "") not in place.errors:
@@ -717,14 +736,20 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
 
 def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
     for url, place in seen.places.items():
-        # A file that is owed may be what replaces one that goes: were both away, a crash would leave neither.
-        owes_files = any(slot.snapshot is None and url in urls for slot, urls in seen.view.owed.items())
-        for each in place.deletions if not owes_files else ():
-            if key_of(each) == seen.run:
-                yield Action(Kind.DELETE, url, seen.run, manifest=each)
+        for each in place.deletions:
+            # What is put again before it ever was put is waited for all the same.
+            waits = each.behind and not each.behind.keys().isdisjoint(owed_files(seen.view, url))
+            if key_of(each.manifest) == seen.run and not waits:
+                yield Action(Kind.DELETE, url, seen.run, manifest=each.manifest)
         # What a run keeps is not guessed: if it is forgotten, that waits until it is opened again.
         if (newest := place.newest.get(seen.run)) is not None and desired.info is not None:
             yield Action(Kind.RETAIN, url, seen.run, manifest=newest)
+
+
+def owed_files(view: View, url: str) -> dict[str, int]:
+    """Name and commit of each file of a run that is owed at a place."""
+    owed = [slot for slot, urls in view.owed.items() if slot.snapshot is None and url in urls]
+    return {slot.manifest.name: slot.commit.sequence for slot in owed if slot.manifest is not None}
 
 
 # -- questions to servers ---------------------------------------------------------------------------------------------

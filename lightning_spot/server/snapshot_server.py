@@ -246,7 +246,7 @@ class SnapshotServer:
     def remove(self, run: str, name: str, *, unseen: bool = False) -> None:
         """Remove a snapshot or file here at once, and at the tiers below in the background.
 
-        At a tier it is removed after the files that are owed there of the same run: one may be what replaces it.
+        At a tier it is removed after the files that are owed there now of the same run: one may be what replaces it.
 
         Args:
             run: the run.

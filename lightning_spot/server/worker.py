@@ -34,9 +34,11 @@ from lightning_spot.server.reconcile import (
     LAST_LOOK_S,
     SURPASSED_S,
     Action,
+    Deletion,
     Kind,
     Servers,
     actions,
+    owed_files,
 )
 from lightning_spot.server.ring import Ring, glance
 from lightning_spot.server.runs import RunInfo, key_of
@@ -119,7 +121,7 @@ class Reconciler(Observations):
         """Delete a snapshot or file at ``url``, after what is under way there (it cannot reappear)."""
         run = key_of(manifest)
         with self._ring.changed:
-            self.place(url).deletions.append(manifest)
+            self.place(url).deletions.append(Deletion(manifest, owed_files(self._ring.view(run), url)))
             self._refused.get(run, {}).pop(manifest.name, None)
             self._ring.touch(run)
 
@@ -127,7 +129,7 @@ class Reconciler(Observations):
         """Delete nothing of that name any more: it is committed again, and will be written over."""
         with self._ring.changed:
             for place in self._places.values():
-                left = [each for each in place.deletions if (key_of(each), each.name) != (run, name)]
+                left = [each for each in place.deletions if (key_of(each.manifest), each.manifest.name) != (run, name)]
                 if len(left) < len(place.deletions):
                     place.deletions[:] = left
                     self._ring.touch(run)

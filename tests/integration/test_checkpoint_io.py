@@ -409,3 +409,25 @@ def test_a_server_killed_between_two_saves(tmp_path: Path) -> None:
     assert plugin.load_checkpoint(tmp_path / "b.ckpt")["global_step"] == 2
     plugin.teardown()
     assert files(tmp_path) == ["a.ckpt", "b.ckpt"]
+
+
+def test_files_go_while_others_are_always_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``save_top_k=1`` at a storage that is never idle, no file went, until the disk was full."""
+    put, saved, last, counts = LocalStore.put, -1, 5, []
+
+    def after_the_next(self: LocalStore, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+        number = int(manifest.name.removesuffix(".ckpt"))
+        until(lambda: saved > number or number == last, "the file after it to be saved")
+        put(self, manifest, image, attempt=attempt)
+        counts.append(len(files(tmp_path)))
+
+    monkeypatch.setattr(LocalStore, "put", after_the_next)
+    plugin = SpotCheckpointIO(local_server=False, slots=4)
+    for number in range(last + 1):
+        plugin.save_checkpoint({"global_step": number, "w": torch.ones(1000)}, tmp_path / f"{number}.ckpt")
+        if number:
+            plugin.remove_checkpoint(tmp_path / f"{number - 1}.ckpt")
+        saved = number
+    plugin.teardown()
+    assert files(tmp_path) == ["5.ckpt"]
+    assert max(counts) <= 2

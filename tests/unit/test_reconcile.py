@@ -13,6 +13,7 @@ import pytest
 
 from lightning_spot.server.reconcile import (
     Action,
+    Deletion,
     Desired,
     Destination,
     Kind,
@@ -221,10 +222,18 @@ SITUATIONS = {
     """,
     "a deletion waits for a file that may replace what goes": """
         run live
-        place storage deletes=1
+        place storage deletes=1 behind=best.ckpt
         file best.ckpt
         ----
         put best.ckpt storage
+    """,
+    "a deletion waits for no file that came later": """
+        run live
+        place storage deletes=1
+        file later.ckpt
+        ----
+        delete 1 storage
+        put later.ckpt storage
     """,
     "older ones go once the newest is there": """
         run live
@@ -287,7 +296,8 @@ class Situation:
             action = Action(Kind(kind), url, RUN_ID, manifest=self.manifest(step.rstrip("c"), words))
             place.failed(action, "it failed", self.now_s)
         if "deletes" in fields:
-            place.deletions.append(manifest_of(int(fields["deletes"])))
+            behind = {fields["behind"]: 1} if "behind" in fields else {}
+            place.deletions.append(Deletion(manifest_of(int(fields["deletes"])), behind))
         if "newest" in fields:
             place.newest[RUN_ID] = manifest_of(int(fields["newest"]))
 
