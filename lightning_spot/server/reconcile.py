@@ -736,10 +736,12 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
 
 def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
     for url, place in seen.places.items():
-        for each in place.deletions:
-            # What is put again before it ever was put is waited for all the same.
-            waits = each.behind and not each.behind.keys().isdisjoint(owed_files(seen.view, url))
-            if key_of(each.manifest) == seen.run and not waits:
+        mine = [each for each in place.deletions if key_of(each.manifest) == seen.run]
+        # What is put again before it ever was put is waited for all the same. Of what was to go before it ever was put,
+        # the deletion is: that waits for what came after it.
+        coming = owed_files(seen.view, url).keys() | {each.manifest.name for each in mine}
+        for each in mine:
+            if each.behind.keys().isdisjoint(coming):
                 yield Action(Kind.DELETE, url, seen.run, manifest=each.manifest)
         # What a run keeps is not guessed: if it is forgotten, that waits until it is opened again.
         if (newest := place.newest.get(seen.run)) is not None and desired.info is not None:

@@ -431,3 +431,30 @@ def test_files_go_while_others_are_always_under_way(tmp_path: Path, monkeypatch:
     plugin.teardown()
     assert files(tmp_path) == ["5.ckpt"]
     assert max(counts) <= 2
+
+
+def test_the_old_best_stays_while_one_after_it_comes_and_goes(
+    tmp_path: Path, gate: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went as soon as the next best was removed, which had not been written yet; the one after that neither."""
+    put, there = LocalStore.put, list[list[str]]()
+
+    def seen(self: LocalStore, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
+        if manifest.name == "third.ckpt":
+            there.append(files(tmp_path))
+        put(self, manifest, image, attempt=attempt)
+
+    monkeypatch.setattr(LocalStore, "put", seen)
+    begun, go = gate
+    plugin = SpotCheckpointIO(local_server=False, slots=6)
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "first.ckpt")
+    until((tmp_path / "first.ckpt").exists, "the first one to be written")
+    plugin.save_checkpoint({"global_step": 2}, tmp_path / "held.ckpt")
+    assert begun.wait(120)
+    for before, name in (("first.ckpt", "second.ckpt"), ("second.ckpt", "third.ckpt")):
+        plugin.save_checkpoint({"global_step": 3}, tmp_path / name)
+        plugin.remove_checkpoint(tmp_path / before)
+    go.set()
+    plugin.teardown()
+    assert there == [["first.ckpt", "held.ckpt"]]
+    assert files(tmp_path) == ["held.ckpt", "third.ckpt"]

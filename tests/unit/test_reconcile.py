@@ -235,6 +235,14 @@ SITUATIONS = {
         delete 1 storage
         put later.ckpt storage
     """,
+    "a deletion waits for that of a file that never was there": """
+        run live
+        place storage deletes=1 behind=best.ckpt
+        place storage deletes=best.ckpt behind=better.ckpt
+        file better.ckpt
+        ----
+        put better.ckpt storage
+    """,
     "older ones go once the newest is there": """
         run live
         place storage newest=2 deletes=1
@@ -297,7 +305,9 @@ class Situation:
             place.failed(action, "it failed", self.now_s)
         if "deletes" in fields:
             behind = {fields["behind"]: 1} if "behind" in fields else {}
-            place.deletions.append(Deletion(manifest_of(int(fields["deletes"])), behind))
+            what = fields["deletes"]
+            manifest = manifest_of(int(what)) if what.isdigit() else replace(manifest_of(1), name=what, file="")
+            place.deletions.append(Deletion(manifest, behind))
         if "newest" in fields:
             place.newest[RUN_ID] = manifest_of(int(fields["newest"]))
 
