@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
+    FencedError,
     SettingsError,
     SnapshotFailedError,
     SnapshotNotFoundError,
@@ -305,8 +306,11 @@ def _commit(store: Store, folder: Folder, found: Look, *, attempt: int | None) -
     try:
         if attempt is not None:
             check_fence(manifest.run_id, attempt, now.claimed)
-            store.check_owner()
-        folder.write(MANIFEST_FILE, memoryview(manifest.to_json().encode()))
+            _check_owner(store, folder, now)
+        data = manifest.to_json().encode()
+        folder.write(MANIFEST_FILE, memoryview(data))
+        if attempt is not None:
+            _check_owner(store, folder, now, data)
     except TierError as error:
         if attempt is not None:
             raise
@@ -315,6 +319,20 @@ def _commit(store: Store, folder: Folder, found: Look, *, attempt: int | None) -
         return manifest
     _remove(folder, [name for name in now.sizes if is_note(name)])
     return manifest
+
+
+def _check_owner(store: Store, folder: Folder, found: Look, committed: bytes = b"") -> None:
+    """If the other one of two starts at once has taken the number, nobody commits this snapshot, or sees it committed.
+
+    Where the other one has noted the same shards, it notes them once more.
+    """
+    try:
+        store.check_owner()
+    except FencedError:
+        _remove(folder, [name for name in found.sizes if is_note(name)])
+        if committed and folder.read(MANIFEST_FILE) == committed:
+            folder.remove([MANIFEST_FILE])
+        raise
 
 
 def _remove(folder: Folder, names: Sequence[str]) -> None:

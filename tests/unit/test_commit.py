@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from lightning_spot.client.stores import open_store
@@ -15,11 +16,13 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.snapshot.files import MODEL_FILE, is_note, note_name
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_name
-from lightning_spot.snapshot.shards import assemble
+from lightning_spot.snapshot.shards import Image, assemble
 from lightning_spot.store import commit
 from lightning_spot.store.commit import Look, Shard, commit_left, look, put_shards
-from lightning_spot.store.fences import Claim
+from lightning_spot.store.fences import Claim, Owner, digest_of
+from lightning_spot.store.objects import ObjectFolder
 from lightning_spot.store.store import Store
+from tests.support.oracle import claim_of
 from tests.support.server import RUN_ID
 from tests.support.shards import checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
 from tests.support.store import fetched
@@ -217,6 +220,42 @@ def test_a_later_attempt_fences(store: Store) -> None:
     with pytest.raises(FencedError):
         put_shards(store, shards_of(*range(WRITERS)), attempt=1)
     assert sizes(store) == {}
+
+
+@pytest.mark.parametrize("when", ["before the manifest", "with the manifest"])
+def test_the_loser_of_two_starts_leaves_nothing_to_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Its number is taken when all of a snapshot is there; the next start committed it."""
+    store = open_store(f"kept:/{tmp_path}/run")
+    store.claim(claim_of(1, token="mine", run_id=RUN_ID))
+    store.owner = Owner(1, digest_of("mine"))
+    put_shards(store, shards_of(0, 1, 2), attempt=1)
+    write, write_all = ObjectFolder.write, ObjectFolder.write_all
+
+    def taken() -> None:
+        monkeypatch.undo()
+        files, root = fsspec.core.url_to_fs(store.url)
+        files.pipe_file(
+            f"{root}/attempts/attempt-0001.json", claim_of(1, token="other", run_id=RUN_ID).to_json().encode()
+        )
+
+    def noted(self: ObjectFolder, contents: Mapping[str, Image]) -> None:
+        write_all(self, contents)
+        if any(map(is_note, contents)):
+            taken()
+
+    def committed(self: ObjectFolder, name: str, data: Image) -> None:
+        write(self, name, data)
+        taken()
+
+    patched = ("write_all", noted) if when == "before the manifest" else ("write", committed)
+    monkeypatch.setattr(ObjectFolder, *patched)
+    with pytest.raises(FencedError):
+        put_shards(store, shards_of(3), attempt=1)
+    assert not any(map(is_note, sizes(store)))
+    assert open_store(store.url).survey().manifests == []
+    assert commit_left(open_store(store.url), NAME) is None
 
 
 def _fails(*_: Any, **__: Any) -> Any:
