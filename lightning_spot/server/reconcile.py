@@ -736,13 +736,14 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
 
 def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
     for url, place in seen.places.items():
-        mine = [each for each in place.deletions if key_of(each.manifest) == seen.run]
-        # What is put again before it ever was put is waited for all the same. Of what was to go before it ever was put,
-        # the deletion is: that waits for what came after it.
-        coming = owed_files(seen.view, url).keys() | {each.manifest.name for each in mine}
-        for each in mine:
+        # What is put again before it ever was put is waited for all the same, and of what was to go before it ever was
+        # put, what came after that: it was asked for later.
+        coming = {*owed_files(seen.view, url)}
+        for each in reversed([each for each in place.deletions if key_of(each.manifest) == seen.run]):
             if each.behind.keys().isdisjoint(coming):
                 yield Action(Kind.DELETE, url, seen.run, manifest=each.manifest)
+            else:
+                coming.add(each.manifest.name)
         # What a run keeps is not guessed: if it is forgotten, that waits until it is opened again.
         if (newest := place.newest.get(seen.run)) is not None and desired.info is not None:
             yield Action(Kind.RETAIN, url, seen.run, manifest=newest)

@@ -243,6 +243,14 @@ SITUATIONS = {
         ----
         put better.ckpt storage
     """,
+    "a deletion waits for that of a file only while that waits": """
+        run live
+        place storage deletes=1 behind=best.ckpt
+        place storage deletes=best.ckpt
+        ----
+        delete best.ckpt storage
+        delete 1 storage
+    """,
     "older ones go once the newest is there": """
         run live
         place storage newest=2 deletes=1
