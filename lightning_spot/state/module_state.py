@@ -328,6 +328,11 @@ class ModuleState:
             attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
         self._put(trainer, attributes, saved["shared"])
         if saved["shared"] is not None:
+            tie(
+                saved["shared"],
+                owners_of(module),
+                {_name_of((name, key)) for name in attributes for key in attributes[name]},
+            )
             others = set(saved["untrained"]).symmetric_difference(untrained_by_optimizers(trainer))
             shared = groups_of(owners_of(module), outside_of(trainer))
             self._apart = sorted({*differing(saved["shared"], shared), *others})
@@ -536,6 +541,38 @@ def _places(owners: Owners) -> Iterator[tuple[Place, Any]]:
 
 def _is_name(key: Any) -> bool:
     return isinstance(key, (str, int))
+
+
+def tie(groups: Groups, owners: Owners, restored: Collection[str]) -> None:
+    """Have tensors be one again that were one in the training before, such as ``loss.detach()`` kept at two places.
+
+    Args:
+        groups: which places shared memory.
+        owners: attributes of modules; each value that was put back is a tensor of its own by now.
+        restored: attributes that were put back. What they shared with others is left apart.
+    """
+    present = {_name_of(place): value for place, value in _places(owners)}
+    for group in groups:
+        tensors: list[Any] = [
+            present.get(name) for name in group if any(f"{name}.".startswith(f"{own}.") for own in restored)
+        ]
+        if len(tensors) == len(group) and _are_one(tensors):
+            for tensor in tensors[1:]:
+                tensor.set_(tensors[0])
+
+
+def _are_one(values: list[Any]) -> bool:
+    """Whether values may be one tensor: they are alike, and equal."""
+    first = values[0]
+    return all(
+        type(each) is torch.Tensor
+        and not each.requires_grad
+        and each.layout is torch.strided
+        and (each.dtype, each.device, each.shape, each.stride())
+        == (first.dtype, first.device, first.shape, first.stride())
+        and torch.equal(each, first)
+        for each in values
+    )
 
 
 def differing(saved: Groups, present: Groups) -> list[str]:
