@@ -36,7 +36,7 @@ from lightning_spot.state.builtin_callbacks import tuners
 from lightning_spot.state.change_detector import SCALARS, ChangeDetector, class_attributes, is_value, own_classes
 from lightning_spot.state.logged_values import is_metric
 from lightning_spot.state.per_trainer import OfTrainer
-from lightning_spot.state.plain_values import NotPlain, copy_of, is_generator, put
+from lightning_spot.state.plain_values import NotPlain, are_alike, copy_of, is_generator, put
 from lightning_spot.state.randomness import GENERATORS
 
 if TYPE_CHECKING:
@@ -563,15 +563,11 @@ def tie(groups: Groups, owners: Owners, restored: Collection[str]) -> None:
 
 def _are_one(values: list[Any]) -> bool:
     """Whether values may be one tensor: they are alike, and equal."""
+    if not are_alike(values):
+        return False
     first = values[0]
     return all(
-        type(each) is torch.Tensor
-        and not each.requires_grad
-        and each.layout is torch.strided
-        and (each.dtype, each.device, each.shape, each.stride())
-        == (first.dtype, first.device, first.shape, first.stride())
-        and torch.equal(each, first)
-        for each in values
+        not each.requires_grad and each.stride() == first.stride() and torch.equal(each, first) for each in values
     )
 
 

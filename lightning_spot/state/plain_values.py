@@ -78,7 +78,7 @@ def _copy_of(value: Any, left: list[int], depth: int) -> Any:
         numbers = _of_array(np.array(items))
         if numbers.is_floating_point() is (type(items[0]) is float):  # of integers that fit no type, NumPy makes floats
             return {_NUMBERS: _tensors([numbers], left)[0]}
-    if kind is list and len(items) > 1 and _are_alike(items):
+    if kind is list and len(items) > 1 and are_alike(items):
         return {_STACKED: torch.stack(_tensors(items, left)).detach()}  # a checkpoint pays for each tensor
     return kind(_copy_of(item, left, depth + 1) for item in items)
 
@@ -97,7 +97,8 @@ def _tensors(tensors: list[torch.Tensor], left: list[int]) -> list[torch.Tensor]
     return tensors
 
 
-def _are_alike(items: list[Any]) -> bool:
+def are_alike(items: list[Any]) -> bool:
+    """Whether all are plain tensors of one shape, dtype and device."""
     if not all(type(item) is torch.Tensor and item.layout is torch.strided for item in items):
         return False
     return len({(item.shape, item.dtype, item.device) for item in items}) == 1
@@ -152,7 +153,7 @@ def _within(present: Any, value: Any, place: str, tied: Collection[str]) -> Any:
         value = kind(_within(mine[index], item, f"{place}.{index}", tied) for index, item in enumerate(value))
     if place not in tied:
         return value
-    if kind is torch.Tensor and _are_alike([present, value]) and not present.requires_grad:
+    if kind is torch.Tensor and are_alike([present, value]) and not present.requires_grad:
         _write(present, value)
         return present
     return present if _fill(present, value) else value
