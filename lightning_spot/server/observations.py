@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_spot.server.reconcile import (
     Destination,
     Kind,
     Observed,
+    Role,
     Server,
     Servers,
     awaited,
@@ -33,7 +34,7 @@ from lightning_spot.server.reconcile import (
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, key_of
 from lightning_spot.server.slots import Held, Mark, Slot
-from lightning_spot.server.tier import ServerTier, TierHealth
+from lightning_spot.server.tier import Listed, ServerTier, TierHealth
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Status, by_snapshot
 from lightning_spot.store import commit
@@ -165,9 +166,8 @@ class Questions:
         server = servers.find(action.url)
         if server is None:
             return
-        kinds = {Kind.ASK: self._open, Kind.LEARN: self._learn, Kind.LOOK: self._look}
         try:
-            kinds[action.kind](action.run, servers, server)
+            (self._open if action.kind is Kind.ASK else self._look)(action.run, servers, server)
         finally:
             with self._ring.changed:
                 self._ring.touch(action.run)
@@ -185,9 +185,9 @@ class Questions:
 
     def _open(self, run: str, servers: Servers, server: Server) -> None:
         """Open the run there, or ask once more how things are."""
-        ring, upload = self._ring, server.asked_to_upload
+        ring = self._ring
         try:
-            opened = self._tier(server).open_run(self._now(run, servers, upload=upload))
+            opened = self._tier(server).open_run(self._now(run, servers, server.asked))
             if opened.leaves:
                 raise TierError("it is shutting down", tier=server.url)
             self._find_lost(run, servers, server)
@@ -202,7 +202,7 @@ class Questions:
             return
         with ring.changed:
             before, refused, anew = servers.uploader, bool(server.why_not), not server.used
-            servers.answered(server, opened, upload=upload)
+            servers.answered(server, opened, time.monotonic())
             if anew or servers.uploader is not before or (server.why_not and not refused):
                 self._say(servers, server)
 
@@ -211,11 +211,11 @@ class Questions:
         server = servers.find(url)
         try:
             if server is not None and server.used:
-                self._tier(server).open_run(self._now(servers.info.key, servers, upload=server.uploads))
+                self._tier(server).open_run(self._now(servers.info.key, servers, server.role))
         except SpotError as error:
             logger.debug("%s did not hear how run %s has ended: %s", url, servers.info.text, error)
 
-    def _now(self, run: str, servers: Servers, *, upload: bool) -> RunInfo:
+    def _now(self, run: str, servers: Servers, role: Role) -> RunInfo:
         """What a server hears of a run each time that it is asked: it may have missed, or forgotten, all of it."""
         with self._ring.changed:
             desired, durable = self._seen.desired(run), newest_durable(self._seen.observed(run))
@@ -225,7 +225,7 @@ class Questions:
             servers=(),
             replicas=1,
             session="",
-            carry=upload,
+            carry=role is Role.UPLOADS,
             committed=committed,
             persisted=durable.snapshot if durable is not None else "",
             lineage=durable.lineage if durable is not None else "",
@@ -244,31 +244,6 @@ class Questions:
         for slot, manifest in held.each():
             if (manifest.name, manifest.checksums) not in listed:
                 self._ring.mark_lost(slot, manifest, server.url)
-
-    def _learn(self, run: str, servers: Servers, server: Server) -> None:
-        """Ask which snapshots it has made durable."""
-        durable_url = servers.info.durable_url
-        assert durable_url is not None
-        with self._ring.changed:
-            desired = self._seen.desired(run)
-            waiting = Held.of(unknown(desired, self._seen.observed(run), server))
-        try:
-            tier = self._tier(server)
-            if desired.urgent:
-                tier.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
-            listed = {(item.manifest.name, item.manifest.checksums): item.safe for item in tier.listing()}
-            for slot, manifest in waiting.each():
-                safe = listed.get((manifest.name, manifest.checksums))
-                if safe is not None and durable_url in safe:
-                    self._mark_durable(run, slot, manifest, durable_url)
-                elif safe is None:
-                    self._ask_durable(run, slot, manifest, durable_url, server)
-        except SpotError as error:
-            with self._ring.changed:
-                self._seen.hear(servers, server, str(error))
-            return
-        with self._ring.changed:
-            server.learned_s = time.monotonic()
 
     def _ask_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str, server: Server) -> None:
         """A snapshot left the server's memory: because it is durable, or because the server lost it."""
@@ -294,17 +269,26 @@ class Questions:
             self._ring.reach(run, manifest, durable_url)
 
     def _look(self, run: str, servers: Servers, server: Server) -> None:
-        """Look whether snapshots of which other hosts have shards are complete over all servers."""
+        """Look what it has made durable, and whether snapshots of which other hosts have shards are complete."""
+        with self._ring.changed:
+            desired = self._seen.desired(run)
+            waiting = Held.of(unknown(desired, self._seen.observed(run), server))
         try:
-            shown = by_snapshot(item.manifest for item in self._tier(server).listing())
+            tier = self._tier(server)
+            if desired.urgent and waiting.slots:
+                tier.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
+            listing = tier.listing()
+            self._learn(run, servers, server, waiting, listing)
         except SpotError as error:
             logger.debug("%s does not tell what it has: %s", server.url, error)
-            with self._ring.changed:  # one that does not answer may have what is missing; it is asked less often
-                server.away_until_s = max(server.away_until_s, time.monotonic() + ASK_AGAIN_S)
+            with self._ring.changed:
+                if server.used:
+                    self._seen.hear(servers, server, str(error))
+                else:  # it may have what is missing; it is asked less often
+                    server.away_until_s = max(server.away_until_s, time.monotonic() + ASK_AGAIN_S)
             return
         with self._ring.changed:
-            server.shown = shown
-            server.looked_s = time.monotonic()
+            server.shown, server.looked_s = by_snapshot(item.manifest for item in listing), time.monotonic()
             marks = self._ring.known.committed.items()
             known = {(lineage, order) for (of, lineage), orders in marks if of == run for order in orders}
             for lineage, order in list(servers.committed(known)):
@@ -313,12 +297,23 @@ class Questions:
                 if group.state is Status.PENDING and (found := servers.registers(group.manifest.snapshot)):
                     self._ring.see(run, group.manifest.snapshot, found)
 
+    def _learn(self, run: str, servers: Servers, server: Server, waiting: Held, listing: Iterable[Listed]) -> None:
+        """Note which snapshots a server has made durable."""
+        durable_url = servers.info.durable_url or ""
+        listed = {(item.manifest.name, item.manifest.checksums): item.safe for item in listing}
+        for slot, manifest in waiting.each():
+            safe = listed.get((manifest.name, manifest.checksums))
+            if safe is None:
+                self._ask_durable(run, slot, manifest, durable_url, server)
+            elif durable_url in safe:
+                self._mark_durable(run, slot, manifest, durable_url)
+
     # -- what is said ---------------------------------------------------------------------------------------------
 
     def _say(self, servers: Servers, server: Server) -> None:
         facts: dict[str, Any] = {"about": server.url, "run": servers.info.text}
         recovered("server-lost", "{about} works again", about=server.url)
-        if server.uploads:
+        if server.role is Role.UPLOADS:
             say(logging.INFO, "server-used", "{about} takes the snapshots of run {run} and uploads them", **facts)
         elif not server.why_not:
             say(logging.INFO, "server-used", "{about} takes the snapshots of run {run}, too", **facts)

@@ -50,10 +50,8 @@ class Kind(enum.Enum):
 
     ASK = "ask"
     """Ask a server whether it works, and takes the run; it hears what is durable."""
-    LEARN = "learn"
-    """Ask a server what it has made durable."""
     LOOK = "look"
-    """Ask a server which registers it has."""
+    """Ask a server what it has: which registers, and what it has made durable."""
     DELETE = "delete"
     """Delete a snapshot or file."""
     RETAIN = "retain"
@@ -68,7 +66,7 @@ class Kind(enum.Enum):
     @property
     def is_question(self) -> bool:
         """Whether no bytes are sent: it does not wait for these."""
-        return self in (Kind.ASK, Kind.LEARN, Kind.LOOK)
+        return self in (Kind.ASK, Kind.LOOK)
 
     @property
     def is_upload(self) -> bool:
@@ -379,40 +377,50 @@ class Destination:
         self.errors.pop(action.key, None)
 
 
+class Role(enum.Enum):
+    """What a server does for a run, or is being asked to do."""
+
+    NONE = "spare"
+    KEEPS = "holds it"
+    UPLOADS = "carries it on"
+    """It keeps the run, and brings it on to storage."""
+
+
+AT_ONCE = float("-inf")
+
+
 @dataclass(eq=False, slots=True)
 class Server:
     """What was seen of a server that a run may be kept at.
 
     Attributes:
         url: of the run there.
-        used: whether the run is kept there.
-        uploads: whether it brings the run on to storage.
-        why_not: why it does not, ``""`` if it was not asked to, or does.
-        why: what was wrong last.
-        failures: in a row.
+        role: what it does for the run.
+        asked: what it is being asked to do now, if it is being asked.
+        answered_s: when it answered last; :data:`AT_ONCE` if it is to be asked at once.
+        looked_s: when it was looked at last what it has.
         away_until_s: not asked before then, unless the run is kept there.
-        asked_s: when it was asked last.
-        doubted: whether it is to be asked at once.
-        asking: whether it is being asked now.
-        asked_to_upload: whether it is being asked to bring the run on, too.
-        learned_s, looked_s: when it was asked last what is durable, and which registers it has.
+        failures: in a row.
+        why: what was wrong last.
+        why_not: why it does not upload, ``""`` if it was not asked to, or does.
         shown: registers that it has shown, by name of the snapshot.
     """
 
     url: str
-    used: bool = False
-    uploads: bool = False
-    why_not: str = ""
-    why: str = ""
-    failures: int = 0
+    role: Role = Role.NONE
+    asked: Role = Role.NONE
+    answered_s: float = 0.0
+    looked_s: float = AT_ONCE
     away_until_s: float = 0.0
-    asked_s: float = 0.0
-    doubted: bool = False
-    asking: bool = False
-    asked_to_upload: bool = False
-    learned_s: float = float("-inf")
-    looked_s: float = float("-inf")
+    failures: int = 0
+    why: str = ""
+    why_not: str = ""
     shown: dict[str, list[Manifest]] = field(default_factory=dict)
+
+    @property
+    def used(self) -> bool:
+        """Whether the run is kept there."""
+        return self.role is not Role.NONE
 
     @property
     def is_out(self) -> bool:
@@ -422,7 +430,7 @@ class Server:
     @property
     def is_sound(self) -> bool:
         """Whether the run is kept there, and it has not just failed."""
-        return self.used and not (self.doubted and self.failures)
+        return self.used and not (self.answered_s == AT_ONCE and self.failures)
 
 
 class Servers:
@@ -450,7 +458,7 @@ class Servers:
     @property
     def uploader(self) -> Server | None:
         """The one that brings it on to storage."""
-        return next((each for each in self.all if each.uploads), None)
+        return next((each for each in self.all if each.role is Role.UPLOADS), None)
 
     @property
     def is_nobody(self) -> bool:
@@ -473,31 +481,29 @@ class Servers:
 
     def is_to_upload(self, server: Server, now_s: float) -> bool:
         """Whether a server is to be asked to bring the run on: one only is, the first that does not refuse."""
-        if self.uploader is not None or any(each.asked_to_upload for each in self.all):
+        if self.uploader is not None or any(each.asked is Role.UPLOADS for each in self.all):
             return self.uploader is server
         before = self.all[: self.all.index(server)]
         return all(each.is_out or (each.away_until_s > now_s and not each.used) for each in before)
 
-    def asks(self, server: Server, now_s: float) -> bool:
-        """A server is being asked; whether also to bring the run on."""
-        upload = self.is_to_upload(server, now_s)
-        server.asking, server.asked_to_upload, server.asked_s = True, upload, now_s
-        return upload
+    def asks(self, server: Server, now_s: float) -> None:
+        """A server is being asked to keep the run, and perhaps to bring it on."""
+        server.asked = Role.UPLOADS if self.is_to_upload(server, now_s) else Role.KEEPS
 
-    def answered(self, server: Server, opened: Opened, *, upload: bool) -> None:
+    def answered(self, server: Server, opened: Opened, now_s: float) -> None:
         """A server has taken the run."""
-        before = self.uploader
-        server.asking = server.asked_to_upload = server.doubted = False
+        before, upload = self.uploader, server.asked is Role.UPLOADS
         server.why_not = (opened.why_not or "it does not say why") if upload and not opened.carries else ""
-        server.used = True
+        server.role = Role.UPLOADS if upload and opened.carries else Role.KEEPS
+        server.asked, server.answered_s = Role.NONE, now_s
         if upload:
-            server.uploads, self.why_not = opened.carries, server.why_not
+            self.why_not = server.why_not
         self._ask_others(server, before)
 
     def lost(self, server: Server, why: str, now_s: float) -> None:
         """A server does not work."""
         before = self.uploader
-        server.asking = server.asked_to_upload = server.doubted = server.used = server.uploads = False
+        server.asked = server.role = Role.NONE
         server.failures, server.why, server.why_not = server.failures + 1, why, ""
         server.away_until_s = now_s + pause_after(server.failures, FIRST_AWAY_S, LAST_AWAY_S)
         if before is server or not self.used:
@@ -512,7 +518,7 @@ class Servers:
             server.failures = 0
             return
         # One failed upload may be a broken connection: the server is lost only if it does not answer either.
-        server.failures, server.why, server.doubted = server.failures + 1, why, True
+        server.failures, server.why, server.answered_s = server.failures + 1, why, AT_ONCE
         if server.failures >= _MOST_FAILURES:
             self.lost(server, why, now_s)
 
@@ -539,8 +545,8 @@ class Servers:
         """Ask the others at once: they hear that another one brings the run on now, or whether they are to do so."""
         is_another = self.uploader is not before
         for other in self.used:
-            if other is not server:
-                other.doubted |= is_another or (self.uploader is None and not other.why_not)
+            if other is not server and (is_another or (self.uploader is None and not other.why_not)):
+                other.answered_s = AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -761,19 +767,14 @@ def owed_files(view: View, url: str) -> dict[str, int]:
 def _questions(desired: Desired, seen: Observed, servers: Servers, now_s: float) -> Iterator[Action]:
     for server, due_s in _asks(servers, now_s):
         yield Action(Kind.ASK, server.url, seen.run, due_s)
-    pending = [slot for group in seen.view.groups if group.state is Status.PENDING for slot in group.slots]
+    groups = seen.view.groups if desired.is_spread else ()
+    pending = [slot for group in groups if group.state is Status.PENDING for slot in group.slots]
     for server in servers.all:
-        if server.uploads and not server.doubted and (waiting := unknown(desired, seen, server)):
-            due_s = 0.0 if desired.urgent else _looks_again_s(server.learned_s, _newest_s(waiting), LAST_LOOK_S)
-            yield Action(Kind.LEARN, server.url, seen.run, due_s)
-        if pending and desired.is_spread:
-            due_s = _looks_again_s(server.looked_s, _newest_s(pending), LAST_LOOK_S)
-            yield Action(Kind.LOOK, server.url, seen.run, max(due_s, server.away_until_s))
-
-
-def _newest_s(slots: Iterable[Slot]) -> float:
-    """When the newest of some slots was committed."""
-    return max(slot.commit.at_s for slot in slots)
+        behind = unknown(desired, seen, server) if server.answered_s > AT_ONCE else []
+        if waiting := pending + behind:
+            newest_s = max(slot.commit.at_s for slot in waiting)
+            due_s = 0.0 if desired.urgent and behind else _looks_again_s(server.looked_s, newest_s, LAST_LOOK_S)
+            yield Action(Kind.LOOK, server.url, seen.run, due_s if server.used else max(due_s, server.away_until_s))
 
 
 def _looks_again_s(looked_s: float, since_s: float, most_s: float) -> float:
@@ -793,11 +794,12 @@ def _asks(servers: Servers, now_s: float) -> Iterator[tuple[Server, float]]:
     Also where nothing is owed: a server that was stopped breaks no connection, and one that is lost has lost what
     counted as safe there.
     """
-    lacking = servers.replicas - sum(each.used or each.asking for each in servers.all)
-    for server in servers.used:
-        if not server.asking:
-            yield server, 0.0 if server.doubted else server.asked_s + ASK_AGAIN_S
-    spare = [each for each in servers.all if not (each.used or each.asking)]
+    idle = [each for each in servers.all if each.asked is Role.NONE]
+    spare = [each for each in idle if not each.used]
+    lacking = servers.replicas - (len(servers.all) - len(spare))
+    for server in idle:
+        if server.used:
+            yield server, max(0.0, server.answered_s + ASK_AGAIN_S)
     ready = [each for each in spare if each.away_until_s <= now_s][: max(0, lacking)]
     yield from ((each, 0.0) for each in ready)
     if lacking > len(ready):
@@ -835,10 +837,12 @@ def newest_durable(seen: Observed) -> Manifest | None:
 
 
 def unknown(desired: Desired, seen: Observed, server: Server) -> list[Slot]:
-    """Slots with snapshots that a server has, of which it is not known yet that they are durable.
+    """Slots with snapshots that a server has, and uploads, of which it is not known yet that they are durable.
 
     Those that storage is not meant to have are waited for only where nothing newer comes.
     """
+    if server.role is not Role.UPLOADS:
+        return []
     durable_url = seen.servers.info.durable_url if seen.servers is not None else None
     all_too = desired.urgent or desired.is_abandoned
     return [

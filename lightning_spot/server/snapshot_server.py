@@ -16,7 +16,7 @@ from typing import Any
 from lightning_spot.config import names_server
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, TierError
 from lightning_spot.server.placement import placed_apart
-from lightning_spot.server.reconcile import Server, Servers
+from lightning_spot.server.reconcile import Servers
 from lightning_spot.server.registry import MOST_RUNS, Registry
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import Figures, Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
@@ -530,14 +530,16 @@ class Routes:
         with self._ring.changed:
             tiers, servers, info = self._ring.tiers(key), self._servers(key), self._run(key)
             found = servers.all if servers is not None else []
-            used, uploader = [each for each in found if each.used], next((e.url for e in found if e.uploads), "")
+            used, uploader = [each for each in found if each.used], servers.uploader if servers is not None else None
         return {
             "destinations": [*tiers.all],
             "carried": list(tiers.carried),
-            "server": uploader or next((each.url for each in used), ""),
-            "carrier": uploader,
+            "server": next((each.url for each in (uploader, *used) if each is not None), ""),
+            "carrier": uploader.url if uploader is not None else "",
             "kept_at": self.servers(key),
-            "servers": {each.url: _role(each) for each in found},
+            "servers": {
+                each.url: f"away: {each.why}" if each.failures and not each.used else each.role.value for each in found
+            },
             "why_not": servers.why_not if servers is not None else self._refusal(info) if info is not None else "",
         }
 
@@ -560,13 +562,6 @@ class Routes:
         if info.durable_url is not None and not self.allowed(info.durable_url):
             return info.durable_url
         return f"{self.flush_to}/{info.text}" if self.flush_to is not None else None
-
-
-def _role(server: Server) -> str:
-    """What a server does for a run, for people."""
-    if server.used:
-        return "carries it on" if server.uploads else "holds it"
-    return f"away: {server.why}" if server.failures else "spare"
 
 
 def _same(known: RunInfo, info: RunInfo) -> bool:

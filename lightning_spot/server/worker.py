@@ -31,6 +31,7 @@ from lightning_spot.errors import (
 from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.server.observations import Observations, Questions
 from lightning_spot.server.reconcile import (
+    AT_ONCE,
     LAST_LOOK_S,
     SURPASSED_S,
     Action,
@@ -150,7 +151,7 @@ class Reconciler(Observations):
         with self._ring.changed:
             if (servers := self.servers.get(run)) is not None:
                 for server in servers.used:
-                    server.asked_s = float("-inf")
+                    server.answered_s = AT_ONCE
                 self._ring.touch(run)
 
     def forget(self, run: str) -> None:
@@ -197,7 +198,8 @@ class Reconciler(Observations):
         now_s = time.monotonic()
         for key, servers in self.servers.items():
             for server in servers.used if run in (None, key) else ():
-                server.doubted |= now_s - server.asked_s >= LAST_LOOK_S
+                if now_s - server.answered_s >= LAST_LOOK_S:
+                    server.answered_s = AT_ONCE
         self._touch(run)
 
     # -- what is so -----------------------------------------------------------------------------------------------

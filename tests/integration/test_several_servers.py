@@ -225,7 +225,7 @@ def test_who_waits_for_a_run_has_its_servers_asked_at_once(
     bench.save(1)
     assert bench.flush() == []
     for server in bench.server.reconciler.servers[RUN_ID].all:
-        server.asked_s -= 5.0
+        server.answered_s -= 5.0
     asked = bench.behind[FIRST].opened
     assert bench.server.flush(RUN, 0.0) == []
     until(lambda: bench.behind[FIRST].opened > asked, "the server to be asked")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from lightning_spot.server import reconcile
-from lightning_spot.server.reconcile import Action, Desired, Destination, Kind, Observed, Servers
+from lightning_spot.server.reconcile import Action, Desired, Destination, Kind, Observed, Role, Servers
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.slots import Buffer, Commit, Known, Mark, Slot, SlotState, Tiers, View
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
@@ -302,7 +302,6 @@ class World:
         does, hears = reached and odds >= self.failures / 2, reached and odds >= self.failures
         ends = {
             Kind.ASK: self.ask,
-            Kind.LEARN: self.learn,
             Kind.LOOK: self.look,
             Kind.SEND: self.send,
             Kind.PUT: self.put,
@@ -318,7 +317,7 @@ class World:
             if place.servers is not None and (server := place.servers.find(action.url)) is not None:
                 if action.kind is Kind.ASK:
                     place.servers.lost(server, "it does not answer", self.now_s)
-                elif action.kind is Kind.LEARN:
+                elif server.used:
                     place.servers.heard(server, "it does not answer", self.now_s)
                 else:
                     server.away_until_s = max(server.away_until_s, self.now_s + reconcile.ASK_AGAIN_S)
@@ -462,7 +461,7 @@ class World:
     def ask(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
         server, servers = self.servers[base_of(action.url)], place.servers
         mine = servers.find(action.url)
-        upload = mine.asked_to_upload
+        upload = mine.asked is Role.UPLOADS
         server.info = replace(server.info, carry=upload or (server.info.carry and place is not self.rings[0]))
         server.tiers = Tiers((STORAGE,)) if server.info.carry else Tiers()
         server.asked_s = self.now_s
@@ -477,15 +476,19 @@ class World:
             for slot in reconcile.expected(self.observed(place), mine, STORAGE, durable_too=not mine.used):
                 if slot.manifest is not None and slot.manifest.name not in listed:
                     del slot.seen[action.url]
-            servers.answered(mine, Opened(1, upload), upload=upload)
+            servers.answered(mine, Opened(1, upload), self.now_s)
 
         return note
 
-    def learn(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
-        mine = place.servers.find(action.url)
+    def look(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
+        servers, server, committed = place.servers, self.servers[base_of(action.url)], set(self.storage.committed)
+        mine = servers.find(action.url)
         assert mine is not None
-        server, committed = self.servers[base_of(action.url)], set(self.storage.committed)
         listed = {slot.manifest.name: slot for slot in server.slots if slot.manifest is not None}
+        shown: dict[str, list[Manifest]] = {}
+        for slot in server.slots:
+            if slot.manifest is not None:
+                shown.setdefault(slot.manifest.snapshot, []).append(slot.manifest)
 
         def note() -> None:
             for slot in reconcile.unknown(self.desired(place), self.observed(place), mine):
@@ -497,20 +500,6 @@ class World:
                     place.committed(manifest.order)
                 elif there is None and not self.storage.fails:
                     del slot.seen[action.url]
-            mine.learned_s = self.now_s
-
-        return note
-
-    def look(self, place: Place, action: Action, _: tuple[Manifest, ...]) -> Callable[[], None]:
-        servers, server = place.servers, self.servers[base_of(action.url)]
-        mine = servers.find(action.url)
-        assert mine is not None
-        shown: dict[str, list[Manifest]] = {}
-        for slot in server.slots:
-            if slot.manifest is not None:
-                shown.setdefault(slot.manifest.snapshot, []).append(slot.manifest)
-
-        def note() -> None:
             mine.shown, mine.looked_s = shown, self.now_s
             for _lineage, order in servers.committed():
                 place.committed(order)

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from lightning_spot.server.reconcile import (
+    AT_ONCE,
     Action,
     Deletion,
     Desired,
     Destination,
     Kind,
     Observed,
+    Role,
     Servers,
     actions,
     awaited,
@@ -122,11 +124,11 @@ SITUATIONS = {
     """,
     "what a server has is learned from it": """
         run live servers=a
-        server a used uploads asked=995 learned=1001
+        server a used uploads asked=995 looked=1001
         slot 2 safe=a
         ----
         ask a @1005
-        learn a @1001.25
+        look a @1001.25
     """,
     "what one server has made durable goes to the other, too": """
         run live servers=a,b replicas=2
@@ -295,9 +297,9 @@ class Situation:
 
     def server(self, words: list[str], fields: dict[str, str]) -> None:
         server = self.servers.find(self.url(words[0]))
-        server.used, server.uploads = "used" in words, "uploads" in words
+        server.role = Role.UPLOADS if "uploads" in words else Role.KEEPS if "used" in words else Role.NONE
         server.why_not = "it may not" if "refuses" in words else ""
-        server.asked_s, server.learned_s = float(fields.get("asked", 0)), float(fields.get("learned", "-inf"))
+        server.answered_s, server.looked_s = float(fields.get("asked", 0)), float(fields.get("looked", "-inf"))
         server.away_until_s, server.failures = float(fields.get("away", 0)), int("away" in fields)
 
     def place(self, words: list[str], fields: dict[str, str]) -> None:
@@ -402,14 +404,16 @@ def test_what_was_put_off_comes_later() -> None:
 def test_the_first_server_uploads_whichever_is_asked_first() -> None:
     servers = Situation(["run live servers=a,b,c replicas=2"]).servers
     first, second, third = servers.all
-    assert not servers.asks(second, 1000.0)
-    assert servers.asks(first, 1000.0)
-    servers.answered(second, Opened(1, carries=False), upload=False)
+    for server in (second, first):
+        servers.asks(server, 1000.0)
+    assert (first.asked, second.asked) == (Role.UPLOADS, Role.KEEPS)
+    servers.answered(second, Opened(1, carries=False), 1000.0)
     servers.lost(first, "it does not answer", 1000.0)
-    assert second.doubted
-    assert not servers.asks(third, 1000.0)
-    assert servers.asks(second, 1000.0)
-    servers.answered(second, Opened(1, carries=True), upload=True)
+    assert second.answered_s == AT_ONCE
+    for server in (third, second):
+        servers.asks(server, 1000.0)
+    assert (second.asked, third.asked) == (Role.UPLOADS, Role.KEEPS)
+    servers.answered(second, Opened(1, carries=True), 1000.0)
     assert servers.uploader is second
 
 
@@ -417,7 +421,7 @@ def test_one_that_is_not_asked_now_keeps_no_other_from_uploading() -> None:
     """It did not show its registers, and was never asked for anything else."""
     servers = Situation(["run live servers=a,b"]).servers
     servers.all[0].away_until_s = 1010.0
-    assert servers.asks(servers.all[1], 1000.0)
+    assert servers.is_to_upload(servers.all[1], 1000.0)
 
 
 @pytest.mark.parametrize(
