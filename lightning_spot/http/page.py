@@ -297,7 +297,7 @@ def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:
     Raises:
         SpotError: if its storage fails.
     """
-    storage = server.routes.storage(info)
+    storage = server.storage(info)
     record = None
     if isinstance(storage, HasFolders):
         record = newest_in(storage.folder(ATTEMPTS_DIR, attempt=0, run_id=info.id))

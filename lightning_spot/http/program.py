@@ -294,13 +294,13 @@ async def _drain(server: SnapshotServer, service: Service, drain_timeout_s: floa
     deadline_s = time.monotonic() + drain_timeout_s
     while not signals.second.is_set() and time.monotonic() < deadline_s:
         server.uploads.expire(_UNCONNECTED_S)
-        here = server.connected or time.monotonic() - service.last_upload_s < _QUIET_S
+        here = bool(server.registry.sessions) or time.monotonic() - service.last_upload_s < _QUIET_S
         if server.settled and not here:
             break
         # Asks failing tiers again at once; who serves on does so meanwhile.
         await _flush(server, max(0.0, min(1.0, deadline_s - time.monotonic())))
         await _wait(signals.second, _CHECK_S)
-    server.closing = True
+    server.uploads.close()
     left = await _flush(server, 0.0)
     for line in left:
         say(logging.ERROR, "not-stored", "not stored: {about}", about=line)

@@ -125,7 +125,7 @@ logger = logging.getLogger(__name__)
 
 def not_ready(server: SnapshotServer) -> list[str]:
     """Why a run would not be well at a server now, in words that tell a stranger nothing; empty if it would."""
-    reasons = ["shutting down"] if server.draining or server.closing else []
+    reasons = ["shutting down"] if server.draining or server.uploads.closing else []
     if server.ring.full:
         slots, most = server.ring.files
         enough = slots < most
@@ -648,7 +648,7 @@ class Files:
             return resolve(self._server.ring, key, path)
         except SnapshotNotFoundError as error:
             info = self._server.registry.info(key)
-            if info is None or (url := self._server.routes.durable(info)) is None:
+            if info is None or (url := self._server.durable(info)) is None:
                 raise
             where = without_password(url)
             raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
@@ -696,7 +696,7 @@ class Files:
         with self._looking.holding(client_of(request)) as may:
             if not may:
                 raise ServerRefusedError("this client has its share of the deletions under way at once", status=503)
-            await asyncio.to_thread(self._server.routes.check_owner, key)
+            await asyncio.to_thread(self._server.check_owner, key)
         if (await json_body(request)).get("unseen") is True:
             await asyncio.to_thread(self._server.remove, text, path, unseen=True)
             return web.json_response({})

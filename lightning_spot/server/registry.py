@@ -23,9 +23,6 @@ from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import EPOCH_UNIX_S, LEASE_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.store.fences import check_fence, digest_of
 
-_FORGOTTEN_S = 24 * 3600.0
-"""A run of which nothing is held, and which nobody opened for so long, is forgotten."""
-
 MOST_RUNS = 256
 """Runs that a server knows: whoever begins one reads the list of them."""
 
@@ -68,8 +65,8 @@ class Registry:
                 status=409,
             )
 
-    def take(self, info: RunInfo, client: str = "") -> tuple[Run, list[str]]:
-        """Note that an attempt writes a run; it, and the keys of runs that had to be forgotten. Call it under the lock.
+    def take(self, info: RunInfo, client: str = "") -> tuple[Run, str]:
+        """Note that an attempt writes a run; it, and the key of one that had to be forgotten. Call it under the lock.
 
         Args:
             info: what is said of the run.
@@ -89,7 +86,7 @@ class Registry:
             self._check_free(known.info, info)
             self._check_same_places(known.info, info)
         check_fence(info.name, info.attempt, self.highest(info.key))
-        forgotten = self._make_room(client) if known is None else []
+        forgotten = self._make_room(client) if known is None else ""
         run = Run(info, opened_s=time.monotonic(), client=client)
         if known is not None and known.info.attempt == info.attempt:  # other ranks and hosts have opened it, too
             run.sessions, run.carried_for = known.sessions, known.carried_for
@@ -221,17 +218,6 @@ class Registry:
         is_live = run.info.session in self.sessions or time.monotonic() - asked_s < LEASE_S
         return "training" if is_live else "stopped"
 
-    def stale(self) -> list[str]:
-        """Keys of runs of which nothing is held and which nobody opened for a day; they are forgotten."""
-        now = time.monotonic()
-        with self.lock:
-            keys = [
-                key
-                for key, run in self.runs.items()
-                if not run.info.session and now - run.opened_s > _FORGOTTEN_S and not self._ring.committed(key)
-            ]
-            return self._let_go(keys)
-
     def listed(self, carries: Callable[[str], bool]) -> list[dict[str, Any]]:
         """Every run known here, also those of which only snapshots are left, as JSON-ready values.
 
@@ -270,15 +256,15 @@ class Registry:
         process = ProcessId.from_json(owner)
         return process is None or process.alive
 
-    def _make_room(self, client: str) -> list[str]:
-        """Forget a run for one more of a client, if need be.
+    def _make_room(self, client: str) -> str:
+        """Forget a run for one more of a client, if need be; its key.
 
         A client may have as many as are left for others. Beyond that one of its own makes room; for its first one,
         anybody's: one without snapshots before one of which everything is safe elsewhere, and the oldest.
         """
         mine = sum(run.client == client for run in self.runs.values())
         if mine < MOST_RUNS - len(self.runs):
-            return []
+            return ""
         held, needed = self._ring.held()
         ages = [
             (key in held, run.opened_s, key)
@@ -293,13 +279,9 @@ class Registry:
             )
         forgotten = min(ages)[2]
         self._ring.forget_run(forgotten)
-        return self._let_go([forgotten])
-
-    def _let_go(self, keys: list[str]) -> list[str]:
-        for key in keys:
-            del self.runs[key]
-            self._ring.opened_s.pop(key, None)
-        return keys
+        del self.runs[forgotten]
+        self._ring.opened_s.pop(forgotten, None)
+        return forgotten
 
     def _check_not_live(self, current: RunInfo, info: RunInfo) -> None:
         another = self.held_by_another(current, info.session)

@@ -61,17 +61,16 @@ class SnapshotServer:
         run_memory_bytes: int | None = None,
     ) -> None:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
-        self.registry = Registry(self.ring, lambda info: self.routes.claimed(info))
+        self.registry = Registry(self.ring, self._claimed)
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
         self.uploads = Uploads(self.ring, self.registry, self._committed)
         self.lease, self.find_upload, self.streaming = self.uploads.lease, self.uploads.find, self.uploads.streaming
         self.seal, self.commit, self.fail = self.uploads.seal, self.uploads.commit, self.uploads.fail
         self.abort = self.uploads.abort
-        self.reconciler = Reconciler(
-            self.ring, open_store, self.registry.info, lambda key, url: self.routes.standing(key, url)
-        )
-        self._lock = self.registry.lock
-        self.routes = Routes(self.ring, self.reconciler, open_store, self.registry.info, flush_to=flush_to, allow=allow)
+        self._open_store, self._lock = open_store, self.registry.lock
+        self.flush_to = flush_to.rstrip("/") if flush_to else None
+        self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
+        self.reconciler = Reconciler(self.ring, open_store, self.registry.info, self._standing)
         self._take_over()
 
     # -- runs -----------------------------------------------------------------------------------------------------
@@ -105,13 +104,13 @@ class SnapshotServer:
             self.ring.raise_watermark(info.key, info.committed)
             if (order := snapshot_order(info.persisted)) is not None:
                 self.ring.settle(info.key, info.lineage, order)
-            self.routes.open(run.info)
+            self._route(run.info)
             self._note(run)
-            for key in (*forgotten, *self.registry.stale()):
-                self._forget(key)
+            if forgotten:
+                self._forget(forgotten)
             with self.ring.changed:
                 self.ring.touch(info.key)
-        opened = self.routes.opened(run.info)
+        opened = self.opened(run.info)
         if self.draining and not info.session:
             return replace(opened, carries=False, why_not="it is shutting down", leaves=True)
         return opened
@@ -151,7 +150,7 @@ class SnapshotServer:
 
     def listed(self) -> list[dict[str, Any]]:
         """Every run known here, as JSON-ready values."""
-        return self.registry.listed(self.routes.carries)
+        return self.registry.listed(self._carries)
 
     def newest(self, info: RunInfo) -> dict[str, tuple[int, float]]:
         """Step and time (Unix) of the newest snapshot of a run in each state, see :meth:`Ring.newest`."""
@@ -172,7 +171,7 @@ class SnapshotServer:
 
     def destinations(self, run: str) -> list[str]:
         """URLs of a run at the snapshot servers that its snapshots go to at present; none if they go to storage."""
-        return self.routes.servers(self.registry.key(run))
+        return self._kept_at(self.registry.key(run))
 
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""
@@ -199,20 +198,6 @@ class SnapshotServer:
     def drain(self) -> None:
         """Take no new runs: this server is about to end."""
         self.reconciler.leave()
-
-    @property
-    def closing(self) -> bool:
-        """Whether this server is shutting down, and takes no new snapshots."""
-        return self.uploads.closing
-
-    @closing.setter
-    def closing(self, closing: bool) -> None:
-        self.uploads.closing = closing
-
-    @property
-    def connected(self) -> bool:
-        """Whether a trainer on this host is connected."""
-        return bool(self.registry.sessions)
 
     @property
     def settled(self) -> bool:
@@ -288,7 +273,9 @@ class SnapshotServer:
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
         carried = self.ring.carried()
-        wrong = self.routes.away()
+        with self.ring.changed:
+            found = (each for servers in self.reconciler.servers.values() for each in servers.all)
+            wrong = {each.url: each.why for each in found if each.failures and not each.used}
         unused = {url: TierHealth.of(url) for url in wrong}
         return {
             url: replace(
@@ -326,7 +313,7 @@ class SnapshotServer:
             }
         return {
             **self.ring.status(covers),
-            "flush_to": self.routes.flush_to if covers is None else None,
+            "flush_to": self.flush_to if covers is None else None,
             "runs": {
                 run.info.text: {
                     "attempt": run.info.attempt,
@@ -338,13 +325,150 @@ class SnapshotServer:
                         for state, (step, unix_s) in self.newest(run.info).items()
                     },
                     "slots": self.ring.slots_of(run.info.key),
-                    **self.routes.status(run.info.key),
+                    **self.route(run.info.key),
                 }
                 for run in runs
             },
             "tiers": {url: asdict(health) for url, health in tiers.items()},
             "pid": os.getpid(),
         }
+
+    # -- where a run goes -----------------------------------------------------------------------------------------
+
+    def _route(self, info: RunInfo) -> None:
+        """Decide where a run goes, and begin to look for its trainer's servers. Call it under the lock."""
+        key = info.key
+        if info.carry and info.servers:
+            info, known = _placed(info), self._servers(key)
+            if known is None or not _same(known.info, info):
+                self.reconciler.serve(key, Servers(info))
+            return
+        if self._servers(key) is not None:
+            self.reconciler.serve(key, None)
+        url = self._own_tier(info) if info.carry else None
+        self.ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
+
+    def opened(self, info: RunInfo) -> Opened:
+        """What to answer who opens a run: whether it is brought to its storage from here."""
+        servers, refused = self._servers(info.key), self._refusal(info)
+        if servers is not None:
+            carries = servers.uploader is not None or not refused
+            return Opened(info.attempt, carries, "" if carries else servers.why_not)
+        why_not = refused
+        if not why_not and info.durable_url is not None and self.reconciler.failing(info.durable_url):
+            why_not = f"its storage fails here: {self.reconciler.health[info.durable_url].error}"
+        return Opened(info.attempt, not why_not, why_not)
+
+    def _carries(self, key: str) -> bool:
+        """Whether a run is brought to its storage from here."""
+        servers, info = self._servers(key), self.registry.info(key)
+        carried_on = servers is not None and servers.uploader is not None
+        return carried_on or (info is not None and not self._refusal(info))
+
+    def allowed(self, url: str) -> str:
+        """Why this server may not write to a durable URL, for people; ``""`` if it may."""
+        if self._allow is None:
+            return ""
+        return refusal(url, [*self._allow, *filter(None, [self.flush_to])])
+
+    def _standing(self, key: str, url: str) -> Standing:
+        """On whose behalf this server acts at the URL of a run.
+
+        Where a client has named the place, nothing is done unless the claim there has a digest of the token that the
+        client gave: who cannot write there cannot have this server do so. At a place of its own, and of the trainer's
+        host, the server claims for the trainer what that could not.
+        """
+        info = self.registry.info(key)
+        if names_server(url) or info is None:
+            return Standing()
+        is_lent = self._allow is not None and url == info.durable_url
+        if info.token and info.is_claimed and (is_lent or self._allow is None or url == f"{self.flush_to}/{info.text}"):
+            return Standing(Owner(info.attempt, digest_of(info.token)), None if is_lent else info.claim())
+        return Standing(Owner(info.attempt, "") if is_lent else None)
+
+    def check_owner(self, key: str) -> None:
+        """Refuse to change anything for a run whose attempt, by its claim, may not do so itself at its storage.
+
+        What is queued may be done for a later attempt.
+
+        Raises:
+            SpotError: in that case, or if the tier fails.
+        """
+        info = self.registry.info(key)
+        if info is None or info.durable_url is None:
+            return
+        standing = self._standing(key, info.durable_url)
+        if self._allow is not None and standing.is_lent:
+            store = self._open_store(info.durable_url)
+            store.owner = standing.owner
+            store.check_owner()
+
+    def _claimed(self, info: RunInfo) -> int:
+        """Highest attempt that has claimed a run, as far as this server may look; 0 if that is not known here."""
+        url = self._own_tier(info)
+        return self._open_store(url).claimed() if url is not None else 0
+
+    def durable(self, info: RunInfo) -> str | None:
+        """URL of the directory where what has left memory lies; ``None`` if nobody has said one."""
+        return info.durable_url if info.durable_url is not None else self._own_tier(info)
+
+    def storage(self, info: RunInfo) -> Store | None:
+        """A run's storage, if this server may read it on behalf of the run; ``None`` if it has none.
+
+        Raises:
+            SpotError: if the run's attempt may not read it itself, or the tier fails.
+        """
+        if (url := self._own_tier(info)) is None:
+            return None
+        if url == info.durable_url:
+            self.check_owner(info.key)
+        return self._open_store(url)
+
+    def route(self, key: str) -> dict[str, Any]:
+        """Where a run goes, as JSON-ready values."""
+        with self.ring.changed:
+            tiers, servers, info = self.ring.tiers(key), self._servers(key), self.registry.info(key)
+            found = servers.all if servers is not None else []
+            used, uploader = [each for each in found if each.used], servers.uploader if servers is not None else None
+        return {
+            "destinations": [*tiers.all],
+            "carried": list(tiers.carried),
+            "server": next((each.url for each in (uploader, *used) if each is not None), ""),
+            "carrier": uploader.url if uploader is not None else "",
+            "kept_at": self._kept_at(key),
+            "servers": {
+                each.url: f"away: {each.why}" if each.failures and not each.used else each.role.value for each in found
+            },
+            "why_not": servers.why_not if servers is not None else self._refusal(info) if info is not None else "",
+        }
+
+    def _kept_at(self, key: str) -> list[str]:
+        """URLs of a run at the servers that it is kept at, that first which uploads it; none while none does.
+
+        A server that has just failed, and was not asked since, is none of them.
+        """
+        with self.ring.changed:
+            servers = self._servers(key)
+            uploader = servers.uploader if servers is not None else None
+            if servers is None or uploader is None or not uploader.is_sound:
+                return []
+            others = [each.url for each in servers.all if each.is_sound and each is not uploader]
+            return [uploader.url, *others]
+
+    def _refusal(self, info: RunInfo) -> str:
+        """Why this server may not bring a run to its storage, for people; ``""`` if it may."""
+        if not info.carry:
+            return "another server that has it does"
+        return self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
+
+    def _servers(self, key: str) -> Servers | None:
+        return self.reconciler.servers.get(key)
+
+    def _own_tier(self, info: RunInfo) -> str | None:
+        """Where this server makes a run durable by itself; ``None`` if nowhere."""
+        if info.durable_url is not None and not self.allowed(info.durable_url):
+            return info.durable_url
+        return f"{self.flush_to}/{info.text}" if self.flush_to is not None else None
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -359,8 +483,7 @@ class SnapshotServer:
         self.reconciler.keep(key, manifest.name)  # a file of that name may have been removed just before
 
     def _forget(self, key: str) -> None:
-        """A run of which nothing is held has not been opened for long: keep nothing of it."""
-        self.routes.forget(key)
+        """Others need the place of a run: keep nothing of it."""
         self.ring.set_tiers(key, None)
         self.reconciler.forget(key)
         if self.ring.area is not None:
@@ -381,187 +504,8 @@ class SnapshotServer:
                 area.forget_run(info.key)
                 continue
             registry.runs[info.key] = Run(replace(info, session=""), each.complete, time.monotonic())
-            self.routes.open(info)
+            self._route(info)
             self.ring.forget_refusals(info.key)
-
-
-class Routes:
-    """The tiers of every run of a server. Call :meth:`open` and :meth:`forget` under the server's lock.
-
-    Args:
-        ring: is told where the runs go.
-        reconciler: is told of the runs' servers; tells how tiers are doing.
-        open_store: makes the store of a tier's URL.
-        run: what is known of a run, by its key; ``None`` if nothing is.
-        flush_to: see :class:`~lightning_spot.server.snapshot_server.SnapshotServer`.
-        allow: see there, too.
-
-    Attributes:
-        prefixes: below which this server writes for others; ``None`` for no bound.
-    """
-
-    def __init__(
-        self,
-        ring: Ring,
-        reconciler: Reconciler,
-        open_store: Callable[[str], Store],
-        run: Callable[[str], RunInfo | None],
-        *,
-        flush_to: str | None,
-        allow: Sequence[str] | None,
-    ) -> None:
-        self.flush_to = flush_to.rstrip("/") if flush_to else None
-        self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
-        self.prefixes = [*self._allow, *filter(None, [self.flush_to])] if self._allow is not None else None
-        self._ring = ring
-        self._reconciler = reconciler
-        self._run = run
-        self.open_store = open_store
-
-    def open(self, info: RunInfo) -> None:
-        """Decide where a run goes, and begin to look for its trainer's servers."""
-        key = info.key
-        if info.carry and info.servers:
-            info, known = _placed(info), self._servers(key)
-            if known is None or not _same(known.info, info):
-                self._reconciler.serve(key, Servers(info))
-            return
-        self.forget(key)
-        url = self._own_tier(info) if info.carry else None
-        self._ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
-
-    def servers(self, key: str) -> list[str]:
-        """URLs of a run at the servers that it is kept at, that first which uploads it; none while none does.
-
-        A server that has just failed, and was not asked since, is none of them.
-        """
-        with self._ring.changed:
-            servers = self._servers(key)
-            uploader = servers.uploader if servers is not None else None
-            if servers is None or uploader is None or not uploader.is_sound:
-                return []
-            others = [each.url for each in servers.all if each.is_sound and each is not uploader]
-            return [uploader.url, *others]
-
-    def opened(self, info: RunInfo) -> Opened:
-        """What to answer who opens a run: whether it is brought to its storage from here."""
-        servers, refused = self._servers(info.key), self._refusal(info)
-        if servers is not None:
-            carries = servers.uploader is not None or not refused
-            return Opened(info.attempt, carries, "" if carries else servers.why_not)
-        why_not = refused
-        if not why_not and info.durable_url is not None and self._reconciler.failing(info.durable_url):
-            why_not = f"its storage fails here: {self._reconciler.health[info.durable_url].error}"
-        return Opened(info.attempt, not why_not, why_not)
-
-    def carries(self, key: str) -> bool:
-        """Whether a run is brought to its storage from here."""
-        servers, info = self._servers(key), self._run(key)
-        carried_on = servers is not None and servers.uploader is not None
-        return carried_on or (info is not None and not self._refusal(info))
-
-    def allowed(self, url: str) -> str:
-        """Why this server may not write to a durable URL, for people; ``""`` if it may."""
-        if self.prefixes is None:
-            return ""
-        return refusal(url, self.prefixes or [])
-
-    def standing(self, key: str, url: str) -> Standing:
-        """On whose behalf this server acts at the URL of a run.
-
-        Where a client has named the place, nothing is done unless the claim there has a digest of the token that the
-        client gave: who cannot write there cannot have this server do so. At a place of its own, and of the trainer's
-        host, the server claims for the trainer what that could not.
-        """
-        info = self._run(key)
-        if names_server(url) or info is None:
-            return Standing()
-        is_lent = self._allow is not None and url == info.durable_url
-        if info.token and info.is_claimed and (is_lent or self._allow is None or url == f"{self.flush_to}/{info.text}"):
-            return Standing(Owner(info.attempt, digest_of(info.token)), None if is_lent else info.claim())
-        return Standing(Owner(info.attempt, "") if is_lent else None)
-
-    def check_owner(self, key: str) -> None:
-        """Refuse to change anything for a run whose attempt, by its claim, may not do so itself at its storage.
-
-        What is queued may be done for a later attempt.
-
-        Raises:
-            SpotError: in that case, or if the tier fails.
-        """
-        info = self._run(key)
-        if info is None or info.durable_url is None:
-            return
-        standing = self.standing(key, info.durable_url)
-        if self._allow is not None and standing.is_lent:
-            store = self.open_store(info.durable_url)
-            store.owner = standing.owner
-            store.check_owner()
-
-    def claimed(self, info: RunInfo) -> int:
-        """Highest attempt that has claimed a run, as far as this server may look; 0 if that is not known here."""
-        url = self._own_tier(info)
-        return self.open_store(url).claimed() if url is not None else 0
-
-    def durable(self, info: RunInfo) -> str | None:
-        """URL of the directory where what has left memory lies; ``None`` if nobody has said one."""
-        return info.durable_url if info.durable_url is not None else self._own_tier(info)
-
-    def storage(self, info: RunInfo) -> Store | None:
-        """A run's storage, if this server may read it on behalf of the run; ``None`` if it has none.
-
-        Raises:
-            SpotError: if the run's attempt may not read it itself, or the tier fails.
-        """
-        if (url := self._own_tier(info)) is None:
-            return None
-        if url == info.durable_url:
-            self.check_owner(info.key)
-        return self.open_store(url)
-
-    def away(self) -> dict[str, str]:
-        """URLs of runs at servers that do not work, and what is wrong."""
-        with self._ring.changed:
-            found = (each for servers in self._reconciler.servers.values() for each in servers.all)
-            return {each.url: each.why for each in found if each.failures and not each.used}
-
-    def status(self, key: str) -> dict[str, Any]:
-        """Where a run goes, as JSON-ready values."""
-        with self._ring.changed:
-            tiers, servers, info = self._ring.tiers(key), self._servers(key), self._run(key)
-            found = servers.all if servers is not None else []
-            used, uploader = [each for each in found if each.used], servers.uploader if servers is not None else None
-        return {
-            "destinations": [*tiers.all],
-            "carried": list(tiers.carried),
-            "server": next((each.url for each in (uploader, *used) if each is not None), ""),
-            "carrier": uploader.url if uploader is not None else "",
-            "kept_at": self.servers(key),
-            "servers": {
-                each.url: f"away: {each.why}" if each.failures and not each.used else each.role.value for each in found
-            },
-            "why_not": servers.why_not if servers is not None else self._refusal(info) if info is not None else "",
-        }
-
-    def forget(self, key: str) -> None:
-        """Look after a run no longer."""
-        if self._servers(key) is not None:
-            self._reconciler.serve(key, None)
-
-    def _refusal(self, info: RunInfo) -> str:
-        """Why this server may not bring a run to its storage, for people; ``""`` if it may."""
-        if not info.carry:
-            return "another server that has it does"
-        return self.allowed(info.durable_url) if info.durable_url is not None else "no durable URL was named"
-
-    def _servers(self, key: str) -> Servers | None:
-        return self._reconciler.servers.get(key)
-
-    def _own_tier(self, info: RunInfo) -> str | None:
-        """Where this server makes a run durable by itself; ``None`` if nowhere."""
-        if info.durable_url is not None and not self.allowed(info.durable_url):
-            return info.durable_url
-        return f"{self.flush_to}/{info.text}" if self.flush_to is not None else None
 
 
 def _same(known: RunInfo, info: RunInfo) -> bool:

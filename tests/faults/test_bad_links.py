@@ -33,7 +33,7 @@ def test_a_snapshot_gets_to_a_server_by_a_far_link_and_back(
         sender, read = Sender(tmp_path, url), []
         try:
             sender.open(durable=False, servers=(url,))
-            until(lambda: sender.server.routes.status(RUN_ID)["server"], "the server")
+            until(lambda: sender.server.route(RUN_ID)["server"], "the server")
             sent.extend(sender.bring(step, image) for step, image in enumerate(images, 1))
             store = ServerStore(f"{url}/{RUN}")
             for manifest in sorted(store.survey().manifests, key=lambda manifest: manifest.step):

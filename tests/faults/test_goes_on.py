@@ -230,7 +230,7 @@ def test_a_server_ends_properly_whatever_fails_in_its_last_flush(
         return await program._drain(server, Mock(last_upload_s=float("-inf")), 0.0, program._Signals())
 
     assert asyncio.run(drain()) == ["MemoryError: none is left"]
-    assert server.closing
+    assert server.uploads.closing
 
 
 def test_server_memory_is_freed_whatever_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

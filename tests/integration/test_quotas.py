@@ -443,7 +443,7 @@ def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytes
         asking.release()
         assert asked_it.wait(120)
 
-    monkeypatch.setattr(server.routes, "check_owner", slow)
+    monkeypatch.setattr(server, "check_owner", slow)
     with asked(server) as client, ExitStack() as stack:
         stack.callback(asked_it.set)
         open_run(client)

@@ -66,7 +66,7 @@ class Pair:
 
     def open(self, url: str = "", **more: Any) -> None:
         self.near.open(durable=False, servers=(url or self.url,), **more)
-        until(lambda: self.near.server.routes.status(RUN_ID)["server"], "the server")
+        until(lambda: self.near.server.route(RUN_ID)["server"], "the server")
 
     def check(self, step: int, image: bytes) -> None:
         """The receiver holds exactly this, and pins nothing any more."""

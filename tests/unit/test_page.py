@@ -339,7 +339,7 @@ def test_nothing_is_read_where_the_attempt_may_not(tmp_path: Path, make_bench: C
     info = bench.server.registry.info(RUN_ID)
     assert info is not None
     with pytest.raises(SpotError):
-        bench.server.routes.storage(info)
+        bench.server.storage(info)
 
 
 def test_only_the_latest_messages_are_kept() -> None:

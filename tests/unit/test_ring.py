@@ -886,13 +886,10 @@ def test_places_of_files_are_forgotten_with_their_run(bench: Bench, monkeypatch:
     bench.server.remove(f"run@{RUN_ID}", "best.ckpt")
     assert bench.flush() == []
     assert elsewhere in bench.server.tiers()
-    monkeypatch.setattr(registry, "_FORGOTTEN_S", -1.0)
-
-    def is_forgotten() -> bool:
-        bench.open(run_id=OTHER_ID)
-        return elsewhere not in bench.server.tiers()
-
-    until(is_forgotten, "it to be forgotten")
+    monkeypatch.setattr(registry, "MOST_RUNS", 1)
+    until(lambda: not bench.server.reconciler._workers, "its worker to end")
+    bench.open(run_id=OTHER_ID)
+    assert elsewhere not in bench.server.tiers()
 
 
 def test_what_a_run_is_answered_follows_from_how_it_was_opened(bench: Bench) -> None:
@@ -900,9 +897,9 @@ def test_what_a_run_is_answered_follows_from_how_it_was_opened(bench: Bench) -> 
     bench.open()
     info = bench.server.registry.info(RUN_ID)
     assert info is not None
-    bench.server.routes.forget(RUN_ID)
-    assert bench.server.routes.opened(info).carries
-    assert not bench.server.routes.opened(replace(info, carry=False)).carries
+    bench.server.reconciler.forget(RUN_ID)
+    assert bench.server.opened(info).carries
+    assert not bench.server.opened(replace(info, carry=False)).carries
 
 
 def test_of_a_run_opened_once_more_nothing_is_written(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
