@@ -58,7 +58,7 @@ from lightning_spot.say import say
 from lightning_spot.server.runs import key_of, texts
 from lightning_spot.server.slots import Making
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.server.upload import Upload, writer_of
+from lightning_spot.server.uploads import Upload, writer_of
 from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum

@@ -13,8 +13,7 @@ from lightning_spot.server.runs import Figures, Opened, RunInfo
 from lightning_spot.server.slots import Making
 from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.server.upload import writer_of
-from lightning_spot.server.uploads import LOOK_S
+from lightning_spot.server.uploads import LOOK_S, writer_of
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Status, failed

@@ -74,6 +74,10 @@ class Kind(enum.Enum):
         return self in (Kind.SEND, Kind.PUT, Kind.PUT_SHARDS)
 
 
+Lane = tuple[str, bool]
+"""What a worker does: the URL of its place, and whether it only asks there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing to do at a place.
@@ -112,6 +116,11 @@ class Action:
         if self.manifest is None:
             return ""
         return self.manifest.name if self.coming is not None else self.manifest.snapshot
+
+    @property
+    def lane(self) -> Lane:
+        """Which worker does it."""
+        return self.url, self.kind.is_question
 
     @property
     def key(self) -> tuple[str, str, str]:

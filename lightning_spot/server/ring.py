@@ -79,41 +79,56 @@ _NOWHERE = Tiers()
 _MOST_MARKS = 64  # committed snapshots of a run and lineage that are remembered: who waits for one asks soon
 
 
-class SlotTable:
-    """The slots of a server, and what is known of them. All methods may be called from any thread.
+class Ring:
+    """The slots of a server, bounded in number or in memory only, and what is known of them.
+
+    All methods may be called from any thread.
 
     Args:
+        slots: how many slots at most; ``None`` for as many as fit the memory.
+        memory_bytes: most bytes all slots together may hold.
         area: directory on tmpfs for the slots, ``None`` for memory files; what a killed server left in it is taken
             over.
+        run_memory_bytes: most bytes the slots of one run may hold; ``None`` for no such limit.
 
     Attributes:
         slots: all of them.
-        lock: of all that the table holds.
+        memory_bytes, area: see above.
+        lock: of all that the ring holds.
         changed: the same lock; notified whenever something changed.
         changes: how often that was.
-        area: see above.
-        begun_s: when the table was made (monotonic); what was left in the area may be asked for soon.
+        begun_s: when the ring was made (monotonic); what was left in the area may be asked for soon.
         opened_s: when each run was opened last, or was asked for by the host of its trainer, as long as that lives
             (monotonic); minus infinity once its trainer on this host has gone.
         known: of snapshots, beyond what is in the slots.
         stale: keys of runs of which something changed that nobody has looked at since.
     """
 
-    def __init__(self, area: SlotArea | None) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int | None,
+        memory_bytes: int,
+        area: Path | None = None,
+        run_memory_bytes: int | None = None,
+    ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.area = area
-        self.slots = Slots(area.adopt() if area is not None else ())
+        self.memory_bytes, self.area = memory_bytes, SlotArea(area) if area is not None else None
+        self.slots = Slots(self.area.adopt() if self.area is not None else ())
         self.changes = 0
         self.begun_s = time.monotonic()
         self.opened_s: dict[str, float] = {}
         self.known = Known()
-        self.stale: set[str] = set()
+        self.stale = set(self.slots.runs)
+        # Two files for each, one of them in its mapping: half is left for connections and tiers.
+        self._limits = Limits(slots, memory_bytes, run_memory_bytes, min(MOST_SLOTS, open_files() // 4))
+        self._full = (-1, 0)  # how often things had changed when there was no room, and for how many bytes
+        self._sequence = max((slot.commit.sequence for slot in self.slots), default=0)
         self._views: dict[str, View] = {}
         self._assembled: dict[tuple[str, str], tuple[tuple[Manifest, ...], Manifest]] = {}
         self._tiers: dict[str, Tiers] = {}
         self._watchers: list[Callable[[], None]] = []
-        self.stale.update(self.slots.runs)
 
     # -- where a run's snapshots go, and are ----------------------------------------------------------------------
 
@@ -442,8 +457,6 @@ class SlotTable:
         self._stale(run)
         self.notify()
 
-    # -- inside, under the lock -----------------------------------------------------------------------------------
-
     def _named(self, run: str, name: str) -> list[Slot]:
         return list(self.slots.of(run).names.get(name, ()))
 
@@ -474,50 +487,6 @@ class SlotTable:
         slot.run, slot.writer, slot.state = run, writer, SlotState.FILLING
         self.slots.note(slot)
 
-
-@dataclass(slots=True)
-class _Full:
-    """That there is no room for a snapshot: many who wait ask for it whenever something has changed.
-
-    Attributes:
-        changes: of the ring, when that was found.
-        nbytes: of the snapshot.
-        why: for people, ``""`` if nobody has asked for it yet.
-    """
-
-    changes: int
-    nbytes: int
-    why: str = ""
-
-
-class Ring(SlotTable):
-    """A set of slots, bounded in number or in memory only. All methods may be called from any thread.
-
-    Args:
-        slots: how many slots at most; ``None`` for as many as fit the memory.
-        memory_bytes: most bytes all slots together may hold.
-        area: directory on tmpfs for the slots, or ``None`` for memory files.
-        run_memory_bytes: most bytes the slots of one run may hold; ``None`` for no such limit.
-
-    Attributes:
-        memory_bytes: see above.
-    """
-
-    def __init__(
-        self,
-        *,
-        slots: int | None,
-        memory_bytes: int,
-        area: Path | None = None,
-        run_memory_bytes: int | None = None,
-    ) -> None:
-        super().__init__(SlotArea(area) if area is not None else None)
-        self.memory_bytes = memory_bytes
-        # Two files for each, one of them in its mapping: half is left for connections and tiers.
-        self._limits = Limits(slots, memory_bytes, run_memory_bytes, min(MOST_SLOTS, open_files() // 4))
-        self._full: _Full | None = None
-        self._sequence = max((slot.commit.sequence for slot in self.slots), default=0)
-
     # -- who fills a slot -----------------------------------------------------------------------------------------
 
     def try_lease(
@@ -541,12 +510,12 @@ class Ring(SlotTable):
         capacity, spare = capacity_for(nbytes, self._limits), making.is_ahead
         with self.changed:
             limits = bound(self.slots, run, writer, self._limits) if making is Making.BEYOND else self._limits
-            if limits is self._limits and self._found_full(nbytes) is not None:
+            if limits is self._limits and self._is_known_full(nbytes):
                 return None
             found = self._room(run, nbytes, limits, writer=writer, reuse=reuse or spare)
             is_full_for_all = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
             if found is None and is_full_for_all and limits.slots is None:
-                self._full = _Full(self.changes, nbytes)
+                self._full = self.changes, nbytes
             if found is None or (spare and not found.is_spare):
                 return None
             if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
@@ -577,17 +546,10 @@ class Ring(SlotTable):
             found = self._room(run, nbytes, self._limits, writer=writer, reuse=True)
             return found is not None and found.is_spare
 
-    def why_full(self, run: str, nbytes: int) -> str:
-        """Why no slot can be had now, for people."""
+    def why_full(self, run: str) -> str:
+        """Why no slot can be had now for a run, for people."""
         with self.changed:
-            full = self._found_full(nbytes)
-            if full is not None and full.why:
-                return full.why
-            is_known, now_s = full is not None, time.monotonic()
-            why = why_full(self.slots, run, nbytes, self._limits, is_known=is_known, views=self.views, now_s=now_s)
-            if full is not None:
-                full.why = why
-            return why
+            return why_full(self.slots, run, self._limits, self.views(), time.monotonic())
 
     @property
     def full(self) -> bool:
@@ -818,12 +780,13 @@ class Ring(SlotTable):
             now_s=time.monotonic(),
         )
 
-    def _found_full(self, nbytes: int) -> _Full | None:
-        """That there was no room for so much, or less, if nothing has changed since. A run's own bound is looked at."""
-        full = self._full
-        if full is None or self._limits.run_memory_bytes is not None:
-            return None
-        return full if (full.changes, full.nbytes) == (self.changes, min(full.nbytes, nbytes)) else None
+    def _is_known_full(self, nbytes: int) -> bool:
+        """Whether no room was found for so much, or less, and nothing has changed since: many who wait ask for it.
+
+        A run's own bound is looked at each time.
+        """
+        changes, full_bytes = self._full
+        return changes == self.changes and full_bytes <= nbytes and self._limits.run_memory_bytes is None
 
     def _forget(self, slot: Slot) -> None:
         if self.area is not None and slot.manifest is not None:

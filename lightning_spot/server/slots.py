@@ -841,42 +841,23 @@ def find_room(
     return None
 
 
-def why_full(
-    slots: Slots, run: str, nbytes: int, limits: Limits, *, is_known: bool, views: Views = list, now_s: float = 0.0
-) -> str:
-    """Why no slot can be had now, for people.
-
-    Args:
-        slots: all there are.
-        run: key of the run that wants one.
-        nbytes: size of its snapshot.
-        limits: of the ring.
-        is_known: whether it is known that there is no room: else there may be some, but no memory made in it.
-        views: tells of each run what its slots hold.
-        now_s: the time (monotonic).
-    """
-    idle = reusable(views(), now_s)
-    dirty = {slot: urls for view in views() for slot, urls in view.owed.items()}
-    share = ""
-    if _within_quota(slots, idle, run, capacity_for(nbytes, limits), limits) is None:
-        most = format_bytes(limits.run_memory_bytes or 0)
-        share = f"; one run may use {most} of this server's memory (--run-memory-limit)"
+def why_full(slots: Slots, run: str, limits: Limits, views: list[View], now_s: float) -> str:
+    """Why no slot can be had now for a run, for people."""
+    idle, owed = reusable(views, now_s), {slot: urls for view in views for slot, urls in view.owed.items()}
     reasons: Counter[str] = Counter()
     for slot in slots:
-        if slot.is_prefault:
-            reasons["being made"] += 1
-        elif slot.state is SlotState.FILLING:
-            reasons["being filled"] += 1
-        elif slot in dirty:
-            urls = " and ".join(sorted(dirty[slot]))
+        if slot.state is SlotState.FILLING:
+            reasons["being made" if slot.is_prefault else "being filled"] += 1
+        elif slot in owed:
+            urls = " and ".join(sorted(owed[slot]))
             reasons[f"not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"] += 1
         elif slot.readers:
             reasons["being read"] += 1
         elif slot.state is SlotState.COMMITTED and slot not in idle:
             reasons["the newest of its run and safe nowhere else, or not complete yet"] += 1
-    if not is_known and not reasons["being made"]:
-        room = find_room(slots, run, max(1, nbytes), capacity_for(nbytes, limits), limits, views=views, now_s=now_s)
-        reasons += Counter({"still to be made": int(room is not None)})
+    share = ""
+    if limits.run_memory_bytes is not None:
+        share = f"; one run may use {format_bytes(limits.run_memory_bytes)} of it (--run-memory-limit)"
     if not limits.has_files(slots, run):
         share += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
     listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"

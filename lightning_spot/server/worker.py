@@ -37,6 +37,7 @@ from lightning_spot.server.reconcile import (
     Action,
     Deletion,
     Kind,
+    Lane,
     Servers,
     actions,
     owed_files,
@@ -62,9 +63,6 @@ _IDLE_S = 5.0  # a thread with nothing to do ends after so long
 _JOIN_S = 30.0
 _WORKER = ("worker", "", "")  # what is wrong with the worker of a place, beside the keys of its actions
 _AGAIN_S = 1.0  # how often who waits tries again to have a thread for a tier
-
-Lane = tuple[str, bool]
-"""What a worker does: the URL of its place, and whether it only asks there."""
 
 
 class PutOff(SpotError):
@@ -108,7 +106,7 @@ class Reconciler(Observations):
         self._standing = standing
         self._upload = TierUpload(self, ring)
         self._questions = Questions(self, ring)
-        self._plans: dict[Lane, dict[str, list[Action]]] = {}
+        self._plans: dict[str, list[Action]] = {}
         self._workers: dict[Lane, _Worker] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
         self._is_planning = self._closed = False
@@ -254,23 +252,19 @@ class Reconciler(Observations):
             self._ring.trim(run, info.keep.newest)
         if (servers := self.servers.get(run)) is not None:
             self._ring.set_tiers(run, servers.tiers())
-        found: dict[Lane, list[Action]] = {}
-        for action in actions(self.desired(run), self.observed(run), time.monotonic()):
-            found.setdefault((action.url, action.kind.is_question), []).append(action)
+        before = self._plans.pop(run, [])
+        if plan := actions(self.desired(run), self.observed(run), time.monotonic()):
+            self._plans[run] = plan
         self._ring.stale.discard(run)
-        lanes = {lane for lane, plans in self._plans.items() if run in plans} | found.keys()
-        for lane in lanes:
-            plans = self._plans.setdefault(lane, {})
-            plans.pop(run, None)
-            if lane in found:
-                plans[run] = found[lane]
-            if not plans:
-                del self._plans[lane]
-        return lanes
+        return {each.lane for each in (*before, *plan)}
+
+    def _planned(self, lane: Lane) -> list[Action]:
+        return [each for plan in self._plans.values() for each in plan if each.lane == lane]
 
     def _start(self) -> None:
         """Have a worker for every lane on which something is to be done."""
-        for lane in self._plans.keys() - self._workers.keys() if not self._closed else ():
+        lanes = {each.lane for plan in self._plans.values() for each in plan}
+        for lane in lanes - self._workers.keys() if not self._closed else ():
             url, asks = lane
             if not asks:
                 self.place(url)  # it is seen from now on
@@ -337,9 +331,6 @@ class Reconciler(Observations):
             del self._workers[lane]
             return None
 
-    def _planned(self, lane: Lane) -> list[Action]:
-        return [each for plan in self._plans.get(lane, {}).values() for each in plan]
-
     def _due(self, lane: Lane, now_s: float) -> Action | None:
         """What comes first at a place of what may be done now; ``None`` if nothing may, or that may have changed."""
         due = [each for each in self._planned(lane) if each.due_s <= now_s]
@@ -347,7 +338,8 @@ class Reconciler(Observations):
         if first is None or first.due_s == 0:
             return first
         self._replan(first.run)  # it was put off: things may be different now
-        return next((each for each in self._plans.get(lane, {}).get(first.run, ()) if each.due_s <= now_s), None)
+        plan = self._plans.get(first.run, ())
+        return next((each for each in plan if each.lane == lane and each.due_s <= now_s), None)
 
     def _begin(self, action: Action, servers: Servers | None, now_s: float) -> None:
         if action.kind is Kind.ASK:

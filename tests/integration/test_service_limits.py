@@ -39,7 +39,7 @@ from lightning_spot.http import fields, routes, upload_requests
 from lightning_spot.http.limits import Connections
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.server.upload import Received
+from lightning_spot.server.uploads import Received
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_quotas import commit, open_run

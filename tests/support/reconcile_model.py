@@ -275,12 +275,12 @@ class World:
         for slot in place.view().superfluous(KEEP, self.now_s):
             place.slots.remove(slot)
         ready = [each for each in self.actions(place) if each.due_s <= self.now_s]
-        lanes = dict.fromkeys((each.url, each.kind.is_question) for each in ready)
+        lanes = dict.fromkeys(each.lane for each in ready)
         free = [lane for lane in lanes if lane not in place.busy]
         if not free:
             return False
         lane = self.chance.choice(free)
-        action = next(each for each in ready if (each.url, each.kind.is_question) == lane)
+        action = next(each for each in ready if each.lane == lane)
         if action.kind is Kind.ASK and place.servers is not None:
             server = place.servers.find(action.url)
             assert server is not None
