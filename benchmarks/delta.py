@@ -23,7 +23,6 @@ from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.server.ring import Glance
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.delta import Coding, decode, encode
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.packing import Compression
@@ -177,7 +176,7 @@ class _Sender:
         manifest = Manifest(run="run", run_id=self._run_id, name=name, step=step, attempt=1, nbytes=0, part_bytes=PART)
         manifest = manifest.sealed(view)
         before, began_s = self._store.sent.bytes, time.perf_counter()
-        self._store.send(Coming(manifest, view), attempt=1, earlier=lambda _run, base: self._earlier.get(base))
+        self._store.send(manifest, view, attempt=1, earlier=lambda _run, base: self._earlier.get(base))
         seconds = time.perf_counter() - began_s
         self._earlier = {name: Glance(manifest, view, lambda: True)}
         self._store.open_run(replace(self._info, persisted=manifest.name, lineage=manifest.lineage))

@@ -26,11 +26,11 @@ from lightning_spot.protocol.slot import available_bytes, slot_capacity
 from lightning_spot.protocol.wire import BaseInfo, PartKind
 from lightning_spot.say import say
 from lightning_spot.server.ring import Glance
-from lightning_spot.snapshot.coming import Coming, Sealing, sealing_threads
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import WIDTHS, Floats
+from lightning_spot.snapshot.sealing import seal
 from lightning_spot.snapshot.shards import Image
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,9 @@ class Approximation:
             _clear(memory, manifest, before)
         self._manifest, self._floats, self._since_exact = manifest, tuple(floats), 0
 
-    def advance(self, exact: Manifest, image: memoryview, threads: Executor) -> tuple[Coming, dict[int, Change]]:
+    def advance(
+        self, exact: Manifest, image: memoryview, threads: Executor
+    ) -> tuple[Manifest, memoryview, dict[int, Change]]:
         """Approximate the next snapshot.
 
         Args:
@@ -268,19 +270,17 @@ class Approximation:
             threads: to work on.
 
         Returns:
-            the approximation, which lies here until the next call; what changed in its parts, by their first bytes.
+            the sealed manifest of the approximation; its file, which lies here until the next call; and what changed in
+            its parts, by their first bytes.
         """
         before, self._manifest = self._manifest, None  # until it is done
         nbytes, parts = exact.nbytes, list(part_ranges(exact.nbytes, exact.part_bytes))
         memory = memoryview(self._memory)
         changes = dict(threads.map(functools.partial(self._advance, image, memory), parts))
         _clear(memory, exact, before)
-        sealing = Sealing(exact.inexact(), memory[:nbytes])
-        sealed = sealing.run(sealing_threads())
-        sealing.commit(sealed)
-        self._manifest = sealed
+        self._manifest = seal(exact.inexact(), memory[:nbytes])
         self._since_exact += 1
-        return sealing, changes
+        return self._manifest, memory[:nbytes], changes
 
     def _advance(self, image: memoryview, memory: memoryview, bounds: Range) -> tuple[int, Change]:
         """Approximate a part; numbers of it that may be are picked, everything else is taken as it is."""
@@ -317,8 +317,10 @@ class Approximation:
 class ApproximateEncoder(PartEncoder):
     """Encodes the parts of an approximation by what changed in them. See :class:`PartEncoder`."""
 
-    def __init__(self, coming: Coming, changes: dict[int, Change], base: BaseInfo, threads: Executor) -> None:
-        super().__init__(coming.image, coming.manifest.part_bytes, base, None, threads, None)
+    def __init__(
+        self, manifest: Manifest, image: memoryview, changes: dict[int, Change], base: BaseInfo, threads: Executor
+    ) -> None:
+        super().__init__(image, manifest.part_bytes, base, None, threads, None)
         self._changes = changes
 
     def encode(self, part: Part) -> OutgoingPart:

@@ -19,6 +19,8 @@ from lightning_spot.config import SEND_BYTES
 from lightning_spot.errors import CorruptSnapshotError, ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.protocol.wire import DIGEST_BYTES, Frame, PartKind, fill
 from lightning_spot.server.tier import Sent
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.untrusted import plain
 
 CONNECTIONS = 4
@@ -99,17 +101,14 @@ class PartStream:
         return buffer.hex()
 
 
-def send_parts(
-    client: ServerClient, url: str, upload: str, parts: Iterator[Part], count: int, encoder: PartEncoder
-) -> Sent:
+def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, encoder: PartEncoder) -> Sent:
     """Send all parts of an upload, each over the connection that is free first.
 
     Args:
         client: of the server.
         url: of the run there, for messages.
         upload: its id.
-        parts: in the order in which they become final.
-        count: how many they are.
+        manifest: sealed, of what is sent.
         encoder: says how each is sent.
 
     Returns:
@@ -119,8 +118,10 @@ def send_parts(
         ServerUnreachableError: if the server does not answer any more.
         CorruptSnapshotError: if a part arrives damaged again and again.
     """
+    ranges = part_ranges(manifest.nbytes, manifest.part_bytes)
+    parts = [(start, stop, digest) for (start, stop), digest in zip(ranges, manifest.checksums, strict=True)]
     shared, sent = _Shared(parts), Sent()
-    senders = [_Sender(client, url, upload, shared, encoder) for _ in range(min(CONNECTIONS, count))]
+    senders = [_Sender(client, url, upload, shared, encoder) for _ in range(min(CONNECTIONS, len(parts)))]
     with ThreadPoolExecutor(max(1, len(senders))) as pool:
         jobs = [pool.submit(sender.run) for sender in senders]
         try:
@@ -134,7 +135,7 @@ def send_parts(
             for sender in senders:
                 sender.stop()
             raise
-    if count and not shared.are_taken:
+    if parts and not shared.are_taken:
         raise ServerRefusedError(
             "this server serves no connection for the parts", tier=url, reason=TierReason.TOO_MANY_STREAMS
         )
@@ -205,7 +206,7 @@ class _Sender:
                 self._sent.same_bytes += part.nbytes
 
     def _outgoing(self) -> Iterator[OutgoingPart]:
-        """What an earlier connection left, whole; then parts as they are final."""
+        """What an earlier connection left, whole; then the next parts."""
         for part in list(self._again.values()):
             yield self._encoder.whole(part)
         for part in self._parts:
@@ -222,10 +223,10 @@ class _Shared:
         arrived_s: when the last one did, by the monotonic clock.
     """
 
-    def __init__(self, parts: Iterator[Part]) -> None:
+    def __init__(self, parts: Iterable[Part]) -> None:
         self.are_taken = self.are_stopped = False
         self.arrived_s = time.monotonic()
-        self._parts = parts
+        self._parts = iter(parts)
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[Part]:

@@ -25,10 +25,10 @@ from lightning_spot.protocol.wire import BaseInfo, answered, parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.server.tier import Listed, Sent
-from lightning_spot.snapshot.coming import Coming, NotedParts
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.snapshot.sealing import NotedParts
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fences import Claim, Owner
 from lightning_spot.store.retention import Keep
@@ -70,7 +70,7 @@ class ServerStore:
 
     def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """See :meth:`Store.put`; the server must have a slot within 30 s."""
-        self.send(Coming(manifest, image[: len(image)]), attempt=attempt)
+        self.send(manifest, image[: len(image)], attempt=attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
@@ -175,25 +175,25 @@ class ServerStore:
 
     def send(
         self,
-        coming: Coming,
+        manifest: Manifest,
+        image: memoryview,
         *,
         attempt: int,
         earlier: FindEarlier = nothing_earlier,
         floats: Sequence[Floats] = (),
     ) -> Manifest:
         """See :meth:`ServerTier.send`."""
-        if coming.manifest.shard is not None:
+        if manifest.shard is not None:
             floats = ()  # of several writers, some would send an approximation, and others not
-        if floats and self._approximation.leads_to(coming.manifest, floats):
-            exact = coming.committed()
-            upload, base = self._lease(self._named(exact.inexact()), attempt)
+        if floats and self._approximation.leads_to(manifest, floats):
+            upload, base = self._lease(self._named(manifest.inexact()), attempt)
             if base is not None and self._approximation.glance(base) is not None:
-                return self._send(upload, functools.partial(self._approximate, exact, coming.image, base))
+                return self._send(upload, functools.partial(self._approximate, manifest, image, base))
             _abort(self.client, upload)
-        upload, base = self._lease(self._named(coming.manifest), attempt)
-        manifest = self._send(upload, lambda threads: (coming, self._encoder(coming, base, earlier, threads)))
+        upload, base = self._lease(self._named(manifest), attempt)
+        self._send(upload, lambda threads: (manifest, self._encoder(manifest, image, base, earlier, threads)))
         if floats:
-            self._approximation.begin(manifest, coming.image, floats)
+            self._approximation.begin(manifest, image, floats)
         return manifest
 
     def fail(self, manifest: Manifest) -> None:
@@ -205,15 +205,13 @@ class ServerStore:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _send(self, upload: str, prepare: Callable[[Executor], tuple[Coming, PartEncoder]]) -> Manifest:
+    def _send(self, upload: str, prepare: Callable[[Executor], tuple[Manifest, PartEncoder]]) -> Manifest:
         """Send what is prepared as an upload, and commit it there."""
         threads = packers()
         try:
-            coming, encoder = prepare(threads)
-            count = -(-coming.manifest.nbytes // coming.manifest.part_bytes)
+            manifest, encoder = prepare(threads)
             self._rule.begin()
-            sent = send_parts(self.client, self.url, upload, coming.sealed_parts(), count, encoder)
-            manifest = coming.committed()
+            sent = send_parts(self.client, self.url, upload, manifest, encoder)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
             threads.shutdown()
@@ -226,9 +224,9 @@ class ServerStore:
 
     def _approximate(
         self, exact: Manifest, image: memoryview, base: BaseInfo, threads: Executor
-    ) -> tuple[Coming, PartEncoder]:
-        coming, changes = self._approximation.advance(exact, image, threads)
-        return coming, ApproximateEncoder(coming, changes, base, threads)
+    ) -> tuple[Manifest, PartEncoder]:
+        manifest, approximated, changes = self._approximation.advance(exact, image, threads)
+        return manifest, ApproximateEncoder(manifest, approximated, changes, base, threads)
 
     def _asked(self) -> tuple[int, list[Listed]]:
         """The attempt that holds the run at the server, and what is there."""
@@ -279,14 +277,16 @@ class ServerStore:
             self.open_run(self._info or RunInfo(name=name, id=identity, location="", attempt=max(1, attempt), token=""))
             return ask()
 
-    def _encoder(self, coming: Coming, base: BaseInfo | None, earlier: FindEarlier, threads: Executor) -> PartEncoder:
+    def _encoder(
+        self, manifest: Manifest, image: memoryview, base: BaseInfo | None, earlier: FindEarlier, threads: Executor
+    ) -> PartEncoder:
         compression: Compression = self._info.compression if self._info is not None else "auto"
         held = self._approximation.glance(base)
         if base is not None and held is None:
-            held = earlier(key_of(coming.manifest), base.name)
+            held = earlier(key_of(manifest), base.name)
         return PartEncoder(
-            coming.image,
-            coming.manifest.part_bytes,
+            image,
+            manifest.part_bytes,
             base,
             held,
             threads,

@@ -16,7 +16,6 @@ from lightning_spot.retry import pause_after
 from lightning_spot.server.runs import LEASE_S, Opened, RunInfo, key_of
 from lightning_spot.server.slots import Group, Mark, Slot, Tiers, View
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf
 from lightning_spot.snapshot.shards import Status, registers_of, status
 from lightning_spot.store.store import put_together
@@ -89,7 +88,6 @@ class Action:
         due_s: not before then; 0 for at once.
         manifest: of the snapshot it is about, or of the first of its shards.
         slots: whose contents are brought there.
-        coming: the snapshot, if it is being sealed still, but its parts may go already.
         sequence: of the commit that is brought.
         again: whether it was tried before, and failed or waits for others.
     """
@@ -100,7 +98,6 @@ class Action:
     due_s: float = 0.0
     manifest: Manifest | None = None
     slots: tuple[Slot, ...] = ()
-    coming: Coming | None = None
     sequence: int = 0
     again: bool = False
 
@@ -112,10 +109,8 @@ class Action:
 
     @property
     def name(self) -> str:
-        """Of the snapshot, or of the shard that is coming."""
-        if self.manifest is None:
-            return ""
-        return self.manifest.name if self.coming is not None else self.manifest.snapshot
+        """Of the snapshot."""
+        return self.manifest.snapshot if self.manifest is not None else ""
 
     @property
     def lane(self) -> Lane:
@@ -128,14 +123,14 @@ class Action:
         return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.name)
 
     @property
-    def rank(self) -> tuple[int, bool, bool, int]:
+    def rank(self) -> tuple[int, bool, int]:
         """Sorts what may be done at one place: the lowest comes first.
 
         What is tried again comes last. Else the oldest comes first: if each place left out others of the snapshots that
         several bring together, none would ever be complete.
         """
         place = len(Kind) if self.kind.is_upload else list(Kind).index(self.kind)
-        return (place, self.coming is not None, self.again, self.sequence)
+        return (place, self.again, self.sequence)
 
 
 # -- what should be ---------------------------------------------------------------------------------------------------
@@ -650,19 +645,6 @@ def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: S
 
 
 def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
-    """What is to be brought somewhere."""
-    sealing = [(slot, slot.coming) for slot in seen.slots if slot.coming is not None and slot.manifest is None]
-    soon_old = any(each.manifest.shard is None for _, each in sealing)
-    for action in _committed(desired, seen):
-        if not soon_old or action.about.complete or action.about.is_file:
-            yield action
-    for slot, each in sealing:
-        goes = not each.given_up and (each.manifest.shard is None or desired.must_be_exact(each.manifest))
-        for url in filter(names_server, seen.tiers.own if goes else ()):
-            yield Action(Kind.SEND, url, seen.run, 0.0, each.manifest, (slot,), each, slot.commit.sequence)
-
-
-def _committed(desired: Desired, seen: Observed) -> Iterator[Action]:
     """What is to be brought somewhere of all that is committed here."""
     files = [slot for slot in seen.view.owed if slot.snapshot is None]
     for slot in files:
@@ -704,7 +686,7 @@ def _brings(desired: Desired, seen: Observed, slot: Slot) -> Iterator[str]:
 
 def _upload(url: str, run: str, slots: Iterable[Slot], kind: Kind) -> Action:
     slots = tuple(slots)
-    return Action(kind, url, run, 0.0, slots[0].manifest, slots, None, max(slot.commit.sequence for slot in slots))
+    return Action(kind, url, run, 0.0, slots[0].manifest, slots, max(slot.commit.sequence for slot in slots))
 
 
 def _storage_due_s(desired: Desired, seen: Observed, url: str, group: Group) -> float:

@@ -17,7 +17,6 @@ from typing import Any
 from lightning_spot.config import format_bytes, names_server
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import (
@@ -135,7 +134,6 @@ class Slot:
         run: key of the run that fills or holds it.
         writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
         manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
-        coming: the snapshot that is being sealed, if its parts may go on to servers already.
         commit: how what it holds was committed.
         seen: what was seen of it at places below, by URL.
         settled: whether its sender said that it, or a newer one of its lineage, is durable.
@@ -149,7 +147,6 @@ class Slot:
     run: str = ""
     writer: int = 0
     manifest: Manifest | None = None
-    coming: Coming | None = None
     commit: Commit = field(default_factory=Commit)
     seen: dict[str, Mark] = field(default_factory=dict)
     settled: bool = False

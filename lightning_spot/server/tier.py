@@ -10,7 +10,6 @@ from lightning_spot.config import names_server
 from lightning_spot.errors import FencedError
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.untrusted import texts
@@ -90,25 +89,24 @@ class ServerTier(Protocol):
 
     def send(
         self,
-        coming: Coming,
+        manifest: Manifest,
+        image: memoryview,
         *,
         attempt: int,
         earlier: FindEarlier = nothing_earlier,
         floats: Sequence[Floats] = (),
     ) -> Manifest:
-        """Send a file part by part as each becomes final, and commit it there once it is committed here.
+        """Send a file part by part, and commit it there.
 
         Args:
-            coming: the file.
+            manifest: sealed.
+            image: its file.
             attempt: on whose behalf.
             earlier: finds earlier snapshots that are here: of those that are there too, only changes are sent.
             floats: where in it numbers lie that may be approximated; none for a file that is to be there exactly.
 
         Returns:
             the sealed manifest of what is there now: its own, or that of an approximation.
-
-        Raises:
-            SnapshotNotFoundError: if the file was given up meanwhile.
         """
 
     def fail(self, manifest: Manifest) -> None:

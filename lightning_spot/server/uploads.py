@@ -32,10 +32,10 @@ from lightning_spot.server.registry import Registry
 from lightning_spot.server.ring import Base, Ring
 from lightning_spot.server.runs import is_own_folder, key_of
 from lightning_spot.server.slots import Making, Slot
-from lightning_spot.snapshot.coming import Coming, Sealing, sealing_threads
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.snapshot.sealing import seal
 from lightning_spot.store.fences import check_fence
 
 logger = logging.getLogger(__name__)
@@ -387,8 +387,6 @@ class Uploads:
     ) -> Manifest:
         """Commit a slot that was filled on this host: checksum every part, commit.
 
-        Its parts go on to the next server as they are sealed.
-
         Args:
             upload_id: the lease.
             manifest: without checksums.
@@ -406,21 +404,14 @@ class Uploads:
                     f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}"
                 )
             upload.sealing, upload.slot.commit.floats = True, floats
-        # The view lives as long as the sealing: who sends its parts on may be at it when this call is done.
-        sealing = Sealing(replace(manifest, checksums=()), upload.slot.view(manifest.nbytes))
         try:
-            if not manifest.is_file:
-                self._offer(upload.slot, sealing)
             began_s = time.monotonic()
-            sealed = sealing.run(sealing_threads())
+            sealed = seal(manifest, upload.slot.view(manifest.nbytes))
             upload.slot.buffer.checked_s = began_s
             places = tuple(destinations) if destinations is not None else None
             self._commit(upload, sealed, places)
-            sealing.commit(sealed)
         finally:
-            sealing.give_up()
             with self._lock:
-                self._take_back(upload.slot, sealing)
                 upload.sealing = False
                 self._free_if_given_up(upload)
         return sealed
@@ -484,7 +475,6 @@ class Uploads:
                 with self._ring.changed:
                     self._check_register(upload, manifest)
                     self._ring.commit(upload.slot, manifest, places)
-                    upload.slot.coming = None
             except BaseException:
                 self.abort(upload.id)
                 raise
@@ -576,19 +566,6 @@ class Uploads:
                 text = "an upload of run {about} got nothing for {silent_s:.0f} s. It is aborted. Check its sender."
                 say(logging.WARNING, "upload-silent", text, about=upload.run, silent_s=silent_s)
                 self.abort(upload.id)
-
-    def _offer(self, slot: Slot, coming: Coming) -> None:
-        """Let the parts of a snapshot that is being sealed go on to servers."""
-        with self._ring.changed:
-            slot.coming = coming
-            self._ring.touch(slot.run)
-
-    def _take_back(self, slot: Slot, coming: Coming) -> None:
-        """Let them go on no longer. Once the snapshot is committed, the slot may be another's already."""
-        with self._ring.changed:
-            if slot.coming is coming:
-                slot.coming = None
-                self._ring.touch(slot.run)
 
     def _free_if_given_up(self, upload: Upload) -> None:
         """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""

@@ -46,7 +46,6 @@ from lightning_spot.server.ring import Ring, glance
 from lightning_spot.server.runs import RunInfo, key_of
 from lightning_spot.server.slots import ORPHANED_S, Held, Mark, Slot
 from lightning_spot.server.tier import ServerTier
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store import commit
@@ -472,8 +471,6 @@ class Reconciler(Observations):
                 self.place(url).dropped(action)
             return
         say_refused(action.run, attempt, error)
-        if action.coming is not None:
-            action.coming.give_up()
         with self._ring.changed:
             self.place(url).done(action)
             if action.kind.is_upload:
@@ -537,8 +534,7 @@ class TierUpload:
             PutOff: if that is not known yet.
         """
         info = self._seen.info(action.run)
-        is_snapshot = action.coming is None and not action.about.is_file
-        if not is_snapshot or isinstance(store, ServerTier) or (info is not None and info.session):
+        if action.about.is_file or isinstance(store, ServerTier) or (info is not None and info.session):
             return False
         with self._ring.changed:
             is_expired = time.monotonic() >= self._seen.desired(action.run).expires_s
@@ -548,8 +544,6 @@ class TierUpload:
         return not has_newer(store, action.about)
 
     def _put(self, store: Store, action: Action, attempt: int) -> Manifest | None:
-        if action.coming is not None and isinstance(store, ServerTier):
-            return self._while_it_is_sealed(store, action, action.coming, attempt)
         with self._ring.changed:
             held = Held.of(action.slots)
         if len(held.slots) < len(action.slots) or held.manifests[0].snapshot != action.about.snapshot:
@@ -577,8 +571,8 @@ class TierUpload:
                 store.fail(manifest)
                 brought = manifest
             else:
-                coming, floats = Coming(manifest, slot.view(manifest.nbytes)), () if is_exact else slot.commit.floats
-                brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
+                image, floats = slot.view(manifest.nbytes), () if is_exact else slot.commit.floats
+                brought = store.send(manifest, image, attempt=attempt, earlier=self._earlier, floats=floats)
                 nbytes += brought.nbytes
             self._note(slot, manifest, brought, action.url)
         return replace(brought, nbytes=nbytes)
@@ -611,18 +605,6 @@ class TierUpload:
         elif action.about.shard is not None:
             self._ring.mark_committed(action.run, whole.lineage, whole.order)
         return whole
-
-    def _while_it_is_sealed(self, store: ServerTier, action: Action, coming: Coming, attempt: int) -> Manifest | None:
-        """Send a snapshot to a server while it is still being sealed; it is committed there once it is here."""
-        slot, floats = action.slots[0], () if self._must_be_exact(action) else action.slots[0].commit.floats
-        try:
-            brought = store.send(coming, attempt=attempt, earlier=self._earlier, floats=floats)
-        except SnapshotNotFoundError:
-            if coming.given_up:
-                return None
-            raise
-        self._note(slot, coming.committed(), brought, action.url)
-        return brought
 
     def _must_be_exact(self, action: Action) -> bool:
         with self._ring.changed:

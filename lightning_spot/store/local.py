@@ -16,9 +16,9 @@ from typing import Any
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError, TierReason
 from lightning_spot.say import say
-from lightning_spot.snapshot.coming import NotedParts
 from lightning_spot.snapshot.files import FileSpan, cut, is_own_file, pieces
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
+from lightning_spot.snapshot.sealing import NotedParts
 from lightning_spot.snapshot.shards import Image, slices
 from lightning_spot.store import fences, posix, store
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim

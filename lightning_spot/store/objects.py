@@ -12,9 +12,9 @@ from typing import Any
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, TierError
 from lightning_spot.say import say
-from lightning_spot.snapshot.coming import NotedParts
 from lightning_spot.snapshot.files import FileSpan, is_own_file, pieces
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_order
+from lightning_spot.snapshot.sealing import NotedParts
 from lightning_spot.snapshot.shards import Image, JoinedImage, slices
 from lightning_spot.store import fences, s3, store
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim

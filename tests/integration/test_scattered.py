@@ -20,7 +20,6 @@ from lightning_spot.run.survey import Survey, scattered
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.selection import Restore, SharedOpening
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.support.server import MIB, RUN_ID, Bench, served
@@ -45,7 +44,7 @@ class Servers:
     def put(self, step: int, writer: int, *at: int, writers: int = 3) -> Manifest:
         manifest = sealed_shard(step, writer, writers)
         for number in at:
-            self.stores[number].send(Coming(manifest, memoryview(shard_image(manifest))), attempt=1)
+            self.stores[number].send(manifest, memoryview(shard_image(manifest)), attempt=1)
         return manifest
 
     @property
@@ -150,6 +149,6 @@ def test_shards_are_sent_as_what_changed(servers: Servers) -> None:
     sent = servers.stores[0].sent
     assert sent.whole_bytes == first.nbytes
     again = replace(first, name=first.name.replace("000000001", "000000002"), step=2)
-    servers.stores[0].send(Coming(again, memoryview(shard_image(first))), attempt=1)
+    servers.stores[0].send(again, memoryview(shard_image(first)), attempt=1)
     assert sent.whole_bytes == first.nbytes
     assert sent.same_bytes == first.nbytes

@@ -34,8 +34,6 @@ from lightning_spot.server.placement import placed
 from lightning_spot.server.runs import RunInfo, check_prefix, refusal
 from lightning_spot.server.slots import Commit, Mark, Slot, SlotState, View, reusable
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.snapshot import coming
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
@@ -291,27 +289,6 @@ def test_a_later_attempt_fences_through_the_whole_chain(with_servers: MakeWithSe
         bench.behind[FIRST].open_run(RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="token-1"))
 
 
-def test_parts_go_on_while_later_ones_are_still_being_sealed(
-    with_servers: MakeWithServers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = with_servers()
-    bench.start(FIRST)
-    until(lambda: bench.server.status()["runs"][RUN]["server"], "the server")
-    nbytes, sealed = 4 * 8 * MIB, []
-    real = coming.checksum
-
-    def checksum(data: memoryview) -> str:
-        if len(sealed) == 2:  # the third part is not sealed before one has arrived behind
-            until(lambda: bench.behind[FIRST].sent.bytes, "a part to be sent on")
-        sealed.append(len(data))
-        return real(data)
-
-    monkeypatch.setattr(coming, "checksum", checksum)
-    bench.save(1, nbytes=nbytes)
-    assert bench.flush() == []
-    assert bench.behind[FIRST].sent.bytes == nbytes
-
-
 # -- two replicas -----------------------------------------------------------------------------------------------------
 
 
@@ -489,11 +466,11 @@ def test_a_chunk_damaged_on_its_way_to_a_replica_is_sent_again(with_servers: Mak
     until(lambda: len(_used(bench)) == 2, "both servers")
     real, refused = bench.behind[FIRST].send, []
 
-    def send(coming: Coming, **more: Any) -> Manifest:
+    def send(manifest: Manifest, image: memoryview, **more: Any) -> Manifest:
         if not refused:
-            refused.append(coming.manifest.step)
+            refused.append(manifest.step)
             raise CorruptSnapshotError("part 0 arrives damaged")
-        return real(coming, **more)
+        return real(manifest, image, **more)
 
     bench.behind[FIRST].send = send  # type: ignore[method-assign]
     bench.save(1)

@@ -13,9 +13,9 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.server.host import Lease
 from lightning_spot.server.slots import Making
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.snapshot.coming import Sealing
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.snapshot.sealing import seal
 from lightning_spot.snapshot.shards import JoinedImage, Status, assemble, failed, status, why_aborted
 
 SLOTS = 3  # of each writer
@@ -114,7 +114,7 @@ class RankRing:
         self._ask()
         image = bytes(lease.map[: lease.nbytes])
         assert manifest.nbytes == lease.nbytes
-        sealed = Sealing(replace(manifest, nbytes=lease.nbytes), memoryview(image)).run(1)
+        sealed = seal(replace(manifest, nbytes=lease.nbytes), memoryview(image), 1)
         assert sealed == Manifest.from_json(sealed.to_json())
         with self._lock:
             del self._leased[lease.id]

@@ -25,8 +25,8 @@ from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.tier import Listed, Sent
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.store.local import LocalStore
 from tests.support import warm
@@ -160,7 +160,8 @@ class ServerBehind:
 
     def send(
         self,
-        coming: Coming,
+        manifest: Manifest,
+        image: memoryview,
         *,
         attempt: int,
         earlier: FindEarlier = nothing_earlier,
@@ -172,15 +173,15 @@ class ServerBehind:
         assert self.open.wait(120)
         self.waiting = False
         server = self._reached()
-        plain = replace(coming.manifest, checksums=())
+        plain = replace(manifest, checksums=())
         upload = server.lease(self.run, attempt, plain.nbytes, manifest=plain, wait_s=5.0)
         with upload.slot.view(plain.nbytes) as view:
-            for start, stop, checksum in coming.sealed_parts():
+            ranges = part_ranges(manifest.nbytes, manifest.part_bytes)
+            for (start, stop), checksum in zip(ranges, manifest.checksums, strict=True):
                 upload.received.begin(start, stop)
-                view[start:stop] = coming.image[start:stop]
+                view[start:stop] = image[start:stop]
                 upload.received.end(start, checksum)
                 self.sent.whole_bytes += stop - start
-        manifest = coming.committed()
         self._reached().commit(upload.id, manifest)
         self.arrived.append(manifest.step)
         return manifest
@@ -189,7 +190,7 @@ class ServerBehind:
         self._reached().fail(self.run, manifest.attempt, manifest)
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        self.send(Coming(manifest, image), attempt=attempt)
+        self.send(manifest, image, attempt=attempt)
 
     def delete(self, manifest: Manifest) -> None:
         with contextlib.suppress(SnapshotNotFoundError):

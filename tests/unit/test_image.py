@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
-from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError
-from lightning_spot.snapshot.coming import Sealing
+from lightning_spot.errors import CorruptSnapshotError, SettingsError
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.snapshot.parts import checksum, checksum_parts, part_ranges, verify_parts
+from lightning_spot.snapshot.parts import checksum_parts, part_ranges, verify_parts
+from lightning_spot.snapshot.sealing import seal
 
 pytestmark = pytest.mark.guarantee("G12")
 
@@ -22,33 +21,11 @@ pytestmark = pytest.mark.guarantee("G12")
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("part_bytes", [1000, 4096, 2**20])
 def test_a_file_is_sealed_part_by_part(threads: int, part_bytes: int) -> None:
-    """By several threads, while others take its parts."""
     image = random.Random(1).randbytes(300_000)
     manifest = Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image), part_bytes=part_bytes)
-    sealing = Sealing(manifest, memoryview(image))
-    taken: list[tuple[int, int, str]] = []
-
-    def take() -> None:
-        for start, stop, digest in sealing.sealed_parts():
-            assert checksum(memoryview(image)[start:stop]) == digest
-            taken.append((start, stop, digest))
-
-    taking = threading.Thread(target=take)
-    taking.start()
-    sealed = sealing.run(threads)
-    taking.join()
-    assert [digest for _, _, digest in sorted(taken)] == list(sealed.checksums)
+    sealed = seal(manifest, memoryview(image), threads)
+    assert sealed.checksums == checksum_parts(memoryview(image), part_bytes)
     sealed.verify(memoryview(image), "here")
-
-
-def test_who_waits_for_parts_of_a_file_that_is_given_up_is_told() -> None:
-    image = memoryview(bytes(300_000))
-    sealing = Sealing(Manifest(run="r", name="x", step=1, attempt=1, nbytes=len(image)), image)
-    sealing.give_up()
-    with pytest.raises(SnapshotNotFoundError, match="given up"):
-        list(sealing.sealed_parts())
-    with pytest.raises(SnapshotNotFoundError, match="given up"):
-        sealing.committed()
 
 
 @given(st.binary(max_size=400), st.integers(1, 64))

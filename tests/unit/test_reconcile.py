@@ -27,7 +27,6 @@ from lightning_spot.server.reconcile import (
 )
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.slots import Commit, Known, Mark, Slot, SlotState, Tiers, View
-from lightning_spot.snapshot.coming import Coming
 from lightning_spot.snapshot.manifest import Manifest
 from tests.support.server import RUN_ID, manifest_of
 from tests.support.shards import failed_shard, sealed_shard
@@ -377,22 +376,6 @@ def test_what_is_to_be_done(name: str) -> None:
     situation = Situation([line.strip() for line in above.strip().splitlines()])
     found = actions(situation.desired, situation.observed(), situation.now_s)
     assert sorted(map(line_of, found)) == sorted(line.strip() for line in below.strip().splitlines())
-
-
-def test_a_shard_that_was_given_up_is_not_sent_while_it_comes() -> None:
-    """A fenced one was planned, and refused, over and over until it was sealed."""
-    situation = Situation(["run live servers=a", "server a used uploads asked=995"])
-    manifest = replace(sealed_shard(1, 0, 2), checksums=())
-    coming = Coming(manifest, memoryview(bytes(manifest.nbytes)))
-    situation.slots.append(Slot(0, SlotState.FILLING, run=RUN_ID, coming=coming))
-
-    def sent() -> list[Manifest | None]:
-        found = actions(situation.desired, situation.observed(), situation.now_s)
-        return [each.manifest for each in found if each.kind is Kind.SEND]
-
-    assert sent() == [manifest]
-    coming.give_up()
-    assert sent() == []
 
 
 def test_what_was_put_off_comes_later() -> None:
