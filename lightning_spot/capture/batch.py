@@ -11,8 +11,12 @@ import torch
 
 from lightning_spot.snapshot.pieces import Piece, between, gone, outside
 
-_LEAST_BATCH_BYTES = 16 * 1024 * 1024
-_SMALL_BYTES = 32 * 1024  # copied in less time than it takes to hand a tensor over to torch, or to get the GIL back
+LEAST_BATCH_BYTES = 16 * 1024 * 1024
+"""One thread copies at least so much in one go."""
+
+SMALL_BYTES = 32 * 1024
+"""So much is copied in less time than it takes to hand a tensor over to torch, or to get the GIL back."""
+
 NOW, NEVER = float("-inf"), float("inf")
 memmove = ctypes.CDLL(None).memmove  # lets go of the GIL
 memmove_small = ctypes.PyDLL(None).memmove  # keeps it
@@ -71,8 +75,8 @@ class Batch:
         if not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
             self.helping()
             return
-        self._move(_SMALL_BYTES)
-        if large := [piece for piece in itertools.chain(*self._pieces) if piece.nbytes > _SMALL_BYTES]:
+        self._move(SMALL_BYTES)
+        if large := [piece for piece in itertools.chain(*self._pieces) if piece.nbytes > SMALL_BYTES]:
             targets = [piece.target(self._slot.tensor) for piece in large]
             torch._foreach_copy_(targets, [piece.source() for piece in large])
 
@@ -83,7 +87,7 @@ class Batch:
     def _move(self, most: float = NEVER) -> None:
         """Copy pieces of up to so many bytes."""
         for target, source, nbytes in self._moves(most):  # thousands of small ones, by a thread that keeps the GIL
-            (memmove if nbytes > _SMALL_BYTES else memmove_small)(target, source, nbytes)
+            (memmove if nbytes > SMALL_BYTES else memmove_small)(target, source, nbytes)
 
     def _moves(self, most: float) -> Iterator[tuple[int, int, int]]:
         base, room = self._slot.address, self._slot.nbytes
@@ -100,11 +104,11 @@ class Batch:
 def batches_of(pieces: Sequence[Piece], slot: SlotView, place: int, after_s: float, ready_s: float) -> Iterator[Batch]:
     """Cut into batches, large ones first: those run while nobody can help; the last even the load out."""
     begin, total = 0, sum(piece.nbytes for piece in pieces)
-    if 0 < total <= _LEAST_BATCH_BYTES:
+    if 0 < total <= LEAST_BATCH_BYTES:
         yield Batch((pieces,), slot, place, after_s, ready_s)
         return
     ends = list(itertools.accumulate((piece.nbytes for piece in pieces), initial=0))
     while begin < total:
-        end = min(total, begin + max((total - begin) // 3, _LEAST_BATCH_BYTES))
+        end = min(total, begin + max((total - begin) // 3, LEAST_BATCH_BYTES))
         yield Batch(between(pieces, ends, begin, end), slot, place, after_s, ready_s)
         begin = end

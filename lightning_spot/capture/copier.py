@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 _MOST_THREADS = 4
-_HELD_S = 1.0
+HELD_S = 1.0
 """So long, at most, what would leave a GPU while its optimizer steps is held where iterations are not measured."""
 _AGAIN_S = 0.1  # the next optimizer step waits no longer than that for a thread that has failed
 
@@ -440,7 +440,7 @@ class Copier:
                     piece.target(slot.tensor).copy_(piece.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered) if on_gpu else None
-        job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + _HELD_S)
+        job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + HELD_S)
 
     def _notify(self) -> None:
         with self._wake:

@@ -22,7 +22,9 @@ from lightning_spot.snapshot.pieces import Piece, cut_at, cut_end
 
 logger = logging.getLogger(__name__)
 
-_SMALL_BYTES = 128 * 1024
+SMALL_BYTES = 128 * 1024
+"""Copies of up to so much may be made by a kernel."""
+
 _MANY = 16
 """So many small copies, or more, are made by kernels: a stream takes about a thousand, then the host waits."""
 
@@ -112,13 +114,13 @@ class Lane:
             self._device.synchronize(self.done)
 
     def _to_slot(self, slot: torch.Tensor, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]) -> None:
-        small = [number for number, piece in enumerate(pieces) if piece.nbytes <= _SMALL_BYTES]
+        small = [number for number, piece in enumerate(pieces) if piece.nbytes <= SMALL_BYTES]
         seen = self._device.seen(slot, self.index) if len(small) >= _MANY else None
         rest: Iterable[int] = range(len(pieces))
         if seen is not None:
             targets = [pieces[number].target(seen) for number in small]
             self._device.write(self._stream, targets, [sources[number] for number in small])
-            rest = (number for number, piece in enumerate(pieces) if piece.nbytes > _SMALL_BYTES)
+            rest = (number for number, piece in enumerate(pieces) if piece.nbytes > SMALL_BYTES)
         self._device.copy(self._stream, ((pieces[number].target(slot), sources[number]) for number in rest))
 
     def _after_training(self) -> None:

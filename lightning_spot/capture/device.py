@@ -78,7 +78,7 @@ class _Bytes:
 
 def _see(pieces: Sequence[tuple[int, int]]) -> int:
     """Note a slot of these page-locked pieces, if the device sees each of them where it is for the host."""
-    driver, address = _driver(), pieces[0][0]
+    driver, address = driver_library(), pieces[0][0]
     if driver is None:
         return 0
     for at, _ in pieces:
@@ -114,7 +114,7 @@ def _unlock(address: int) -> int:
 
 
 @functools.cache
-def _driver() -> Any:
+def driver_library() -> Any:
     """CUDA's driver; ``None`` if there is none of that name."""
     try:
         return ctypes.CDLL("libcuda.so.1")
@@ -131,7 +131,7 @@ def beside_recordings() -> Iterator[None]:
     is lost by them. It does neither to a thread that has said that it knows.
     """
     mode = ctypes.c_int(_RELAXED)
-    driver = _driver()
+    driver = driver_library()
     if driver is None or driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) != 0:
         yield
         return

@@ -316,7 +316,7 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, name: Callable[[Any], tuple[Any, ...]]) -> None:
         super().__init__(file, protocol=_PROTOCOL)
-        self.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
+        self.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: reduced}
         self._name = name
 
     def persistent_id(self, obj: Any) -> Any:
@@ -324,7 +324,7 @@ class _Pickler(pickle.Pickler):
         return self._name(obj) if type(obj) in _STORAGES else None
 
 
-def _reduced(tensor: torch.Tensor) -> Any:
+def reduced(tensor: torch.Tensor) -> Any:
     """How a tensor is put together. Of a plain one this is what torch says, which takes ten times as long."""
     if (
         tensor.dtype not in _KINDS

@@ -87,7 +87,7 @@ HELPING = [CopyJob.wait_cpu, CopyJob._step, CopyJob._end_if_done]
 @pytest.mark.parametrize("plan", [IN_TURN, [(9, 0.0, [Span(2, 0, 50_000)])]], ids=["many-pieces", "one-piece"])
 def test_ctrl_c_at_any_line_of_a_copy_loses_none_of_it(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The piece that was taken was neither copied nor waited for, or the last one was never said to be there."""
-    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
+    monkeypatch.setattr(batch_module, "LEAST_BATCH_BYTES", 64)
     came = 0
     for code, line in [place for function in HELPING for place in lines_of(function)]:
         desk, copier, pressed = Copies(), Copier(threads=0), CtrlC(code, line)

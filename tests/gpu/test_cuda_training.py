@@ -52,7 +52,7 @@ class Steps(Net):
 def small_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small state is spread over an iteration as a large one is."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
-    monkeypatch.setattr(copier, "_HELD_S", 0.05)  # some of these trainings stand until a snapshot is durable
+    monkeypatch.setattr(copier, "HELD_S", 0.05)  # some of these trainings stand until a snapshot is durable
 
 
 @pytest.mark.usefixtures("small_partitions")

@@ -95,7 +95,7 @@ def test_what_is_saved_is_kept_until_it_is_copied(view: SlotView, copiers: list[
 def test_many_small_ones_are_written_together(
     monkeypatch: pytest.MonkeyPatch, copiers: list[Copier], buffer_bytes: int, number: int, sees: bool
 ) -> None:
-    monkeypatch.setattr(cuda, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(cuda, "SMALL_BYTES", 100)
     sizes = [1, 100, 7, 101, 64, 3000] * 8
     tensors = [torch.full((nbytes,), 1, dtype=torch.uint8) for nbytes in sizes]
     device = FakeDevice(number)
@@ -183,15 +183,15 @@ class Driver:
 
 def test_cuda_is_told_that_a_recording_is_no_concern_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    monkeypatch.setattr(device, "_driver", lambda: driver)
+    monkeypatch.setattr(device, "driver_library", lambda: driver)
     with device.beside_recordings():
         assert driver.mode == 2
     assert driver.mode == 0
     refuses = Driver(3)
-    monkeypatch.setattr(device, "_driver", lambda: refuses)
+    monkeypatch.setattr(device, "driver_library", lambda: refuses)
     with device.beside_recordings():
         assert refuses.mode == 0
-    monkeypatch.setattr(device, "_driver", lambda: None)
+    monkeypatch.setattr(device, "driver_library", lambda: None)
     with device.beside_recordings():
         pass  # there is no CUDA: nobody to tell
 

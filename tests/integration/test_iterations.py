@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
-from lightning_spot.capture import schedule
+from lightning_spot.capture import attempt, schedule
 from lightning_spot.capture.copier import Copier, CopyJob
 from lightning_spot.capture.schedule import PlaceKind, Profile, Schedule, Timetable
 from lightning_spot.capture.writer import SnapshotWriter
@@ -149,7 +150,7 @@ ENDS: dict[str, tuple[Callable[[], Net], int, int, dict[str, Any]]] = {
 def test_callbacks_at_an_epochs_end_write_after_its_snapshots(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(Copier, "_work", lambda _self: None)  # copied only where training waits
+    monkeypatch.setattr(attempt, "Copier", partial(Copier, threads=0))  # copied only where training waits
     module, batches, steps, more = ENDS[how]
     probe, others = Probe(), [Stops()] if how == "should_stop" else []
     trainer(probe, *others, WritesWhereAnEpochEnds(), spot(tmp_path, "eager"), **more).fit(module(), data(batches))

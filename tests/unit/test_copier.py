@@ -95,7 +95,7 @@ def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> No
 
 def test_where_training_stands_still_all_processors_copy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes the next piece by itself: in torch's team each waits for the slowest after every tensor."""
-    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
+    monkeypatch.setattr(batch_module, "LEAST_BATCH_BYTES", 64)
     monkeypatch.setattr(copier_module, "processors", lambda: 2)
     helping, at_it, both = Batch.helping, set(), threading.Event()
 
@@ -151,7 +151,7 @@ def test_storages_are_copied_one_by_one_if_torch_cannot_batch(
     desk: Desk, copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch, "_foreach_copy_")
-    monkeypatch.setattr(batch_module, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(batch_module, "SMALL_BYTES", 0)
     job = copier.start(desk.pieces, desk.view, Watches(desk.tensors))
     until(lambda: all(map(desk.copied, range(4))), "copies in the background")
     job.wait()
@@ -354,7 +354,7 @@ def test_what_shares_the_memory_of_a_slot_keeps_it_mapped() -> None:
 @pytest.mark.parametrize("sizes", [(), (1,), (64,), (64, 64, 0, 64), (63, 1, 64), (1000,), (1, 200, 3, 128, 5)])
 def test_batches_end_where_they_are_full(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of what is left each, and 64 bytes at least; the last may have less."""
-    monkeypatch.setattr(batch_module, "_LEAST_BATCH_BYTES", 64)
+    monkeypatch.setattr(batch_module, "LEAST_BATCH_BYTES", 64)
     slot = SlotView(mmap.mmap(-1, 4096))
     source = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
     starts = [0, *accumulate(sizes)]

@@ -260,7 +260,7 @@ def test_a_tensor_that_is_made_anew_each_time_and_there_twice() -> None:
 def test_what_torch_names_otherwise_one_day_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(layouts, "_reduced", None)
+    monkeypatch.setattr(layouts, "reduced", None)
     state = {"w": torch.randn(7), "words": "x"}
     for _ in range(2):
         assert torch.equal(loaded(fill(lay_out_in_any_case(state)))["w"], state["w"])
