@@ -518,7 +518,6 @@ COMMANDS = {
     "verify": "0 1 2 3",
     "diff": "0 1 2 3",
     "cp": "0 1 2 3",
-    "completion": "0 2",
     "export": "0 1 2 3",
     "rewind": "0 2",
     "prune": "0 2",
