@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from rich.text import Text
 
 from lightning_spot.cli.arguments import add_servers, location_of
 from lightning_spot.cli.output import add_output, error_console, print_answer, warning
-from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
@@ -26,8 +26,8 @@ from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotErr
 from lightning_spot.http.flags import add_time
 from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.retry import DEFAULT_POLICY, unless_silent
-from lightning_spot.run.location import memory_limit_bytes
-from lightning_spot.server.runs import RunInfo, run_text
+from lightning_spot.run.location import Location, memory_limit_bytes
+from lightning_spot.server.runs import RunInfo
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.fsspec_client import is_s3, open_filesystem, tier_errors
 from lightning_spot.store.s3 import aborts_unfinished
@@ -57,24 +57,6 @@ _WAY_ON = (
 )
 
 
-def why_not_carried(server: str, durable_url: str) -> str:
-    """Why a server would not bring runs to a durable directory, ``""`` if it would.
-
-    Args:
-        server: its URL.
-        durable_url: below which, or at which, runs are to be durable.
-
-    Raises:
-        SpotError: if it does not answer.
-    """
-    run = RunInfo(name="doctor", id=secrets.token_hex(6), location="", attempt=1, token="", durable_url=durable_url)
-    store = ServerStore(f"{server.rstrip('/')}/{run_text(run.name, run.id)}")
-    try:
-        return store.open_run(run).why_not
-    finally:
-        store.open_run(replace(run, durable_url=None, carry=False))  # nothing is brought there for it any more
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     parser.add_argument("url", metavar="RUN", help="directory, or URL in a bucket, that snapshots are to go to")
@@ -95,35 +77,19 @@ def doctor(arguments: argparse.Namespace) -> int:
     if sample > (most := memory_limit_bytes(None)):
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
     location = location_of(arguments.url, arguments.server, "doctor")
-    report = error_console().print
-    made = _not_there(location.url)
+    scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
     problems: list[str] = []
     found: Holdings | None = None
     try:
         found = _ask(location.url)  # says better than a write what is wrong with it
     except SpotError as error:
         problems.append(_problem(location.url, location.url, error))
-    snapshot_bytes = given if given is not None else _newest_bytes(found)
-    facts: dict[str, Any] = {}
-    tiers: dict[str, float] = {}
-    scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
-    stores = {server: f"{server}/doctor" for server in location.servers}
-    if found is not None:
-        stores[location.url] = scratch
-    for url, where in stores.items():
-        report(f"writing {format_bytes(sample)} to {url} …")
-        try:
-            tiers[url] = store_speed(open_store(where), sample)
-        except SpotError as error:
-            problems.append(_problem(url, where, error))
-    if found is not None:
-        problems += _remove(scratch, known=location.url not in tiers)
-    _remove_empty(made)
-    facts["tiers_bytes_per_s"] = tiers
+    usual = found.manifests[0].stored_bytes if found is not None and found.manifests else _USUAL_BYTES
+    snapshot_bytes = given if given is not None else usual
+    tiers = _speeds(location, scratch, sample, problems, stores=found is not None)
+    facts: dict[str, Any] = {"tiers_bytes_per_s": tiers}
     servers = [url for url in location.servers if url in tiers]
-    facts["not_carried"], wrong = _not_carried(servers, location.url)
-    problems += wrong
-    report("starting a snapshot server on this host …")
+    error_console().print("starting a snapshot server on this host …")
     try:
         facts["local_server_bytes_per_s"] = local_server_speed(scratch, sample)
     except (SpotError, OSError) as error:
@@ -141,24 +107,32 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _remove_empty(made: Iterable[Path]) -> None:
-    """Remove folders that were made for the measurement: of a path that was mistyped, say."""
-    for folder in made:
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def _not_carried(servers: list[str], durable_url: str) -> tuple[dict[str, str], list[str]]:
-    """Which snapshot servers would not bring a run to its durable directory, and why; what is wrong with others."""
-    found: dict[str, str] = {}
-    problems: list[str] = []
-    for server in servers:
+def _speeds(location: Location, scratch: str, sample: int, problems: list[str], *, stores: bool) -> dict[str, float]:
+    """Bytes per second at which servers, and storage where it ``stores``, take snapshots; nothing is left there."""
+    path = location.url.removeprefix("file://")
+    folders = [] if "://" in path else [Path(path), *Path(path).parents]
+    made = [folder for folder in folders if not folder.exists()]  # of a path that was mistyped, say
+    places, tiers = {server: f"{server}/doctor" for server in location.servers}, dict[str, float]()
+    if stores:
+        places[location.url] = scratch
+    for url, where in places.items():
+        error_console().print(f"writing {format_bytes(sample)} to {url} …")
         try:
-            if why := why_not_carried(server, durable_url):
-                found[server] = why
+            tiers[url] = store_speed(open_store(where), sample)
         except SpotError as error:
-            problems.append(_problem(server, server, error))
-    return found, problems
+            problems.append(_problem(url, where, error))
+    try:
+        with tier_errors(scratch):
+            files, written = open_filesystem(scratch)
+            if stores and files.exists(written):
+                files.rm(written, recursive=True)
+    except TierError as error:
+        if location.url in tiers:  # else it was said what is wrong there
+            problems.append(f"what was written could not be deleted: {error}")
+    for folder in made:
+        with contextlib.suppress(OSError):  # it has something in it
+            folder.rmdir()
+    return tiers
 
 
 def _problem(url: str, where: str, error: SpotError) -> str:
@@ -188,17 +162,14 @@ def _ask(url: str) -> Holdings:
     return unless_silent(ask, heard, DEFAULT_POLICY.silent_s, url)
 
 
-def _newest_bytes(found: Holdings | None) -> int:
-    """Size of the newest snapshot of a run that is there already."""
-    return found.manifests[0].stored_bytes if found is not None and found.manifests else _USUAL_BYTES
-
-
 def store_speed(store: Store, nbytes: int) -> float:
     """Bytes per second at which a tier stores a snapshot durably; what was written is deleted again."""
     image = memoryview(os.urandom(1 << 20) * (nbytes >> 20 or 1))[:nbytes]
     unsealed = Manifest(run="doctor", name=snapshot_name(0, 1), step=0, attempt=1, nbytes=len(image))
     manifest = unsealed.sealed(image)
-    took_s = _seconds(lambda: store.put(manifest, image, attempt=1))
+    started = time.perf_counter()
+    store.put(manifest, image, attempt=1)
+    took_s = time.perf_counter() - started
     store.delete(manifest)
     return len(image) / took_s
 
@@ -325,8 +296,6 @@ def _lines(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
         yield f"committed by a local server: {format_bytes(facts['local_server_bytes_per_s'])}/s"
     for url, speed in facts["tiers_bytes_per_s"].items():
         yield f"stored at {url}: {format_bytes(speed)}/s"
-    for server, why in facts["not_carried"].items():
-        yield f"{server} does not store runs in their directory, and takes no shards of models on several hosts: {why}"
     yield from map(warning, facts["problems"])
     for label, found in outlooks.items():
         yield (
@@ -334,31 +303,4 @@ def _lines(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
             f" overhead {100 * found.overhead:.2f} % at most; uploaded after {format_seconds(found.uploaded_s)};"
             f" a preemption without notice takes {format_seconds(found.loss_s)} of work on average"
         )
-        for tier, behind_s in found.behind_s.items():
-            yield f"    newest at {tier}: {format_seconds(behind_s)} behind on average"
     yield from (f"→ {line}" for line in facts["advice"])
-
-
-def _not_there(url: str) -> list[Path]:
-    """Folders of a local path that would have to be made, innermost first; none of another URL."""
-    if "://" in (path := url.removeprefix("file://")):
-        return []
-    return [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
-
-
-def _remove(url: str, known: bool) -> list[str]:
-    """Delete what was written, or say why not; of a tier of which it is `known` that it fails, that was said."""
-    try:
-        with tier_errors(url):
-            files, path = open_filesystem(url)
-            if files.exists(path):
-                files.rm(path, recursive=True)
-    except TierError as error:
-        return [] if known else [f"what was written could not be deleted: {error}"]
-    return []
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return max(time.perf_counter() - started, 1e-9)

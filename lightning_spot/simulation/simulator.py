@@ -149,7 +149,6 @@ class Outlook:
         overhead: share of the time spent waiting for snapshots.
         loss_s: work that a preemption without notice takes away, on average.
         total: share of the time that both cost.
-        behind_s: how much training the newest snapshot at each tier is behind, on average, by the tier's name.
     """
 
     stall_s: float
@@ -158,7 +157,6 @@ class Outlook:
     overhead: float
     loss_s: float
     total: float
-    behind_s: dict[str, float]
 
 
 def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
@@ -174,7 +172,6 @@ def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
         overhead=job.stall_s / interval_s,
         loss_s=lost_s(interval_s, near_s),
         total=overhead(interval_s, job.stall_s, mtbf_s, near_s),
-        behind_s={tier.name: lost_s(interval_s, tier.drain_s, tier.lag_s) for tier in job.tiers},
     )
 
 
