@@ -190,8 +190,7 @@ COMMANDS = {
         text="show the runs at servers and on this host, and how safe they are",
         codes=_INCOMPLETE,
         examples=(
-            "lightning-spot status",
-            "lightning-spot status --server spot://10.0.0.5:7070 -o json",
+            "lightning-spot status --server spot://10.0.0.5:7070",
             "lightning-spot status --server spot://10.0.0.5:7070 --open",
         ),
     ),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_spot.cli.arguments import add_servers
 from lightning_spot.cli.output import add_output, plain_table, print_answer
-from lightning_spot.cli.snapshots import ask, code_of_newest, copy_files, open_selected, pick
+from lightning_spot.cli.snapshots import ask, code_of_newest, copy_files, open_selected
 from lightning_spot.errors import SpotError
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import MANIFEST_FILE
@@ -94,6 +94,6 @@ def _brought(given: str, servers: list[str], folder: Path) -> tuple[Path, int]:
     if path.is_file() or any((path / name).is_file() for name in (MANIFEST_FILE, MODEL_FILE)):
         return path, 0
     found = ask(argparse.Namespace(run=given, server=servers, run_name=None))
-    with contextlib.closing(open_selected(found, pick(found, found.selected).manifest)) as snapshot:
+    with contextlib.closing(open_selected(found)) as snapshot:
         copy_files(snapshot, folder)
     return folder, code_of_newest(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -129,7 +130,6 @@ class Drill:
     limit_s: float
     chance: random.Random
     disturbances: list[str] = field(default_factory=list)
-    _waited_s: float = 0.0
     _is_launched: bool = False  # by a launcher, which ends with a code of its own
 
     def run(self) -> Verdict:
@@ -178,19 +178,14 @@ class Drill:
                     self._disturb(trained, disturbed, notice)
                     is_disturbed = True
                     goes_on = self._goes_on(trained.process, disturbed, attempts)
-                code = self._code(trained.process, disturbed)
+                self._goes_on(trained.process, disturbed)
+                code = trained.process.returncode
             if code == 0:
                 return
             if not is_disturbed or (code not in _ENDED and not self._is_launched):
                 raise DrillFailedError(f"a resumed training ended with exit code {code}:\n{_tail(disturbed)}")
 
-    def _code(self, process: subprocess.Popen[bytes], disturbed: Path) -> int:
-        try:
-            return process.wait(self.limit_s)
-        except subprocess.TimeoutExpired:
-            raise self._endless(disturbed) from None
-
-    def _goes_on(self, process: subprocess.Popen[bytes], disturbed: Path, attempts: int) -> bool:
+    def _goes_on(self, process: subprocess.Popen[bytes], disturbed: Path, attempts: float = math.inf) -> bool:
         """Whether a launcher has started the training again after so many attempts, instead of ending.
 
         Or it has started it only now, and that one is told: then it ends a moment later.
@@ -200,12 +195,9 @@ class Drill:
             if _attempts(disturbed) > attempts:
                 return True
             if time.monotonic() > deadline:
-                raise self._endless(disturbed)
+                raise DrillFailedError(f"the training did not end within {self.limit_s:.0f} s\n{_tail(disturbed)}")
             time.sleep(_POLL_S)
         return False
-
-    def _endless(self, disturbed: Path) -> DrillFailedError:
-        return DrillFailedError(f"the training did not end within {self.limit_s:.0f} s\n{_tail(disturbed)}")
 
     def _comes_to_a_moment(self, process: subprocess.Popen[bytes], disturbed: Path, took_s: float, steps: int) -> bool:
         """Wait for a random moment of an undisturbed run's time, or of the steps that are left if sooner.
@@ -215,20 +207,18 @@ class Drill:
         """
         if len(self.disturbances) >= self.kills:
             return False
-        started, begin = time.monotonic(), _newest_step(disturbed)
-        until_s = started + self.chance.uniform(0.2, 0.9) * took_s
+        begin = _newest_step(disturbed)
+        until_s = time.monotonic() + self.chance.uniform(0.2, 0.9) * took_s
         until_step = begin + self.chance.uniform(0.1, 0.6) * (steps - begin)
         while time.monotonic() < until_s and _newest_step(disturbed) < until_step:
             if process.poll() is not None:
                 return False
             time.sleep(_POLL_S)
-        self._waited_s = time.monotonic() - started
         return True
 
     def _disturb(self, trained: Training, disturbed: Path, notice: Path) -> None:
         way = WAYS[len(self.disturbances) % len(WAYS)]
-        step = _newest_step(disturbed)
-        self.disturbances.append(f"{way} after {self._waited_s:.1f} s, newest snapshot at step {step}")
+        self.disturbances.append(f"{way}, newest snapshot at step {_newest_step(disturbed)}")
         if way == "notice":
             notice.write_text("60")
         else:
@@ -252,12 +242,10 @@ def drill(arguments: argparse.Namespace) -> int:
     check_number("--limit", arguments.limit, 0, above=True)
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(2**31)
     folder = Path(arguments.keep) if arguments.keep else Path(tempfile.mkdtemp(prefix="lightning-spot-drill-"))
-    if arguments.keep and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise SettingsError(f"--keep {folder} is no empty directory; name a new one")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=not arguments.keep)
     except OSError as error:
-        raise SettingsError(f"--keep {folder} cannot be made: {error.strerror}") from error
+        raise SettingsError(f"--keep {folder} cannot be made: {error.strerror}. Name a new directory") from error
     one = Drill(
         command=command,
         folder=folder.absolute(),

@@ -16,7 +16,7 @@ from lightning_spot.cli.output import add_output, plain_table, print_answer, pri
 from lightning_spot.cli.snapshots import ONCE
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.server_client import ServerClient, quoted
+from lightning_spot.client.server_client import quoted
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST, format_bytes
@@ -252,18 +252,18 @@ def _forget(run: _Run, names: set[str]) -> None:
                 continue
             with contextlib.ExitStack() as ends:
                 ends.callback(host.disconnect)
-                _forget_at(host, host.client, text, held)
+                _forget_at(host, text, held)
         else:  # only an attempt may change what is there
             info = info or _begin(run, known)
             server = ServerStore(f"{source.tier}/{text}")
             server.open_run(info)
-            _forget_at(server, server.client, text, held)
+            _forget_at(server, text, held)
 
 
-def _forget_at(server: EmbeddedHost | ServerStore, client: ServerClient, text: str, held: Sequence[Manifest]) -> None:
+def _forget_at(server: EmbeddedHost | ServerStore, text: str, held: Sequence[Manifest]) -> None:
     for name in dict.fromkeys(each.name for each in held):
         with contextlib.suppress(SnapshotNotFoundError):  # it has left memory, or went with the shard before
-            client.call("DELETE", f"/v1/files/{quoted(text, name)}")
+            server.client.call("DELETE", f"/v1/files/{quoted(text, name)}")
     if left := server.flush(_FLUSH_S):
         raise TierError(f"a server has not deleted all that it brought elsewhere: {'; '.join(left)}. Run rm again")
 
@@ -360,12 +360,12 @@ def _undo(run: _Run) -> int:
 
 def _show(url: str, gone: Sequence[Manifest], at: dict[str, list[str]], arguments: argparse.Namespace) -> None:
     """What was deleted, or would be."""
-    facts = [(each.snapshot, each.step, each.attempt, each.stored_bytes, at[each.snapshot]) for each in gone]
-    rows = [dict(zip(("name", "step", "attempt", "bytes", "tiers"), each, strict=True)) for each in facts]
     table = plain_table(("SNAPSHOT", "STEP", "ATTEMPT", "SIZE", "TIERS"), left=("SNAPSHOT", "TIERS"))
+    rows = []
     for each in gone:
-        size = format_bytes(each.stored_bytes)
-        table.add_row(each.snapshot, str(each.step), str(each.attempt), size, ", ".join(at[each.snapshot]))
+        name, nbytes, tiers = each.snapshot, each.stored_bytes, at[each.snapshot]
+        rows.append({"name": name, "step": each.step, "attempt": each.attempt, "bytes": nbytes, "tiers": tiers})
+        table.add_row(name, str(each.step), str(each.attempt), format_bytes(nbytes), ", ".join(tiers))
     deleted = f"{'would be ' if arguments.dry_run else ''}deleted: {len(gone)}"
     document = {"run": url, "dry_run": arguments.dry_run, "deleted": rows}
     names = [f"{url}@{each.step}" for each in gone]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -49,9 +48,6 @@ from lightning_spot.store.fences import Rewind
 from lightning_spot.store.store import Holdings, put_together
 from lightning_spot.untrusted import plain
 
-_LIKE_AN_ADDRESS = re.compile(r"[^/:]+:\d+(/|$)")
-"""What a snapshot server's address looks like without its scheme: taken for a directory."""
-
 ONCE = RetryPolicy(tries=1, silent_s=6.0)
 """A person waits for the answer."""
 
@@ -90,7 +86,7 @@ def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
     add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
-    parser.add_argument("dest", metavar="DEST", help="file")
+    parser.add_argument("dest", metavar="DEST", help="file, or directory to write it into")
     parser.add_argument("--safetensors", action="store_true", required=True, help="as safetensors (needs torch)")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
 
@@ -124,7 +120,7 @@ class Found:
         rewinds: that were asked for.
         url: the run that was asked for.
         selected: step or name of the snapshot of it that was, if one was.
-        is_known: whether a tier knows of a run there, or could not say.
+        is_known: whether a tier knows of a run there.
         hint: what to do where none does, for people.
     """
 
@@ -166,27 +162,11 @@ def ask(arguments: argparse.Namespace) -> Found:
     _check_names_a_run(url)
     found = _ask_servers(url, arguments) if names_server(url) else _ask_run(url, arguments)
     found.url, found.selected = url, selected
-    if not (found.is_known or found.entries or found.unreadable):
-        hint = f"for a snapshot server write spot://{found.url}" if _LIKE_AN_ADDRESS.match(found.url) else found.hint
-        if found.problems:  # one that did not answer may know of it
-            silent = "; ".join(found.problems)
-            raise SnapshotNotFoundError(
-                f"no tier that answers knows of a run at {found.url!r}, and not all do: {silent}; {hint}"
-            )
-        raise SnapshotNotFoundError(f"no run is, or ever was, at {found.url!r}: {hint}")
+    if not (found.is_known or found.entries or found.unreadable):  # a tier that did not answer may know of it
+        said = "no tier that answers knows of a run" if found.problems else "no run is, or ever was,"
+        raise SnapshotNotFoundError("; ".join([f"{said} at {url!r}: {found.hint}", *found.problems]))
     found.take(found.entries)
     return found
-
-
-def look_again(found: Found, source: Source, *, forget: bool) -> None:
-    """What a tier holds by now, in the place of what it was seen to hold before; nothing of it if that is forgotten."""
-    entries = [entry for entry in found.entries if entry.source is not source]
-    if not forget:
-        try:
-            entries.extend(_entries(source, source.survey()))
-        except SpotError as error:
-            found.problems.append(of_tier(source.tier, str(error)))
-    found.take(entries)
 
 
 def pick(found: Found, wanted: str | None) -> Entry:
@@ -245,8 +225,6 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
             found.problems.append(of_tier(server, str(error)))
     for source, holdings in scattered(answers):
         found.entries[:0] = _entries(source, holdings)
-    if len(found.problems) == len(servers):
-        raise SnapshotNotFoundError("; ".join(found.problems))
     return found
 
 
@@ -263,9 +241,7 @@ def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
             found.problems.append(of_tier(source.tier, str(error)))
     if (Path(location.url) / OWN_DIR).is_dir():
         found.hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
-    found.is_known = bool(seen.claim is not None or seen.runs or seen.durable is None)
-    if not seen.answers and found.problems:
-        raise SnapshotNotFoundError("; ".join(found.problems))
+    found.is_known = bool(seen.claim is not None or seen.runs)
     return found
 
 
@@ -382,16 +358,16 @@ def copy(arguments: argparse.Namespace) -> int:
     """
     found = ask(arguments)
     wanted = pick(found, found.selected).manifest
-    _target(arguments, wanted)  # an error in it is said before anything is read
-    with closing(open_selected(found, wanted)) as snapshot:
+    one_file = arguments.consolidate or not wanted.is_sharded
+    suffix = ".ckpt" if one_file else ""
+    _target(arguments, wanted, suffix)  # an error in it is said before anything is read
+    with closing(open_selected(found)) as snapshot:
         wanted = snapshot.manifest
-        target, one_file = _target(arguments, wanted), arguments.consolidate or not wanted.is_sharded
+        target = _target(arguments, wanted, suffix)
         if wanted.is_sharded and one_file:
             _converted(snapshot, target, "plain")
-        elif one_file:
-            _copy_file(snapshot, target)
         else:
-            copy_files(snapshot, target)
+            copy_files(snapshot, target, only_checkpoint=one_file)
     nbytes = target.stat().st_size if one_file else wanted.stored_bytes
     print_line(f"{target}: {format_bytes(nbytes)}, step {wanted.step}, from {snapshot.tier}, every checksum holds")
     if one_file and wanted.files and not wanted.is_sharded:
@@ -404,13 +380,10 @@ def copy(arguments: argparse.Namespace) -> int:
 def export(arguments: argparse.Namespace) -> int:
     """Write the weights of the newest snapshot (or the one named) into one file."""
     found = ask(arguments)
-    wanted = pick(found, found.selected).manifest
-    target = Path(arguments.dest)
-    if target.is_dir():
-        raise SettingsError(f"{target} is a directory; name a file in it")
-    _check_target(target, is_file=True, force=arguments.force)
-    with closing(open_selected(found, wanted)) as snapshot:
+    _target(arguments, pick(found, found.selected).manifest, ".safetensors")
+    with closing(open_selected(found)) as snapshot:
         wanted = snapshot.manifest
+        target = _target(arguments, wanted, ".safetensors")
         _converted(snapshot, target, "safetensors", str(wanted.step), wanted.run)
     size = format_bytes(target.stat().st_size)
     print_line(f"{target}: {size}, the weights of step {wanted.step}, from {snapshot.tier}, every checksum holds")
@@ -459,25 +432,17 @@ def _check(entry: Entry) -> dict[str, object]:
     return {**_facts(entry), "state": state, "reason": reason}
 
 
-def open_selected(found: Found, wanted: Manifest) -> OpenSnapshot:
-    """Open the snapshot that was selected and picked, or the newest of the run, and say what is passed over."""
+def open_selected(found: Found) -> OpenSnapshot:
+    """Open the snapshot that was selected, or the newest of the run, and say what is skipped.
+
+    With a snapshot at every step the newest may have left memory since it was listed. Its tier is asked again then, and
+    what it has now is opened at once. If training supersedes that, too, each time, the older one of another tier is
+    taken.
+    """
     if found.selected is not None:
-        return _open_somewhere(found, wanted.name)
+        return _open_somewhere(found, pick(found, found.selected).manifest.name)
     for what, why in found.unreadable.items():
         _skipped(what, why)
-    return _open_newest(found)
-
-
-def _skipped(what: str, why: object) -> None:
-    error_console().print(f"skipped: {what}: {why}")
-
-
-def _open_newest(found: Found) -> OpenSnapshot:
-    """Open the newest snapshot. With one at every step it may have left memory since it was listed.
-
-    Its tier is asked again then, and what it has now is opened at once. Where training supersedes that, too, each time,
-    the older one of another tier is taken.
-    """
     looks = 0
     while True:
         newest = pick(found, None)  # of shards alone there is nothing to open
@@ -485,12 +450,12 @@ def _open_newest(found: Found) -> OpenSnapshot:
             return _open_somewhere(found, newest.manifest.name)
         except SnapshotNotFoundError:
             looks += 1
-            look_again(found, newest.source, forget=looks >= _LOOKS)
-            if not found.entries:
+            others = [entry for entry in found.entries if entry.source is not newest.source]
+            again = _entries(newest.source, newest.source.survey()) if looks < _LOOKS else []
+            if not (others or again):
                 raise
-        except (
-            CorruptSnapshotError
-        ) as error:  # older weights than those asked for are no answer; how to have them is said
+            found.take([*others, *again])
+        except CorruptSnapshotError as error:  # older weights are no answer; how to get them is said
             names = (entry.manifest.name for entry in found.entries if entry.manifest.shard is None)
             older = next((name for name in names if name != newest.manifest.name), None)
             if older is None:
@@ -500,6 +465,10 @@ def _open_newest(found: Found) -> OpenSnapshot:
                 where=error.where,
                 part=error.part,
             ) from error
+
+
+def _skipped(what: str, why: object) -> None:
+    error_console().print(f"skipped: {what}: {why}")
 
 
 def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
@@ -535,28 +504,24 @@ def _has_left(entry: Entry) -> bool:
     return name not in holdings.unreadable and all(manifest.name != name for manifest in there)
 
 
-def _target(arguments: argparse.Namespace, wanted: Manifest) -> Path:
-    target, name, one_file = Path(arguments.dest), wanted.name, arguments.consolidate or not wanted.is_sharded
+def _target(arguments: argparse.Namespace, wanted: Manifest, suffix: str) -> Path:
+    """The path of a copy: the one that was given, or one in that directory; without a suffix, of a directory."""
+    target = Path(arguments.dest)
     if target.is_dir():
-        target = target / (name if not one_file or name.endswith(".ckpt") else f"{name}.ckpt")
-    _check_target(target, is_file=one_file, force=arguments.force)
-    return target
-
-
-def _check_target(target: Path, *, is_file: bool, force: bool) -> None:
-    if target.exists() and not is_file:
-        raise SettingsError(f"{target} exists, and a directory is never replaced; name another path")
-    if target.exists() and not force:
-        raise SettingsError(f"{target} exists; pass --force to replace it, or name another path")
+        target = target / f"{wanted.name.removesuffix(suffix)}{suffix}"
+    if target.exists() and not (suffix and arguments.force):
+        why = "pass --force to replace it" if suffix else "a directory is never replaced"
+        raise SettingsError(f"{target} exists: {why}, or name another path")
     if not target.parent.is_dir():
         raise SettingsError(f"{target.parent} is no directory; make it first, or name another path")
+    return target
 
 
 def _converted(snapshot: OpenSnapshot, target: Path, form: str, *said: str) -> None:
     """Make another file of a snapshot, in a process of its own: commands know no torch."""
     copied = target.parent / f".{target.name}.{uuid.uuid4().hex}.snapshot"
     try:
-        (copy_files if snapshot.manifest.is_sharded else _copy_file)(snapshot, copied)
+        copy_files(snapshot, copied, only_checkpoint=not snapshot.manifest.is_sharded)
         command = [sys.executable, "-m", "lightning_spot.sharded.reader", form, str(copied), str(target), *said]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -566,23 +531,24 @@ def _converted(snapshot: OpenSnapshot, target: Path, form: str, *said: str) -> N
         copied.unlink(missing_ok=True) if copied.is_file() else shutil.rmtree(copied, ignore_errors=True)
 
 
-def _copy_file(snapshot: OpenSnapshot, target: Path) -> None:
-    """Write the checkpoint beside the target, then rename: a broken copy never stands under the final name."""
-    with _temporary(target) as temporary, transfer_bar(error_console()) as progress:
-        task = progress.add_task(f"writing {target}", total=snapshot.manifest.spans[0].nbytes)
-        _write(temporary, _parts(snapshot.reader(), lambda nbytes: progress.update(task, advance=nbytes)))
+def copy_files(snapshot: OpenSnapshot, target: Path, *, only_checkpoint: bool = False) -> None:
+    """Write the files of a snapshot, and its manifest, into a directory; or its checkpoint into a file.
 
-
-def copy_files(snapshot: OpenSnapshot, target: Path) -> None:
-    """Write the files of a snapshot, and its manifest, likewise."""
+    They are written beside the target, which is then renamed: a broken copy never stands under the final name.
+    """
     manifest = snapshot.manifest
+    spans = manifest.spans[:1] if only_checkpoint else manifest.spans
     with _temporary(target) as temporary, transfer_bar(error_console()) as progress:
-        task = progress.add_task(f"writing {target}", total=manifest.nbytes)
-        temporary.mkdir()
-        parts = _parts(snapshot.reader(whole=True), lambda nbytes: progress.update(task, advance=nbytes))
-        for span, data in cut(manifest.spans, parts):
-            _write(temporary / span.name, data)
-        _write(temporary / MANIFEST_FILE, [memoryview(manifest.to_json().encode())])
+        task = progress.add_task(f"writing {target}", total=sum(span.nbytes for span in spans))
+        reader = snapshot.reader(whole=not only_checkpoint)
+        parts = _parts(reader, lambda nbytes: progress.update(task, advance=nbytes))
+        if only_checkpoint:
+            _write(temporary, parts)
+        else:
+            temporary.mkdir()
+            for span, data in cut(spans, parts):
+                _write(temporary / span.name, data)
+            _write(temporary / MANIFEST_FILE, [memoryview(manifest.to_json().encode())])
 
 
 @contextmanager

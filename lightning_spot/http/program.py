@@ -224,10 +224,6 @@ def _why_not_usable(url: str) -> str:
 
 def _announce(settings: ServerSettings, listener: socket.socket) -> None:
     facts = [f"{format_bytes(settings.memory_bytes)} of memory"]
-    if settings.slots is not None:
-        facts.append(f"at most {settings.slots} slots for each rank of a run")
-    if settings.run_memory_bytes is not None:
-        facts.append(f"at most {format_bytes(settings.run_memory_bytes)} for one run")
     facts.append(f"stores runs below {settings.flush_to}" if settings.flush_to else "stores nothing by itself")
     if settings.allow:
         facts.append(f"stores runs of trainers that ask for it below {' and '.join(settings.allow)}")

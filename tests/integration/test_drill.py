@@ -75,7 +75,7 @@ def test_ranks_that_a_launcher_starts_in_sessions_of_their_own(tmp_path: Path, m
     command = [sys.executable, "-m", "tests.support.launched_trainer", "1"]
     one = Drill(command=command, folder=tmp_path, kills=3, limit_s=300.0, chance=random.Random(1))
     one.run()
-    assert [done.partition(" ")[0] for done in one.disturbances] == ["notice", "SIGTERM", "SIGKILL"]
+    assert [done.partition(",")[0] for done in one.disturbances] == ["notice", "SIGTERM", "SIGKILL"]
     heard = (tmp_path / "disturbed" / "rank-heard").read_text().split()
     assert len(heard) == 1  # not by the rank that was started instead
     # One is ended as soon as it is started, maybe before it has its number.
