@@ -20,7 +20,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import scale
-from benchmarks.baselines.asymcheck import cut_by_share
 from benchmarks.baselines.baseline import Baseline
 from benchmarks.blocking import Idle
 from benchmarks.measure import Result
@@ -30,7 +29,7 @@ from benchmarks.peers.cell import Cell
 from benchmarks.peers.plan import Found
 from benchmarks.peers.turns import Training
 from benchmarks.peers.ways import BASELINES
-from benchmarks.regressions import as_json, matched, rows, worse
+from benchmarks.regressions import as_json, matched, rows
 from lightning_spot.http.upload_requests import MOST_STREAMS
 
 STEPS = 14  # AsymCheck measures ten
@@ -110,22 +109,6 @@ def test_a_baseline_restores_the_state_of_its_step_bit_for_bit(name: str, tmp_pa
     assert all(at >= saving.begun[step] for step, _, at in saving.safe)
 
 
-@pytest.mark.parametrize("name", ["oteacheck", "asymcheck"])
-def test_partitions_are_released_before_the_next_optimizer_waits(name: str, tmp_path: Path) -> None:
-    saving = BASELINES[name](tmp_path, 1)
-    released: list[int] = []
-    wait = saving.wait
-
-    def looked_at() -> None:
-        released.append(sum(map(bool, saving.partitions.values())))  # what is left when the optimizer comes
-        wait()
-
-    saving.wait = looked_at  # type: ignore[method-assign]
-    train(saving)
-    last = released[12:14]  # after AsymCheck's warm-up
-    assert all(left <= 1 for left in last), released  # those without a gradient
-
-
 def test_top_k_is_not_exact_and_is_nearer_than_its_base(tmp_path: Path) -> None:
     saving = BASELINES["asymcheck-topk"](tmp_path, 1)
     oracle = train(saving)
@@ -136,21 +119,6 @@ def test_top_k_is_not_exact_and_is_nearer_than_its_base(tmp_path: Path) -> None:
     left = distance(checkpoint, oracle.of_step[14])
     assert 0 < left < 0.9 * distance(oracle.of_step[base], oracle.of_step[14])
     assert checkpoint["global_step"] == 14
-
-
-@pytest.mark.parametrize("shares", [[1.0], [0.0, 0.0], [3.0, 0.0, 1.0, 2.0], [0.1] * 50])
-def test_each_element_is_in_one_partition(shares: list[float]) -> None:
-    sources = [torch.randn(1), torch.randn(100), torch.randn(10, 3).T, torch.randn(7).double(), torch.randn(0)]
-    pairs = [(torch.zeros_like(source), source) for source in sources]
-    partitions = cut_by_share(pairs, shares)
-    assert sum(source.numel() for part in partitions.values() for _, source in part) == 138
-    for part in partitions.values():
-        for target, source in part:
-            target.copy_(source)
-    assert all(torch.equal(target, source) for target, source in pairs)
-    if len(shares) == 4:
-        sizes = [sum(source.nbytes for _, source in part) for part in partitions.values()]
-        assert sizes[0] > sizes[3] > sizes[2]
 
 
 def test_a_failing_training_or_cell_is_named_and_others_measured(
@@ -231,28 +199,11 @@ def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path)
     done = subprocess.run(run, cwd=root, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "peers.json").read_text())
-    assert {cell["way"] for cell in found["cells"]} == {
-        "none",
-        "ours",
-        "ModelCheckpoint",
-        "AsyncCheckpointIO",
-        "dash",
-        "oteacheck",
-    }
-    assert {entry["way"] for entry in found["turns"]} == {cell["way"] for cell in found["cells"]}
-    assert all(entry["taken"] == 1 for entry in found["turns"] if entry["way"] != "none" and entry["round"] == 0)
+    ways = {"none", "ours", "ModelCheckpoint", "AsyncCheckpointIO", "dash", "oteacheck"}
+    assert {cell["way"] for cell in found["cells"]} == {entry["way"] for entry in found["turns"]} == ways
     for one in found["cells"]:
-        if one["way"] != "none":
-            assert one["equal"] is True, one
-            # Ours passes over a step while its slots are being made, or are all busy, and takes the next one.
-            assert one["way"] == "ours" or one["inside"] == 2, one
-            assert one["way"] == "ours" or one["safe_after_s"]["durable"], one
-            assert one["snapshots"] >= 1, one
-            assert one["restore_s"] > 0
-            assert one["written_bytes"] > 0
         assert not one["killed"], one
-        assert one["cpu_s"] > 0
-        assert one["peak_bytes"] > 2**20
+        assert one["way"] == "none" or (one["equal"] is True and one["snapshots"] >= 1 and one["written_bytes"]), one
     assert list(Path(disk.name).iterdir()) == []
     done = subprocess.run([*run, "--budget", "0"], cwd=root, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
@@ -261,52 +212,27 @@ def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path)
     disk.cleanup()
 
 
-def test_reworded_figures_match_by_unit_direction_and_order() -> None:
-    old = [
-        Result("server over TCP", [1.0], 2),
-        Result("same", [2.0], 2),
-        Result("server's rate", [3.0], 2, at_most=False),
-        Result("server, seconds", [4.0], None, unit="s"),
-        Result("gone", [5.0], None, unit="MiB"),
-    ]
-    new = [
-        Result("added", [6.0], None, unit="%"),
-        Result("server's rate", [3.0], 2, at_most=False),
-        Result("same", [2.0], 2),
-        Result("server over TCP", [1.0], 2),
-        Result("server, seconds", [4.0], None, unit="s"),
-    ]
-    assert [(before.name, now.name) for before, now in matched(old, new)] == [
-        ("server over TCP", "server over TCP"),
+def test_figures_of_two_trees_are_matched_and_compared() -> None:
+    old = [Result("server over TCP", [1.0], 2), Result("same", [2.0], 2), Result("gone", [5.0], None, unit="MiB")]
+    new = [Result("added", [6.0], None, unit="%"), Result("same", [2.0], 2), Result("server by TCP", [3.0], 2)]
+    assert {(before.name, now.name) for before, now in matched(old, new)} == {
         ("same", "same"),
-        ("server's rate", "server's rate"),
-        ("server, seconds", "server, seconds"),
+        ("server over TCP", "server by TCP"),
+    }
+
+    def side(value: float, *, at_most: bool = True) -> dict[str, Any]:
+        return {"results": [asdict(Result("a", [value, value], 2, at_most))]}
+
+    rounds = [
+        {"old": side(1), "new": side(2)},
+        {"old": side(2), "new": side(1)},
+        {"old": side(1), "new": {"results": []}},
     ]
-
-
-def test_no_figure_is_matched_twice() -> None:
-    old = [Result("one", [1.0], None), Result("two", [1.0], None)]
-    assert len(matched(old, [Result("another", [1.0], None)])) == 1
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "at_most", "expected"),
-    [(2.0, 3.0, True, 1.5), (2.0, 3.0, False, 2 / 3), (-0.1, 3.0, True, None), (2.0, 0.0, False, None)],
-)
-def test_above_one_is_worse_in_either_direction(old: float, new: float, at_most: bool, expected: float | None) -> None:
-    assert worse(Result("a", [old], None, at_most), Result("a", [new], None, at_most)) == expected
-
-
-def test_a_row_has_the_ratio_of_each_round() -> None:
-    def side(value: float) -> dict[str, Any]:
-        return {"results": [asdict(Result("a", [value, value], 2))]}
-
-    failed: dict[str, Any] = {"results": []}
-    rounds = [{"old": side(1), "new": side(2)}, {"old": side(2), "new": side(1)}, {"old": side(1), "new": failed}]
-    found = {"b": rounds}
-    assert json.loads(as_json(found))["rounds"] == found
-    (row,) = rows(found)
+    assert json.loads(as_json({"b": rounds}))["rounds"] == {"b": rounds}
+    (row,) = rows({"b": rounds})
     assert (row.old, row.new, row.worse) == (1.5, 1.5, [2.0, 0.5])
+    (row,) = rows({"b": [{"old": side(2, at_most=False), "new": side(3, at_most=False)}]})
+    assert row.worse == [2 / 3]
 
 
 @pytest.mark.soak
@@ -322,16 +248,3 @@ def test_64_clients_are_served_alike_and_within_bounds(tmp_path: Path) -> None:
         assert load.own_bytes < 256 * 2**20
         assert load.threads < MOST_STREAMS + 64
         assert process.memory_info().shared <= memory_bytes + 64 * 2**20
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-def test_clients_of_a_server_without_room_for_all_take_turns(tmp_path: Path) -> None:
-    """The newest of each has room, and half as many more: senders wait for slots, and all get some."""
-    slot_bytes = scale.NBYTES * 5 // 4
-    with scale.server(tmp_path, 24 * slot_bytes) as (url, process):
-        load = scale.measure(url, process, clients=16, seconds=20.0)
-        assert min(load.commits) >= 1
-        assert load.fairness >= 0.5
-        assert all(error.startswith("SnapshotFailedError") for error in load.errors)
-        assert process.memory_info().shared <= 24 * slot_bytes + 64 * 2**20
