@@ -12,10 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -34,12 +36,13 @@ from lightning_spot import (
     SpotCheckpoint,
     YoungDaly,
 )
-from lightning_spot.cli import doctor, main
+from lightning_spot.cli import doctor
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerUnreachableError, SettingsError
 from lightning_spot.goodput.ledger import (
     Account,
     AttemptRecord,
+    Spent,
     account_after,
     history,
     lost_steps,
@@ -62,12 +65,11 @@ from lightning_spot.run.identity import starts_between
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session.snapshotter import Pacing
-from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind
 from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
 from tests.support.said import said
-from tests.support.server import StartServer, sessions_of
+from tests.support.server import StartServer, manifest_of, sessions_of
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process, until
@@ -89,34 +91,44 @@ def attempt(number: int, begun: float, trained: float | None, steps: tuple[int, 
     )
 
 
-def test_the_ledger_by_hand() -> None:
-    first = attempt(1, 0.0, 10.0, (0, 100), 110.0)
-    second = attempt(2, 130.0, None, (0, 0), 135.0)  # taken away before it trained
-    third = attempt(3, 140.0, 150.0, (80, 180), 252.0, blocked_s=2.0, restore_s=4.0)
-    parts = spent([first, second, third])
-    assert (parts[0].startup_s, parts[0].restore_s, parts[0].down_s) == (10.0, 0.0, 20.0)
-    assert (parts[1].startup_s, parts[1].down_s, parts[1].productive_s) == (5.0, 5.0, 0.0)
-    assert (parts[2].startup_s, parts[2].restore_s) == (6.0, 4.0)
-    assert (parts[2].blocked_s, parts[2].productive_s) == (2.0, 100.0)
+FIRST = attempt(1, 0.0, 10.0, (0, 100), 110.0)
+TAKEN = attempt(2, 130.0, None, (0, 0), 135.0)  # away before it trained
+THIRD = attempt(3, 140.0, 150.0, (80, 180), 252.0, blocked_s=2.0, restore_s=4.0)
+SLOW = replace(FIRST, snapshots=[(60, 60.0), (80, 105.0)])  # at first: its snapshots tell
+TRAINED = Spent(startup_s=10.0, productive_s=80.0, lost_s=20.0)
+REST = [Spent(startup_s=5.0, down_s=5.0), Spent(startup_s=6.0, restore_s=4.0, blocked_s=2.0, productive_s=100.0)]
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        pytest.param([FIRST, TAKEN, THIRD], [replace(TRAINED, down_s=20.0), *REST], id="three"),
+        pytest.param([replace(FIRST, end="complete"), TAKEN, THIRD], [TRAINED, *REST], id="max_epochs raised later"),
+        pytest.param(
+            [SLOW, THIRD],
+            [Spent(startup_s=10.0, productive_s=95.0, lost_s=5.0, down_s=30.0), REST[1]],
+            id="slow at first",
+        ),
+    ],
+)
+def test_each_second_is_counted_once(records: list[AttemptRecord], expected: list[Spent]) -> None:
+    parts = spent(records)
+    assert [asdict(part) for part in parts] == [pytest.approx(asdict(part)) for part in expected]
     whole = total(parts)
-    assert whole.total_s == 252.0
-    assert whole.goodput == pytest.approx((whole.productive_s) / 252.0)
-    first.end = "complete"  # whoever raises max_epochs a day later was not kept waiting
-    assert total(spent([first, second, third])).total_s == 252.0 - 20.0
+    assert whole.total_s == pytest.approx(sum(asdict(whole).values()))
+    assert whole.goodput == pytest.approx(whole.productive_s / whole.total_s)
 
 
-def test_lost_steps_are_those_done_again() -> None:
-    first, second = attempt(1, 0.0, 0.0, (0, 100), 100.0), attempt(2, 100.0, 100.0, (80, 200), 220.0)
-    assert lost_steps([first, second]) == [20, 0]
-    parts = spent([first, second])
-    assert parts[0].lost_s == pytest.approx(20.0)
-    assert parts[0].productive_s == pytest.approx(80.0)
-    noted = attempt(1, 0.0, 0.0, (0, 100), 100.0, snapshots=[(60, 50.0), (80, 95.0)])
-    assert spent([noted, second])[0].lost_s == pytest.approx(5.0)  # slow at first: the snapshot tells
-    never = attempt(2, 120.0, None, (0, 0), 130.0)
-    assert lost_steps([first, never, second]) == [20, 0, 0]
-    further_back = attempt(3, 240.0, 250.0, (60, 300), 500.0)
-    assert lost_steps([first, second, further_back]) == [40, 120, 0]
+@pytest.mark.parametrize(
+    ("steps", "lost"),
+    [
+        ([(0, 100), (80, 200)], [20, 0]),
+        ([(0, 100), None, (80, 200)], [20, 0, 0]),
+        ([(0, 100), (80, 200), (60, 300)], [40, 120, 0]),
+    ],
+)
+def test_lost_steps_are_those_done_again(steps: list[tuple[int, int] | None], lost: list[int]) -> None:
+    assert lost_steps([attempt(1, 0.0, None if each is None else 0.0, each or (0, 0), 1.0) for each in steps]) == lost
 
 
 def test_the_last_line_and_the_report_tell_the_same(tmp_path: Path) -> None:
@@ -169,15 +181,13 @@ def test_metric() -> None:
     goodput.update(productive_s=90.0, blocked_s=1.0, lost_s=4.0, restore_s=2.0, down_s=3.0)
     assert goodput.compute() == pytest.approx(0.9)
     goodput.update(productive_s=100.0)
-    assert goodput.compute() == pytest.approx(0.95)
     assert MetricCollection([goodput.clone()]).compute()["Goodput"] == pytest.approx(0.95)
-    state = goodput.state_dict()
-    goodput.persistent(True)
-    assert not state
+    assert not goodput.state_dict()
     again = Goodput()
-    again.persistent(True)
+    for each in (goodput, again):
+        each.persistent(True)
     again.load_state_dict(goodput.state_dict())
-    assert again.down_s == 3.0
+    assert again.compute() == pytest.approx(0.95)
     goodput.reset()
     assert goodput.compute() == 1.0
 
@@ -225,79 +235,61 @@ def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert told["whole"]["total_s"] == pytest.approx(parts)
 
 
-class Persisted(pl.Callback):
-    """Trains until the loggers have been told of a snapshot in storage."""
-
-    def __init__(self, url: Path) -> None:
-        self.url, self.told = url, list[float]()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        time.sleep(0.005)
-        self.told = [row["spot/last_persisted_step"] for row in trainer.logger.rows]  # type: ignore[union-attr]
-        if self.told[-1] > 0:
-            trainer.should_stop = True
-
-
 class Rows(CSVLogger):
-    """Keeps what it is told."""
+    """Keeps what it is told, and ends a training once that is of a snapshot in storage."""
 
-    rows: list[dict[str, float]]
+    def __init__(self, training: pl.Trainer, root: Path) -> None:
+        super().__init__(str(root))
+        self.training, self.persisted = training, list[float]()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        self.rows = [*getattr(self, "rows", []), metrics] if "spot/goodput" in metrics else self.rows
+        self.persisted += [metrics["spot/last_persisted_step"]] if "spot/goodput" in metrics else []
+        self.training.should_stop = self.persisted[-1:] > [0]
+
+
+def persisted(run: Path, *callbacks: pl.Callback, every: int) -> list[float]:
+    """Steps of the newest snapshot in storage, as loggers are told them, until there is one."""
+    usual: dict[str, Any] = {"local_server": False, "min_upload_interval_s": 0.0, "keep": 9, "on_full": "wait"}
+    snapshots = RemoteSnapshot(str(run), interval=EverySteps(every), **usual)
+    training = trainer(snapshots, GoodputMonitor(log_every_s=0.01, heartbeat_s=0.01), *callbacks, max_epochs=200)
+    training.logger = rows = Rows(training, run.parent)
+    training.fit(Net(), data())
+    return rows.persisted
 
 
 def test_the_newest_snapshot_in_storage_is_logged(tmp_path: Path) -> None:
-    snapshots = RemoteSnapshot(str(tmp_path / "run"), interval=EverySteps(5), local_server=False, on_full="wait")
-    monitor = GoodputMonitor(log_every_s=0.01, heartbeat_s=0.01)
-    persisted = Persisted(tmp_path / "run")
-    trainer(snapshots, monitor, persisted, logger=Rows(str(tmp_path)), max_epochs=200).fit(Net(), data())
-    assert persisted.told[0] == -1
-    assert persisted.told[-1] > 0
-    assert persisted.told[-1] % 5 == 0
-    assert sorted(persisted.told) == persisted.told
+    told = persisted(tmp_path / "run", Slow(), every=5)
+    assert told[0] == -1
+    assert told[-1] > 0
+    assert told[-1] % 5 == 0
+    assert sorted(told) == told
 
 
 def test_what_is_set_aside_is_not_the_newest_in_storage(tmp_path: Path) -> None:
     """Nor is it told to a server, for its metrics, until something newer is stored."""
-    run = tmp_path / "run"
-    store = LocalStore(run)
+    store = LocalStore(run := tmp_path / "run")
     usual: dict[str, Any] = {"local_server": False, "min_upload_interval_s": 0.0, "keep": 9, "on_full": "wait"}
     first = RemoteSnapshot(str(run), interval=EverySteps(5), **usual)
     trainer(first, EachDurable(run, 5), max_steps=20).fit(Net(), data())
     to = next(each for each in store.survey().manifests if each.step == 10)
     store.folder(ATTEMPTS_DIR, attempt=1, run_id="").write(Rewind(1, to.order).file, memoryview(b""))
     new_process()
-    then = RemoteSnapshot(str(run), interval=EverySteps(1000), **usual)
-    monitor, persisted = GoodputMonitor(log_every_s=0.01, heartbeat_s=0.01), Persisted(run)
-    trainer(then, monitor, persisted, logger=Rows(str(tmp_path)), max_epochs=200).fit(Net(), data())
-    assert persisted.told[-1] == 10
+    assert persisted(run, Slow(), every=1000)[-1] == 10
 
 
 def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
-    answers: list[tuple[int, float] | Exception] = [OSError("it fails"), (7, 1e9), OSError("it fails again")]
-
-    def look() -> tuple[int, float]:
-        answer = answers.pop(0) if answers else OSError("it fails for good")
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    journal = Journal(str(tmp_path), 1, heartbeat_s=0.01, begun_unix_s=time.time(), newest_persisted=look)
-    until(lambda: not answers, "three looks")
-    journal.close("complete")
-    assert journal.persisted == (7, 1e9)
+    look = Mock(side_effect=[OSError("it fails"), (7, 1e9), OSError("it fails again")])
+    kept = journal(str(tmp_path), 1, heartbeat_s=0.01, newest_persisted=look)
+    until(lambda: look.call_count > 3, "looks")
+    kept.close("complete")
+    assert kept.persisted == (7, 1e9)
 
 
-def test_the_report_shows_replicas_where_there_were_some(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli
-) -> None:
+def test_the_report_shows_replicas_where_there_were_some(tmp_path: Path, cli: Cli) -> None:
     url = str(tmp_path / "run")
     for number, replicas in enumerate((1, 2)):
         journal(url, number + 1, replicas=replicas).close("failed")
-        assert main(["report", url]) == 0
-        assert ("REPLICAS" in capsys.readouterr().out) is (replicas > 1)
-    assert [item["replicas"] for item in json.loads(cli("report", url, "-o", "json"))["attempts"]] == [1, 2]
+        assert ("REPLICAS" in cli("report", url)) is (replicas > 1)
     named = RemoteSnapshot(url, servers=["spot://a:1", "spot://b:1"], replicas=2)
     assert (named.replicas, RemoteSnapshot(url).replicas) == (2, 0)
 
@@ -335,6 +327,15 @@ def journal(url: str, attempt: int, **more: Any) -> Journal:
 
 def written(url: str, number: int = 0) -> AttemptRecord:
     return read_records(url)[number]
+
+
+@contextlib.contextmanager
+def as_trainer(pid: int) -> Iterator[None]:
+    """What is kept of an attempt is that of another process."""
+    process = ProcessId.of(pid)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_spot.goodput.records.ProcessId.of", lambda _pid: process)
+        yield
 
 
 @pytest.mark.parametrize("days", [3, -3])
@@ -385,13 +386,10 @@ def test_steps_are_kept_on_this_host_once_a_second(tmp_path: Path, monkeypatch: 
     kept.leave()
 
 
-def test_a_trainer_that_is_gone_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_is_gone_was_killed(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     gone = subprocess.Popen(["sleep", "60"])
-    process = ProcessId.of(gone.pid)
-    assert process is not None
-    with monkeypatch.context() as patch:
-        patch.setattr("lightning_spot.goodput.records.ProcessId.of", lambda _pid: process)
+    with as_trainer(gone.pid):
         keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
     alive = read_reached(url, 1)
     info = RunInfo(name="run", id="0123456789ab", location=url, attempt=1, token="t", durable_url=url)
@@ -440,9 +438,7 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
         )
         assert child.stdin is not None
         child.stdout.readline()
-        process = ProcessId.of(child.pid)
-        with monkeypatch.context() as patch:
-            patch.setattr("lightning_spot.goodput.records.ProcessId.of", lambda _pid: process)
+        with as_trainer(child.pid):
             keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
         write_record(url, 1, attempt(1, 100.0, 110.0, (0, 2), 113.0).as_dict())
         child.stdin.write("\n")
@@ -485,20 +481,13 @@ def test_a_remaining_snapshot_may_show_later_steps_than_a_record(tmp_path: Path,
     assert completed(str(tmp_path), record, [(8, 118.0)]).step == step
 
 
-def after(url: str, last: AttemptRecord, found: dict[tuple[int, int], float]) -> Journal:
-    """The journal of the attempt that follows the first one, and finds snapshots: by attempt and step, from when."""
-    write_record(url, 1, last.as_dict())
-    tiers = [
-        Manifest(run="run", name=f"s{step}", step=step, attempt=number, nbytes=1, created_unix_s=at)
-        for (number, step), at in found.items()
-    ]
-    return journal(url, 2, snapshots=tiers)
-
-
 def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
     url, begun = str(tmp_path / "run"), time.time() - 100
-    found = {(number, step): begun + 10 + step for number, step in ((1, 20), (1, 40), (2, 60))}
-    following = after(url, attempt(1, begun, begun + 10, (0, 0), begun + 10), found)
+    write_record(url, 1, attempt(1, begun, begun + 10, (0, 0), begun + 10).as_dict())
+    tiers = [
+        manifest_of(step, number, created_unix_s=begun + 10 + step) for number, step in ((1, 20), (1, 40), (2, 60))
+    ]
+    following = journal(url, 2, snapshots=tiers)
     first = following.earlier.latest[0]
     assert (first.step, first.unix_s, first.end) == (40, begun + 50, "killed")
     assert [step for step, _ in first.snapshots] == [20, 40]
@@ -581,34 +570,32 @@ def test_three_attempts_two_of_them_killed(tmp_path: Path, cli: Cli, warm_python
     assert "killed" in said
 
 
+class Shown(pl.Callback):
+    """Logs something; what the progress bar shows."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        module.log("loss", 1.0, prog_bar=True)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.names = set(trainer.progress_bar_callback.get_metrics(trainer, module))
+
+
 def test_goodput_is_logged_from_the_first_row_or_not_at_all(tmp_path: Path) -> None:
-    class Logging(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = self.loss(batch)
-            self.log("loss", loss, prog_bar=True)
-            return loss
-
-    shown: dict[str, list[str]] = {}
-    for name, wanted in (("on", True), ("off", False)):
-
-        class Look(pl.Callback):
-            def on_train_batch_end(
-                self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any, name: str = name
-            ) -> None:
-                shown[name] = list(trainer.progress_bar_callback.get_metrics(trainer, module))
-
-        spot = SpotCheckpoint(str(tmp_path / name), local_server=False, notices=None, log_goodput=wanted)
-        logger = CSVLogger(str(tmp_path), name="log", version=name, flush_logs_every_n_steps=1)
+    shown: dict[bool, set[str]] = {}
+    for wanted in (True, False):
+        spot = SpotCheckpoint(str(tmp_path / str(wanted)), local_server=False, notices=None, log_goodput=wanted)
+        logger = CSVLogger(str(tmp_path), name="log", version=str(wanted), flush_logs_every_n_steps=1)
         bar = {"enable_progress_bar": True, "log_every_n_steps": 1, "max_steps": 3}
-        fits = trainer(spot, Look(), logger=logger, **bar)
-        fits.fit(Logging(), data())
+        fits = trainer(spot, look := Shown(), logger=logger, **bar)
+        fits.fit(Net(), data())
+        shown[wanted] = look.names
         assert 0 < spot.goodput.compute() <= 1
-    rows = (tmp_path / "log" / "on" / "metrics.csv").read_text().splitlines()
+        assert "goodput" not in fits.callback_metrics
+        assert "goodput" not in fits.progress_bar_callback.get_metrics(fits, fits.lightning_module)
+    rows = (tmp_path / "log" / "True" / "metrics.csv").read_text().splitlines()
     assert dict(zip(rows[0].split(","), rows[1].split(","), strict=True))["spot/goodput"]
-    assert "spot" not in (tmp_path / "log" / "off" / "metrics.csv").read_text()
-    assert set(shown["on"]) - set(shown["off"]) == {"goodput"}
-    assert "goodput" not in fits.callback_metrics
-    assert "goodput" not in fits.progress_bar_callback.get_metrics(fits, fits.lightning_module)
+    assert "spot" not in (tmp_path / "log" / "False" / "metrics.csv").read_text()
+    assert shown[True] - shown[False] == {"goodput"}
 
 
 # -- pacing -----------------------------------------------------------------------------------------------------------
@@ -763,7 +750,11 @@ def test_the_rate_of_two_machines_is_twice_as_high() -> None:
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
-Said = pytest.CaptureFixture[str]
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doctor starts no server."""
+    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
 
 
 def test_doctor(tmp_path: Path, cli: Cli) -> None:
@@ -775,29 +766,19 @@ def test_doctor(tmp_path: Path, cli: Cli) -> None:
     until(lambda: not list(memory.iterdir()), "what was measured leaves nothing in memory")
 
 
-def test_doctor_with_a_server(tmp_path: Path, capsys: Said, start_server: StartServer) -> None:
-    server = start_server()
-    arguments = [
-        "doctor",
-        str(tmp_path / "run"),
-        "--server",
-        server.url,
-        "--sample",
-        "4MB",
-        "--snapshot-size",
-        "2GB",
-        "-o",
-        "json",
-    ]
-    assert main(arguments) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told["tiers_bytes_per_s"]) == {server.url, str(tmp_path / "run")}
+def test_doctor_with_a_server(tmp_path: Path, cli: Cli, start_server: StartServer) -> None:
+    run, server = tmp_path / "run", start_server()
+    size = ("--sample", "4MB", "--snapshot-size", "2GB")
+    told = json.loads(cli("doctor", run, "--server", server.url, *size, "-o", "json"))
+    assert set(told["tiers_bytes_per_s"]) == {server.url, str(run)}
     outlook = told["outlook"]["with the snapshot server"]
     assert outlook["loss_s"] == pytest.approx(outlook["interval_s"] / 2 + outlook["uploaded_s"] - outlook["stall_s"])
     assert any("snapshot server saves" in line for line in told["advice"])
 
 
-def test_doctor_recommends_servers_that_work(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_recommends_servers_that_work(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, quick: None
+) -> None:
     """A server is a tier that needs a slot."""
     servers = ["spot://a:7070", "spot://b:7070"]
     works = {*servers, str(tmp_path / "run")}
@@ -808,7 +789,6 @@ def test_doctor_recommends_servers_that_work(tmp_path: Path, cli: Cli, monkeypat
         return 1e9 if store.url.startswith("spot://") else 1e6
 
     monkeypatch.setattr(doctor, "store_speed", speed)
-    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     monkeypatch.setattr(doctor, "memory_limit_bytes", lambda _limit: 15 * 10**8)
     command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "500MB", "--server", servers[0]]
     said = cli(*command, "--server", servers[1])
@@ -844,25 +824,23 @@ def test_doctor_says_that_a_bucket_cannot_be_used(tmp_path: Path, cli: Cli, monk
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def test_a_bucket_that_is_not_there_is_said_to_be_so(s3: str, cli: Cli) -> None:
-    assert "bucket 'nowhere' of s3://nowhere/run does not exist" in cli(
-        "doctor", "s3://nowhere/run", "--sample", "1MB", "--snapshot-size", "1MB", code=1
-    )
-    assert "bucket 'nowhere' of s3://nowhere/run does not exist" in cli("report", "s3://nowhere/run", code=2)
+SMALL = ("--sample", "1MB", "--snapshot-size", "1MB")
+
+
+@pytest.mark.parametrize(("command", "code"), [(["doctor", *SMALL], 1), (["report"], 2)])
+def test_a_bucket_that_is_not_there_is_said_to_be_so(s3: str, cli: Cli, command: list[str], code: int) -> None:
+    assert "bucket 'nowhere' of s3://nowhere/run does not exist" in cli(*command, "s3://nowhere/run", code=code)
 
 
 def test_doctor_looks_for_the_rule_that_ends_unfinished_uploads(
-    s3: str, capsys: Said, monkeypatch: pytest.MonkeyPatch
+    s3: str, cli: Cli, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
     def advice() -> list[str]:
-        assert main(["doctor", f"{s3}/run", "--sample", "1MB", "--snapshot-size", "1MB", "-o", "json"]) == 0
-        found: list[str] = json.loads(capsys.readouterr().out)["advice"]
+        found: list[str] = json.loads(cli("doctor", f"{s3}/run", *SMALL, "-o", "json"))["advice"]
         return [line for line in found if "AbortIncompleteMultipartUpload" in line]
 
-    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
     (line,) = advice()
     rules = json.loads(line[line.index("{") : line.rindex("}") + 1])
-    files = s3fs.S3FileSystem()
     call = s3fs.S3FileSystem.call_s3
 
     def refused(self: s3fs.S3FileSystem, method: str, *arguments: Any, **more: Any) -> Any:
@@ -872,22 +850,18 @@ def test_doctor_looks_for_the_rule_that_ends_unfinished_uploads(
 
     with monkeypatch.context() as patch:
         patch.setattr(s3fs.S3FileSystem, "call_s3", refused)
-        (line,) = advice()
-        assert "not allowed to" in line
-    files.call_s3("put_bucket_lifecycle_configuration", Bucket=s3.removeprefix("s3://"), LifecycleConfiguration=rules)
+        assert "not allowed to" in advice()[0]
+    bucket = s3.removeprefix("s3://")
+    s3fs.S3FileSystem().call_s3("put_bucket_lifecycle_configuration", Bucket=bucket, LifecycleConfiguration=rules)
     assert advice() == []
 
 
 def test_doctor_says_what_to_do_about_the_memory_for_slots(
-    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
-    monkeypatch.setattr(doctor, "local_server_speed", lambda _url, _nbytes: 1e9)
-    command = ["doctor", str(tmp_path / "run"), "--sample", "1MB", "--snapshot-size", "1MB"]
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1))
-    assert main(command) == 0
-    said = capsys.readouterr().out
+    said = cli("doctor", tmp_path / "run", *SMALL)
     assert f"{os.environ['LIGHTNING_SPOT_SHM_DIR']} is too small for the slots, 1 B" in said
     assert "docker run --shm-size" in said
     monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(tmp_path / "none"))
-    assert main(command) == 0
-    assert "no directory for slots (LIGHTNING_SPOT_SHM_DIR" in capsys.readouterr().out
+    assert "no directory for slots (LIGHTNING_SPOT_SHM_DIR" in cli("doctor", tmp_path / "run", *SMALL)
