@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from lightning_spot.store.store import Store
 from tests.conftest import Cli
 from tests.integration.test_stores import put
 from tests.support.oracle import claim_of
-from tests.support.server import RUN_ID, RunningServer, image_of, manifest_of, named_run, snapshot_server
+from tests.support.server import RUN_ID, StartServer, image_of, manifest_of, named_run, snapshot_server
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, equal, state_of, trainer
 from tests.support.waiting import new_process
@@ -54,6 +53,12 @@ def resumed(store: Store) -> tuple[int, int]:
     """What the next start takes."""
     newest = survey(Location.of(store.url, local_server=False)).candidates[0][0]
     return newest.attempt, newest.step
+
+
+def listed(cli: Cli, *arguments: object) -> list[dict[str, Any]]:
+    """What ``ls`` has of each snapshot."""
+    found: list[dict[str, Any]] = json.loads(cli("ls", *arguments, "-o", "json"))["snapshots"]
+    return found
 
 
 def begin(store: Store, attempt: int) -> None:
@@ -116,17 +121,8 @@ def test_a_rewind_sets_newer_snapshots_aside_until_one_is_stored(store: Store, c
     cli("rewind", f"{store.url}@2")
     assert resumed(store) == (1, 2)
     assert there(store) == ALL
-    states = {
-        (row["attempt"], row["step"]): row["state"]
-        for row in json.loads(cli("ls", store.url, "-o", "json"))["snapshots"]
-    }
-    assert states == {
-        (2, 4): "set aside",
-        (2, 3): "set aside",
-        (1, 3): "set aside",
-        (1, 2): "persisted",
-        (1, 1): "persisted",
-    }
+    states = {(row["attempt"], row["step"]): row["state"] for row in listed(cli, store.url)}
+    assert states == {each: "set aside" if each > (1, 2) else "persisted" for each in ALL}
     assert json.loads(cli("show", store.url, "-o", "json"))["step"] == 2
     cli("prune", store.url, "--keep", "1")  # what is aside is no newer snapshot
     assert there(store) == ALL[:-1]
@@ -193,16 +189,16 @@ def test_nothing_is_changed_while_a_trainer_may_be_at_work(store: Store, command
     store.claim(replace(claim_of(4), started_unix_s=now_s, host="elsewhere", pid=1))
     assert "elsewhere" in cli(command, f"{store.url}@2", code=2)
     record = AttemptRecord(attempt=4, begun_unix_s=now_s - 900.0, unix_s=now_s - 5.0)
-    write_record(store.url, 4, record.as_dict())
-    cli(command, f"{store.url}@2", code=2)
-    write_record(store.url, 4, replace(record, unix_s=now_s - 900.0, alive_unix_s=now_s - 9.0).as_dict())
-    cli(command, f"{store.url}@2", code=2)  # in a long validation
+    in_validation = replace(record, unix_s=now_s - 900.0, alive_unix_s=now_s - 9.0)
+    for lives in (record, in_validation):
+        write_record(store.url, 4, lives.as_dict())
+        cli(command, f"{store.url}@2", code=2)
     assert there(store) == ALL
     assert store.survey().rewinds == []
-    write_record(store.url, 4, replace(record, unix_s=now_s - 90.0, alive_unix_s=now_s - 80.0).as_dict())
-    cli(command, f"{store.url}@2")
-    write_record(store.url, 4, replace(record, end="preempted").as_dict())
-    cli(command, f"{store.url}@3")
+    silent = replace(record, unix_s=now_s - 90.0, alive_unix_s=now_s - 80.0)
+    for step, ended in ((2, silent), (3, replace(record, end="preempted"))):
+        write_record(store.url, 4, ended.as_dict())
+        cli(command, f"{store.url}@{step}")
 
 
 def test_who_begins_with_the_last_deletion_keeps_the_claim(
@@ -350,24 +346,14 @@ def test_starts_before_a_rewind_do_not_count_against_it(tmp_path: Path, cli: Cli
     assert [begins_at(run, **how) for _ in range(3)] == [6, 6, 3]
 
 
-def test_snapshot_servers_hold_what_is_set_aside(
-    tmp_path: Path, cli: Cli, start_server: Callable[..., RunningServer]
-) -> None:
-    run, server = tmp_path / "run", start_server("--allow-storage", str(tmp_path))
-    server = server.url
+def test_snapshot_servers_hold_what_is_set_aside(tmp_path: Path, cli: Cli, start_server: StartServer) -> None:
+    run, server = tmp_path / "run", start_server("--allow-storage", str(tmp_path)).url
     how = {"servers": server}
     train(run, EachDurable(run, 3), StopAt(11), **how)
-    at_server = [
-        row
-        for row in json.loads(cli("ls", run, "--server", server, "-o", "json"))["snapshots"]
-        if row["tier"] == server
-    ]
-    assert max(row["step"] for row in at_server) >= 9
+    assert max(row["step"] for row in listed(cli, run, "--server", server) if row["tier"] == server) >= 9
     cli("rewind", f"{run}@3", "--server", server)
-    aside = [
-        row for row in json.loads(cli("ls", run, "--server", server, "-o", "json"))["snapshots"] if row["step"] > 3
-    ]
-    assert {row["state"] for row in aside} == {"set aside"}
+    states = {row["state"] for row in listed(cli, run, "--server", server) if row["step"] > 3}
+    assert states == {"set aside"}
     assert begins_at(run, **how) == 3
     cli("rewind", run, "--undo", "--server", server)
     assert begins_at(run, **how) >= 9
@@ -401,9 +387,7 @@ def test_rm_at_a_server_takes_nothing_else_away(tmp_path: Path, cli: Cli) -> Non
 
 
 @pytest.mark.parametrize("servers", [0, 1], ids=["local", "server"])
-def test_rm_removes_at_every_tier(
-    tmp_path: Path, cli: Cli, start_server: Callable[..., RunningServer], servers: int
-) -> None:
+def test_rm_removes_at_every_tier(tmp_path: Path, cli: Cli, start_server: StartServer, servers: int) -> None:
     """What stayed in memory would be brought to storage again, and be resumed from."""
     run, asked, how = tmp_path / "run", list[str](), dict[str, Any]()
     if servers:
@@ -411,9 +395,9 @@ def test_rm_removes_at_every_tier(
         asked, how = ["--server", server], {"servers": server}
     train(run, EachDurable(run, 3), StopAt(11), **how)
     cli("rm", f"{run}@9", *asked)
-    listed = json.loads(cli("ls", run, *asked, "-o", "json"))["snapshots"]
-    assert {row["step"] for row in listed} & {9} == set()
-    assert begins_at(run, **how) == max(row["step"] for row in listed)
+    steps = {row["step"] for row in listed(cli, run, *asked)}
+    assert 9 not in steps
+    assert begins_at(run, **how) == max(steps)
     cli("rm", run, "--all", *asked)
     assert not run.exists()
     found = survey(Location.of(str(run), **how))

@@ -14,77 +14,40 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
 from lightning_spot.renamed import NEW, refuse_old_words
 
-AT = {"dirpath": "s3://bucket/run-1"}
-OLD: list[tuple[type, dict[str, Any], str]] = [
-    *(
-        (kind, {**AT, **old}, new)
-        for kind in (SpotCheckpoint, RemoteSnapshot)
-        for old, new in (
-            ({"memory": "spot://10.0.0.5:7070"}, "servers="),
-            ({"memory": None}, "local_server=False"),
-            ({"run": "name"}, "run_name="),
-            ({"durable_every_s": 60}, "min_upload_interval_s="),
-            ({"flush_timeout_s": 60}, "upload_timeout_s="),
-            ({"idle_timeout_s": 60}, "server_idle_timeout_s="),
-            ({"max_stall_s": 1}, "server_call_timeout_s="),
-            ({"strict": True}, 'on_error="raise"'),
-            ({"partitions": "eager"}, "copy_mode="),
-            ({"partitions": "still"}, '"blocking"'),
-            ({"copy_mode": "still"}, 'copy_mode="blocking"'),
-            ({"compression": "delta"}, 'compression="always"'),
-            ({"compression": None}, 'compression="off"'),
-            ({"compression": "topk"}, 'lossy="topk"'),
-        )
-    ),
-    (SpotCheckpoint, {**AT, "grace_s": 30}, "grace_period_s="),
-    (SpotCheckpoint, {**AT, "rewind": "replay"}, "data_resume="),
-    (AutoResume, {**AT, "rewind": "skip"}, '"seek"'),
-    (AutoResume, {**AT, "data_resume": "skip"}, 'data_resume="seek"'),
-    (AutoResume, {**AT, "memory": "auto"}, "servers="),
-    (AutoResume, {**AT, "run": "name"}, "run_name="),
-    (PreemptionGuard, {"grace_s": 30}, "grace_period_s="),
-    (SpotCheckpointIO, {"memory": None}, "local_server=False"),
-    (SpotCheckpointIO, {"flush_timeout_s": 60}, "upload_timeout_s="),
-    (SpotCheckpointIO, {"idle_timeout_s": 60}, "server_idle_timeout_s="),
-    (COCI, {"ts": 1.0}, "snapshot_cost_s="),
-    (COCI, {"theta_1": -1.0}, "slope="),
-    (COCI, {"theta_2": 1.0}, "offset="),
-    (COCI, {"ft_lambda": 1.0}, "failure_rate_per_s="),
-]
 RUN = "s3://bucket/run-1"
-OLD_LINES = [
-    (["node", "--listen", "127.0.0.1:0"], "lightning-spot serve"),
-    (["pull", RUN], "lightning-spot cp"),
-    (["ls", RUN, "--memory", "spot://10.0.0.5:7070"], "--server spot://"),
-    (["ls", RUN, "--memory=spot://10.0.0.5:7070"], "--server spot://"),
-    (["serve", "--memory", "8GiB"], "--memory-limit SIZE"),
-    (["cp", RUN, "--to", "model.ckpt"], "DEST"),
-    (["serve", "--flush-to", RUN], "--storage URL"),
-    (["serve", "--allow", RUN], "--allow-storage PREFIX"),
-    (["serve", "--run-memory", "1GiB"], "--run-memory-limit SIZE"),
-    (["ls", RUN, "--json"], "-o json"),
-    (["simulate", "--nodes", "8"], "--hosts N"),
-    (["simulate", "--state", "10GB"], "--snapshot-size SIZE"),
-    (["simulate", "--stall", "2s"], "--blocked TIME"),
-    (["simulate", "--durable-speed", "1GB/s"], "--storage-speed SIZE/s"),
-    (["simulate", "--memory-node-speed", "1GB/s"], "--server-speed SIZE/s"),
-    (["simulate", "--memory-node-price", "1"], "--server-price PRICE"),
-    (["simulate", "--memory-node-lifetime", "30d"], "--server-lifetime TIME"),
+OF_SNAPSHOTS: list[tuple[str, Any]] = [
+    *(("memory", "spot://10.0.0.5:7070"), ("memory", None), ("run", "name"), ("strict", True), ("max_stall_s", 1)),
+    *((name, 60) for name in ("durable_every_s", "flush_timeout_s", "idle_timeout_s")),
+    *(("partitions", "eager"), ("partitions", "still"), ("copy_mode", "still")),
+    *(("compression", value) for value in ("delta", None, "topk")),
 ]
+OLD: list[tuple[type, str, Any]] = [
+    *((kind, *each) for kind in (SpotCheckpoint, RemoteSnapshot) for each in OF_SNAPSHOTS),
+    *((kind, "grace_s", 30) for kind in (SpotCheckpoint, PreemptionGuard)),
+    (SpotCheckpoint, "rewind", "replay"),
+    *((AutoResume, name, "skip") for name in ("rewind", "data_resume", "memory", "run")),
+    *((SpotCheckpointIO, *each) for each in (("memory", None), ("flush_timeout_s", 60), ("idle_timeout_s", 60))),
+    *((COCI, name, 1.0) for name in ("ts", "theta_1", "theta_2", "ft_lambda")),
+]
+WORDS = [name for name in NEW if name.isalpha() or name.startswith("--")]
 
 
-@pytest.mark.parametrize(("kind", "old", "new"), OLD, ids=lambda value: str(value))
-def test_an_old_setting_names_the_new_one(kind: type, old: dict[str, Any], new: str) -> None:
+def key_of(name: str, value: object) -> str:
+    return key if (key := f"{name}={value!r}") in NEW else f"{name}="
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), OLD)
+def test_an_old_setting_names_the_new_one(kind: type, name: str, value: object) -> None:
     with pytest.raises(SettingsError) as raised:
-        kind(**old)
-    assert new in str(raised.value)
+        kind(**{} if kind in (PreemptionGuard, SpotCheckpointIO, COCI) else {"dirpath": RUN}, **{name: value})
+    assert NEW[key_of(name, value)] in str(raised.value)
 
 
-@pytest.mark.parametrize(("line", "new"), OLD_LINES, ids=" ".join)
-def test_an_old_command_is_one_line(line: list[str], new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line) == 2
+@pytest.mark.parametrize("word", [*WORDS, "--memory=8GiB"])
+def test_an_old_command_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", RUN, word, "x"] if word.startswith("--") else [word, RUN]) == 2
     said = capsys.readouterr().err
-    assert new in " ".join(said.split())
+    assert NEW[word.partition("=")[0]] in " ".join(said.split())
     assert len(said.splitlines()) == 1
 
 
@@ -95,11 +58,7 @@ def test_the_old_variable_names_the_new_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_old_name_is_tried_here() -> None:
-    settings = {f"{name}=" for _, old, _ in OLD for name in old} | {
-        f"{name}={value!r}" for _, old, _ in OLD for name, value in old.items()
-    }
-    words = {word.partition("=")[0] for line, _ in OLD_LINES for word in line}
-    assert NEW.keys() <= settings | words | {"LIGHTNING_SPOT_GRACE_S"}
+    assert NEW.keys() == {*WORDS, "LIGHTNING_SPOT_GRACE_S", *(key_of(name, value) for _, name, value in OLD)}
 
 
 def test_a_wrong_name_is_pythons_error() -> None:
