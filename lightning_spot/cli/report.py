@@ -71,9 +71,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _table(records: list[AttemptRecord], parts: list[Spent]) -> Table:
     """A row for each attempt."""
-    replicated = any(record.replicas > 1 for record in records)
-    copies = ("REPLICAS",) if replicated else ()
-    headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", *copies, "BLOCKED", "LOST", "DOWN AFTER", "END")
+    headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", "BLOCKED", "LOST", "DOWN AFTER", "END")
     table = plain_table(headings, left=("BEGUN", "END"))
     for record, part, lost in zip(records, parts, lost_steps(records), strict=True):
         table.add_row(
@@ -82,7 +80,6 @@ def _table(records: list[AttemptRecord], parts: list[Spent]) -> Table:
             f"{record.from_step} to {record.step}" if record.trained_unix_s is not None else "none",
             format_seconds(part.total_s - part.down_s),
             str(len(record.snapshots)),
-            *((str(record.replicas),) if replicated else ()),
             format_seconds(part.blocked_s),
             f"{format_count(lost, 'step')}, {format_seconds(part.lost_s)}",
             format_seconds(part.down_s),

@@ -285,13 +285,12 @@ def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
     assert kept.persisted == (7, 1e9)
 
 
-def test_the_report_shows_replicas_where_there_were_some(tmp_path: Path, cli: Cli) -> None:
+def test_an_attempt_notes_at_how_many_servers_its_snapshots_are(tmp_path: Path, cli: Cli) -> None:
     url = str(tmp_path / "run")
-    for number, replicas in enumerate((1, 2)):
-        journal(url, number + 1, replicas=replicas).close("failed")
-        assert ("REPLICAS" in cli("report", url)) is (replicas > 1)
     named = RemoteSnapshot(url, servers=["spot://a:1", "spot://b:1"], replicas=2)
     assert (named.replicas, RemoteSnapshot(url).replicas) == (2, 0)
+    journal(url, 1, replicas=named.replicas).close("failed")
+    assert [item["replicas"] for item in json.loads(cli("report", url, "-o", "json"))["attempts"]] == [2]
 
 
 def test_it_needs_snapshots() -> None:
