@@ -30,18 +30,14 @@ from tests.conftest import Cli
 from tests.integration.test_stores import put, sharded
 from tests.support.oracle import claim_of
 from tests.support.server import RunningServer, StartServer
-from tests.support.snapshots import EachDurable
-from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.snapshots import interrupted
+from tests.support.trainer import Net, data, trainer
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run that was interrupted: snapshots in memory and on disk."""
-    path = tmp_path / "run-1"
-    callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait", min_upload_interval_s=0.0)
-    with pytest.raises(Stop):
-        trainer(callback, EachDurable(path, 5), StopAt(31)).fit(Net(), data())
-    return path
+    return interrupted(tmp_path / "run-1")
 
 
 def test_ls(run_dir: Path, cli: Cli) -> None:
@@ -280,9 +276,7 @@ def test_a_folder_of_plain_checkpoints_is_said_to_be_one(tmp_path: Path, cli: Cl
 def server(start_server: StartServer, tmp_path: Path) -> RunningServer:
     """One that has the snapshots of a run that was interrupted."""
     server = start_server()
-    callback = SpotCheckpoint(str(tmp_path / "run-1"), servers=server.url, interval=EverySteps(5), on_full="wait")
-    with pytest.raises(Stop):
-        trainer(callback, StopAt(31)).fit(Net(), data())
+    interrupted(tmp_path / "run-1", servers=server.url)
     return server
 
 

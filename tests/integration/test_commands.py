@@ -33,19 +33,12 @@ from lightning_spot.server.runs import RunInfo
 from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
 from tests.support.server import MIB, RUN, RUN_ID, Bench, StartServer, image_of, manifest_of, served
-from tests.support.snapshots import EachDurable
-from tests.support.trainer import At, Net, Stop, StopAt, data, trainer
+from tests.support.snapshots import interrupted
+from tests.support.trainer import At, Net, data, trainer
 from tests.support.waiting import until
 
 SILENT = "spot://127.0.0.1:9"
 STATES = ("committed", "replicated", "persisted")
-
-
-def train(path: Path, **settings: Any) -> None:
-    """Train with a snapshot every 5 steps, each stored, until the trainer is interrupted."""
-    callback = SpotCheckpoint(str(path), interval=EverySteps(5), on_full="wait", min_upload_interval_s=0.0, **settings)
-    with pytest.raises(Stop):
-        trainer(callback, EachDurable(path, 5), StopAt(31)).fit(Net(), data())
 
 
 # -- status -----------------------------------------------------------------------------------------------------------
@@ -53,7 +46,7 @@ def train(path: Path, **settings: Any) -> None:
 
 def test_status_of_a_run_on_this_host_and_at_a_server(tmp_path: Path, start_server: StartServer, cli: Cli) -> None:
     server = start_server()
-    train(tmp_path / "run-1", servers=server.url)
+    interrupted(tmp_path / "run-1", servers=server.url)
     answer = json.loads(cli("status", "--server", server.url, "-o", "json"))
     rows = {row["server"]: row for row in answer["runs"]}
     assert answer["not_asked"] == []
@@ -182,7 +175,7 @@ def stopped(answer: str) -> list[dict[str, Any]]:
 
 
 def test_stop_ends_a_local_server_and_leaves_nothing(tmp_path: Path, cli: Cli) -> None:
-    train(run := tmp_path / "run-1")
+    interrupted(run := tmp_path / "run-1")
     record = find_record(str(run))
     process = record.process()
     assert process is not None
@@ -213,7 +206,7 @@ def test_stop_spares_a_server_with_a_trainer(tmp_path: Path, cli: Cli, more: lis
 
 def test_stop_drops_nothing_of_a_server_that_does_not_answer(tmp_path: Path, cli: Cli) -> None:
     """A trainer may be connected to it."""
-    train(run := tmp_path / "run-1")
+    interrupted(run := tmp_path / "run-1")
     process = find_record(str(run)).process()
     assert process is not None
     process.send(signal.SIGSTOP)
@@ -297,7 +290,7 @@ def test_stop_leaves_the_servers_of_another_runtime_directory(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their slots lie in the same tmpfs: another server was started for them."""
-    train(run := tmp_path / "run-1")
+    interrupted(run := tmp_path / "run-1")
     record = find_record(str(run))
     (slots,) = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]).iterdir()
     with monkeypatch.context() as patch, tempfile.TemporaryDirectory(prefix="spot-") as another:
@@ -316,7 +309,7 @@ def differences(answer: str) -> dict[str, str]:
 
 
 def test_diff_of_two_snapshots_and_a_file(tmp_path: Path, cli: Cli) -> None:
-    train(run := tmp_path / "run-1")
+    interrupted(run := tmp_path / "run-1")
     assert main(["cp", f"{run}@30", str(tmp_path / "last.ckpt")]) == 0
     found = differences(cli("diff", f"{run}@25", run, "-o", "json", code=1))
     assert found["global_step"] == "25 and 30"

@@ -25,6 +25,7 @@ from lightning_spot.say import recovered, say
 from tests.support.program import run
 from tests.support.said import said
 from tests.support.server import RunningServer
+from tests.support.snapshots import serverless
 from tests.support.store import Kept
 from tests.support.trainer import At, Net, Stop, StopAt, data, trainer
 from tests.support.training import train
@@ -97,11 +98,6 @@ def telling(*webhooks: str, **more: Any) -> Iterator[Events]:
         events.close(10.0)
 
 
-def spot(root: Path, **more: Any) -> SpotCheckpoint:
-    settings: dict[str, Any] = {"local_server": False, "on_full": "wait", "interval": EverySteps(2), "notices": None}
-    return SpotCheckpoint(str(root / "run-1"), **{**settings, **more})
-
-
 # -- what a training tells --------------------------------------------------------------------------------------------
 
 
@@ -109,9 +105,9 @@ def test_a_run_that_is_resumed_and_finished(tmp_path: Path, chat: Chat) -> None:
     events: list[Event] = []
     told: dict[str, Any] = {"on_event": events.append, "webhook": chat.url}
     with pytest.raises(Stop):
-        trainer(spot(tmp_path, **told), StopAt(6)).fit(Net(), data())
+        trainer(serverless(tmp_path / "run-1", **told), StopAt(6)).fit(Net(), data())
     assert events == []
-    trainer(spot(tmp_path, **told)).fit(Net(), data())
+    trainer(serverless(tmp_path / "run-1", **told)).fit(Net(), data())
     assert [event.kind for event in events] == chat.kinds == ["resumed", "finished"]
     resumed, finished = events
     assert (resumed.run, resumed.attempt, resumed.step) == ("run-1", 2, 6)
@@ -120,7 +116,7 @@ def test_a_run_that_is_resumed_and_finished(tmp_path: Path, chat: Chat) -> None:
     assert (finished.step, finished.detail["persisted"]) == (40, True)
     assert time.time() - 300 < finished.time_unix_s <= time.time()
     new_process()
-    trainer(spot(tmp_path, **told)).fit(Net(), data())  # nothing is left to train
+    trainer(serverless(tmp_path / "run-1", **told)).fit(Net(), data())  # nothing is left to train
     assert len(events) == 2
 
 
@@ -135,7 +131,7 @@ def test_a_notice(tmp_path: Path, chat: Chat) -> None:
     def see(event: Event) -> None:
         seen.append((event, any((tmp_path / "run-1").glob("step-*/manifest.json"))))
 
-    guarded = spot(tmp_path, notices="signal", on_event=see, webhook=chat.url)
+    guarded = serverless(tmp_path / "run-1", notices="signal", on_event=see, webhook=chat.url)
     with pytest.raises(PreemptedError):
         trainer(guarded, taken(5)).fit(Net(), data())
     [(event, is_stored)] = seen
@@ -149,16 +145,18 @@ def test_what_a_function_raises_is_a_warning(tmp_path: Path, caplog: pytest.LogC
         raise ZeroDivisionError(event.kind)
 
     with pytest.raises(PreemptedError):  # its exit code counts
-        trainer(spot(tmp_path, notices="signal", on_event=broken, on_error="raise"), taken(5)).fit(Net(), data())
+        trainer(serverless(tmp_path / "run-1", notices="signal", on_event=broken, on_error="raise"), taken(5)).fit(
+            Net(), data()
+        )
     assert [facts["about"] for facts in said(caplog, "on-event-failed")] == ["preempted"]
-    trainer(spot(tmp_path, on_event=broken, on_error="raise")).fit(Net(), data())
+    trainer(serverless(tmp_path / "run-1", on_event=broken, on_error="raise")).fit(Net(), data())
     assert [facts["about"] for facts in said(caplog, "on-event-failed")] == ["preempted", "resumed", "finished"]
 
 
 def test_callbacks_that_stand_alone(tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_SPOT_WEBHOOK", chat.url)
     with pytest.raises(Stop):
-        trainer(spot(tmp_path), StopAt(6)).fit(Net(), data())
+        trainer(serverless(tmp_path / "run-1"), StopAt(6)).fit(Net(), data())
     parts = AutoResume(str(tmp_path / "run-1"), local_server=False), PreemptionGuard("signal")
     with pytest.raises(PreemptedError):
         trainer(*parts, taken(6)).fit(Net(), data())
@@ -229,7 +227,7 @@ def test_a_server_whose_storage_fails_for_a_while(
         away.rename(storage)
         until(lambda: len(chat.got) > 1, "it to be recovered")
 
-    told = spot(tmp_path, local_server=True, servers=server.url, min_upload_interval_s=0)
+    told = serverless(tmp_path / "run-1", local_server=True, servers=server.url, min_upload_interval_s=0)
     trainer(told, At(4, break_it), At(10, mend)).fit(Net(), data())
     assert chat.kinds == ["degraded", "recovered"]
     assert (chat.got[0]["run"], chat.got[0]["attempt"], chat.got[0]["detail"]["cause"]) == ("", 0, "upload-failing")
@@ -239,7 +237,7 @@ def test_a_server_whose_storage_fails_for_a_while(
 def test_a_drill_tells_no_chat(tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_SPOT_DRILL", str(tmp_path / "drill"))
     events: list[Event] = []
-    trainer(spot(tmp_path, on_event=events.append, webhook=chat.url)).fit(Net(), data())
+    trainer(serverless(tmp_path / "run-1", on_event=events.append, webhook=chat.url)).fit(Net(), data())
     assert [event.kind for event in events] == ["finished"]
     assert chat.asked == 0
 
@@ -248,14 +246,14 @@ def test_a_webhook_that_hangs_holds_nobody_up_for_long(
     tmp_path: Path, chat: Chat, caplog: pytest.LogCaptureFixture
 ) -> None:
     chat.gate.clear()
-    trainer(spot(tmp_path, webhook=chat.url)).fit(Net(), data())
+    trainer(serverless(tmp_path / "run-1", webhook=chat.url)).fit(Net(), data())
     assert [facts["about"] for facts in said(caplog, "webhook-failing")] == [chat.host]
     assert SECRET not in caplog.text
 
 
 def test_nothing_listens_after_the_end(tmp_path: Path, chat: Chat) -> None:
     before = set(threading.enumerate())  # what other tests have left hanging
-    trainer(spot(tmp_path, webhook=chat.url)).fit(Net(), data())
+    trainer(serverless(tmp_path / "run-1", webhook=chat.url)).fit(Net(), data())
     say(logging.WARNING, "upload-failing", "{about} fails", about="of another")
     recovered("upload-failing", "{about} works", about="of another")
     assert chat.kinds == ["finished"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from lightning_spot import EverySteps, PreemptedError, SpotCheckpoint
 from lightning_spot.client import starting
@@ -43,25 +44,15 @@ from tests.support.waiting import until
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 SECRET = "correct-horse-battery"
 
-SERIES = re.compile(r'(\w+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\})? (\S+)')
-LABEL = re.compile(r'([a-z]+)="((?:[^"\\\n]|\\[\\"n])*)"')
-
 
 def read(text: str) -> Samples:
-    """Every sample of the text, by its name without the prefix and its labels, each once; each line is understood."""
+    """Every sample, by its name without the prefix and its labels, each once, as Prometheus' own parser finds them."""
     samples: Samples = {}
-    assert text.endswith("\n")
-    for line in text[:-1].split("\n"):
-        if line.startswith("# "):
-            kind, name = line.split(" ")[1:3]
-            assert kind in ("HELP", "TYPE")
-            assert name.removeprefix("lightning_spot_") in METRICS
-            continue
-        found = SERIES.fullmatch(line)
-        assert found is not None, line
-        key = found[1].removeprefix("lightning_spot_"), frozenset(LABEL.findall(found[2] or ""))
-        assert key not in samples
-        samples[key] = float(found[3])
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            key = sample.name.removeprefix("lightning_spot_"), frozenset(sample.labels.items())
+            assert key not in samples
+            samples[key] = sample.value
     return samples
 
 
@@ -400,18 +391,12 @@ def test_a_bad_address_is_an_error_that_names_the_variable(monkeypatch: pytest.M
 
 
 def check(text: str) -> None:
-    """Read it with the parser of Prometheus' own client for Python, and with ``promtool``, where they are there."""
+    """Types and labels are those that are documented, for ``promtool``, too, where it is there."""
     if PROMTOOL is not None:
         assert promtool("check", "metrics", stdin=text) == ""
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError:
-        return
     families = {family.name: family for family in text_string_to_metric_families(text)}
     plain = {f"lightning_spot_{name.removesuffix('_total')}": metric for name, metric in METRICS.items()}
-    assert {name: family.type for name, family in families.items()} == {
-        name: metric.kind for name, metric in plain.items()
-    }
+    assert {name: family.type for name, family in families.items()} == {name: each.kind for name, each in plain.items()}
     for name, metric in plain.items():
         for sample in families[name].samples:
             assert sample.labels.keys() - {"le"} == set(metric.labels)

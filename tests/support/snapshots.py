@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
@@ -15,7 +16,7 @@ from lightning_spot.sharded.reader import ImageReader, consolidated, load_all, r
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
-from tests.support.trainer import Probe, equal, state_of
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, equal, state_of, trainer
 from tests.support.waiting import until
 
 
@@ -39,6 +40,14 @@ class EachDurable(pl.Callback):
 def spot(root: Path, **more: Any) -> SpotCheckpoint:
     usual = {"interval": EverySteps(3), "keep": 1000, "on_full": "wait", "min_upload_interval_s": 0.0}
     return SpotCheckpoint(str(root / "run-1"), **{**usual, **more})
+
+
+def interrupted(run: Path, **settings: Any) -> Path:
+    """Train with a snapshot every 5 steps, each of which is stored, until something stops it."""
+    usual = {"interval": EverySteps(5), "on_full": "wait", "min_upload_interval_s": 0.0}
+    with pytest.raises(Stop):
+        trainer(SpotCheckpoint(str(run), **{**usual, **settings}), EachDurable(run, 5), StopAt(31)).fit(Net(), data())
+    return run
 
 
 def manifests(root: Path) -> list[Manifest]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
 from datetime import datetime
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_spot.say import AGAIN_S, Messages
+from tests.support.server import StartServer
 
 KEY, TEXT = "storage-slow", "{about} is slow ({took_s:.1f} s)"
 
@@ -52,19 +51,13 @@ def test_a_cause_is_logged_once_then_every_ten_minutes_counted(
 def test_causes_are_told_apart_by_key_and_by_what_they_are_about(
     messages: Messages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for key in ("one", "two"):
+    for key, level in (("one", logging.ERROR), ("two", logging.ERROR), ("a change of state", logging.INFO)):
         for about in ("a", "b", "a"):
-            messages.say(logging.ERROR, key, "{about}", about=about)
-    assert len(caplog.records) == 4
+            messages.say(level, key, "{about}", about=about)
+    assert len(caplog.records) == 2 + 2 + 3
     messages.forget()
     messages.say(logging.ERROR, "one", "{about}", about="a")
-    assert len(caplog.records) == 5
-
-
-def test_changes_of_state_are_logged_each_time(messages: Messages, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(3):
-        messages.say(logging.INFO, "resumed", "resumed")
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 8
 
 
 def test_an_end_is_logged_only_of_what_was_logged(messages: Messages, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,20 +70,13 @@ def test_an_end_is_logged_only_of_what_was_logged(messages: Messages, caplog: py
     assert {record.spot_key for record in caplog.records} == {KEY}  # type: ignore[attr-defined]
 
 
-def test_other_ranks_name_themselves(
+def test_other_ranks_name_themselves_and_leave_out_some(
     messages: Messages, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
     messages.say(logging.INFO, "resumed", "resumed")
+    messages.say(logging.WARNING, "resumed", "left out", only_rank_zero=True)
     assert caplog.messages == ["[spot r3] resumed"]
-
-
-def test_other_ranks_leave_out_what_rank_0_logs(
-    messages: Messages, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
-    messages.say(logging.WARNING, "resumed", "resumed", only_rank_zero=True)
-    assert not caplog.records
 
 
 def test_messages_are_shown_where_the_program_has_no_handlers(capfd: pytest.CaptureFixture[str]) -> None:
@@ -137,18 +123,7 @@ def test_lines_of_text_have_time_and_level() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING \[spot\] It is slow", line)
 
 
-@pytest.mark.parametrize("form", ["json", "text"])
-def test_a_server_logs_as_it_is_told(tmp_path: Path, form: str) -> None:
-    command = [sys.executable, "-m", "lightning_spot", "serve", "--listen", "127.0.0.1:0", "--memory-limit", "64MiB"]
-    environment = {**os.environ, "LIGHTNING_SPOT_TOKEN": "short", "LIGHTNING_SPOT_RUNTIME_DIR": str(tmp_path)}
-    server = subprocess.Popen([*command, "--log-format", form], env=environment, stdout=-1, stderr=-1, text=True)
-    assert server.stdout is not None
-    assert server.stderr is not None
-    with server:
-        server.stdout.readline()
-        server.terminate()
-        lines = server.stderr.read().splitlines()
-    if form == "json":
-        assert "token-weak" in {json.loads(line).get("key") for line in lines}
-    else:
-        assert all(re.match(r"\d{4}-.* (INFO|WARNING) ", line) for line in lines)
+def test_a_server_logs_as_it_is_told(start_server: StartServer) -> None:
+    for form, line in (("json", '"key": "token-weak"'), ("text", "WARNING [spot] the token")):
+        server = start_server("--log-format", form, environment={"LIGHTNING_SPOT_TOKEN": "short"})
+        assert line in server.log.read_text()

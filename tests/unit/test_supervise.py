@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import signal
 import subprocess
 import sys
-import time
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,23 +121,15 @@ def test_one_of_its_processes_says_so_and_it_is_told(tmp_path: Path) -> None:
 
 
 def test_a_ctrl_c_on_the_terminal_comes_once(tmp_path: Path) -> None:
-    pid, terminal = pty.fork()
-    script = f"{NOTES}\n(here / 'up').touch()\ntime.sleep(1)\ntime.sleep(1)\nsys.exit(130)"
-    if pid == 0:
-        text = (
-            "import os, pathlib, signal, sys, time\n"
-            f"here = pathlib.Path({str(tmp_path)!r})\n"
-            "def note(word): os.write(os.open(here / 'noted', os.O_APPEND | os.O_CREAT | os.O_WRONLY), word + b' ')\n"
-        )
-        os.execv(sys.executable, [*COMMAND, "--", sys.executable, "-c", text + script])
-    until((tmp_path / "up").exists, "the program to run")
-    os.write(terminal, b"\x03")
-    deadline = time.monotonic() + BOUND_S
-    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert os.waitstatus_to_exitcode(ended[1]) == 130
+    ours, theirs = pty.openpty()
+    body = f"{NOTES}\n(here / 'up').touch()\ntime.sleep(1)\ntime.sleep(1)\nsys.exit(130)"
+    begun = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)}
+    with running(tmp_path, body, stdin=theirs, **begun) as process:
+        os.write(ours, b"\x03")
+        assert process.wait(BOUND_S) == 130
     assert noted(tmp_path) == [signal.SIGINT]
-    os.close(terminal)
+    for end in (ours, theirs):
+        os.close(end)
 
 
 def test_a_signal_ends_the_pause(tmp_path: Path) -> None:
