@@ -1,7 +1,7 @@
 """Whether attributes are as they were: a stamp of each value, equal to a later one if nothing was written to it.
 
 What an object holds is looked at as well, to some depth: what training changes in a meter, a metric or a teacher of a
-module no checkpoint has. Where an object is found by a path of its own, its digest stands for it.
+module no checkpoint has. Where an object is found by a path of its own, its class stands for it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import pickle
 import random
 import types
 import weakref
-import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -53,9 +51,7 @@ _MOST_TENSORS = 8
 _MOST_BYTES = 2**20
 """Of an array that is compared whole; of a larger one, and of tensors whose writes torch does not count, some are."""
 _SAMPLES = 4096
-_MOST_DIGESTED = 2**16  # bytes of an array whose digest is not one of samples
-_ENDS = 16  # items at each end of a container that its digest tells of
-_PLAIN = (*SCALARS, complex)
+_SHORT = 16
 _DEEPEST = 3  # of objects
 _DEEPEST_NESTED = 8  # of containers
 
@@ -89,8 +85,8 @@ class ChangeDetector:
     Args:
         modules: all parts of that module.
         most_items: of one value, with all that is in it; of a container with more only its length is looked at.
-        looks: whether objects and generators are looked into; if not, they count as their digest or class, since they
-            are found by paths of their own, and a longer container as its digest.
+        looks: whether objects and generators are looked into; if not, they count as their class, since they are found
+            by paths of their own.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, most_items: int = _MOST_ITEMS, looks: bool = True) -> None:
@@ -100,7 +96,7 @@ class ChangeDetector:
         self._left = 0
 
     def stamp(self, value: Any) -> Any:
-        """What a value is now. It holds the objects in it, so that no other takes their address; but no tensor."""
+        """What a value is now. It keeps no tensor and no user's object alive."""
         if type(value) in SCALARS:
             return value
         self._left = self._most_items
@@ -112,14 +108,12 @@ class ChangeDetector:
             return value
         try:
             if issubclass(kind, torch.Tensor):
-                return _Tensor(value, None if self._is_trained(value) else writes_of(value))
+                return _Same(value), None if self._is_trained(value) else writes_of(value)
             if issubclass(kind, _CONTAINERS):
                 return self._container(value, depth, nested + 1)
             if issubclass(kind, _VALUES):
                 return kind, _content(value) if self._looks or not issubclass(kind, GENERATORS) else None
-            if self._looks:
-                return self._object(value, depth)
-            return None if is_handle(value) else digest_of(value)
+            return self._object(value, depth) if self._looks else _shape_of(value)
         except Exception as error:  # of the user's class: its len(), its iteration, its attributes
             logger.debug("lightning_spot: a %s cannot be looked into: %s", kind.__qualname__, error)
             return _Same(value)
@@ -128,8 +122,8 @@ class ChangeDetector:
         kind, length = type(value), len(value)
         self._left -= length
         if self._left < 0 or nested > _DEEPEST_NESTED or (depth and length > _MOST_OF_OBJECTS):
-            return kind, length, _Same(value) if self._looks else digest_of(value)
-        if length > _ENDS and not isinstance(value, dict) and SCALARS.issuperset(map(type, value)):
+            return kind, length, _Same(value)
+        if length > _SHORT and not isinstance(value, dict) and SCALARS.issuperset(map(type, value)):
             return kind, list(value)
         if isinstance(value, dict):
             items = list(value.items())  # others may write to it
@@ -147,7 +141,7 @@ class ChangeDetector:
         if isinstance(value, nn.Module) and not is_metric(value):
             found = [each for each in (*value.parameters(), *value.buffers()) if not self._is_trained(each)]
             some = found[:: max(1, len(found) // _MOST_TENSORS)][:_MOST_TENSORS]
-            return [(_Tensor(each, writes_of(each)), _some_of(each)) for each in some]
+            return [(_Same(each), writes_of(each), some_of(each)) for each in some]
         own = list(vars(value).items())[:_MOST_OF_OBJECTS]
         return [(name, self._stamp(item, depth, 0)) for name, item in own]
 
@@ -159,27 +153,16 @@ class ChangeDetector:
 
 
 class _Same:
-    """Equal to what is of the same object."""
+    """Equal to what is of the same object, which it keeps alive only if there is no other way to know it."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        try:
+            self._of: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._of = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    __hash__ = object.__hash__
-
-
-class _Tensor:
-    """Equal to what is of the same tensor, if torch has counted no write between."""
-
-    def __init__(self, tensor: torch.Tensor, writes: int | None) -> None:
-        self._of, self._writes = weakref.ref(tensor), writes
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Tensor) or (tensor := self._of()) is None:
-            return False
-        return other._of() is tensor and other._writes == self._writes
+        return isinstance(other, _Same) and (value := self._of()) is not None and other._of() is value
 
     __hash__ = object.__hash__
 
@@ -213,7 +196,7 @@ def _state(generator: Any) -> Any:
     return None if isinstance(generator, random.SystemRandom) else generator.getstate()
 
 
-def _some_of(tensor: torch.Tensor) -> bytes:
+def some_of(tensor: torch.Tensor) -> bytes:
     """Some of a tensor's numbers, on the host: averages are written past torch's counts, too."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return b""
@@ -231,45 +214,6 @@ def _is_open(value: Any) -> bool:
     return isinstance(value, nn.Module) or package not in ("lightning", "pytorch_lightning", "torch")
 
 
-# -- digests ----------------------------------------------------------------------------------------------------------
-
-
-def digest_of(value: Any) -> str:
-    """What a value contains, in few bytes: of large arrays by samples, of containers by items at both ends.
-
-    Objects are their class: what they hold is not looked at. An open file or connection counts as ``None``, which it
-    takes the place of where a sample is read first. An iterator is the place it is at, as far as it shows that.
-    """
-    if is_handle(value):
-        value = None
-    if isinstance(value, _PLAIN):
-        return repr(value)[:_ENDS] + format(zlib.crc32(repr(value).encode()), "x")
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{_crc_of(_sampled(value.detach()).cpu().view(torch.uint8).numpy())}"
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        return f"{value.dtype}{value.shape}{_crc_of(_sampled(value))}"
-    if isinstance(value, dict):
-        return f"dict{len(value)}{_ends(value)}{_ends(value.values())}"
-    if isinstance(value, (list, tuple, deque)):
-        return f"{type(value).__name__}{len(value)}{_ends(value)}"
-    if isinstance(value, (set, frozenset)):
-        known = sorted(map(repr, value)) if len(value) <= _SAMPLES and set(map(type, value)) <= set(_PLAIN) else []
-        return f"set{len(value)}{zlib.crc32(repr(known).encode()):x}"
-    if isinstance(value, Enum):
-        return str(value)
-    return type(value).__qualname__ + (_place_of(value) if hasattr(value, "__next__") else "")
-
-
-def _place_of(iterator: Iterator[Any]) -> str:
-    """Where an iterator is: what a count says, how many items a list has left, whether a generator has begun."""
-    if type(iterator) is itertools.count:
-        return repr(iterator)
-    if inspect.isgenerator(iterator):
-        own = inspect.getgeneratorlocals(iterator).values()
-        return inspect.getgeneratorstate(iterator) + digest_of([item for item in own if isinstance(item, _PLAIN)])
-    return str(operator.length_hint(iterator, -1))
-
-
 def is_handle(value: Any) -> bool:
     """Whether a value is something to be closed that no other process could be given, and nothing to iterate over."""
     if not callable(getattr(value, "close", None)) or hasattr(value, "__next__"):
@@ -281,19 +225,19 @@ def is_handle(value: Any) -> bool:
     return False
 
 
-def _sampled(values: Any) -> Any:
-    """A flat part of an array or tensor: all of it, or numbers at equal distances."""
-    flat = values.reshape(-1)
-    part = flat if flat.nbytes <= _MOST_DIGESTED else flat[:: max(1, len(flat) // _SAMPLES)]
-    return np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part.contiguous()
+def _shape_of(value: Any) -> Any:
+    """What an object is that is not looked into: its class, and of an iterator the place where it shows that.
 
-
-def _crc_of(values: Any) -> str:
-    return format(zlib.crc32(values.tobytes()), "x")
-
-
-def _ends(items: Collection[Any]) -> list[str]:
-    """Digests of a container's first items, and of its last ones."""
-    shown = [*islice(items, _ENDS), *islice(reversed(items), _ENDS)]  # type: ignore[call-overload]
-    too_deep = (dict, list, tuple)
-    return [type(item).__name__ if isinstance(item, too_deep) else digest_of(item) for item in shown]
+    An open file or connection is ``None``, which it takes the place of where a sample is read first.
+    """
+    if is_handle(value):
+        return None
+    place: Any = None
+    if type(value) is itertools.count:
+        place = repr(value)
+    elif inspect.isgenerator(value):
+        own = inspect.getgeneratorlocals(value).items()
+        place = inspect.getgeneratorstate(value), [item for item in own if type(item[1]) in SCALARS]
+    elif hasattr(value, "__next__"):
+        place = operator.length_hint(value, -1)
+    return type(value), place

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import islice
+from typing import Any, Literal
 
+import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_spot.say import say
 from lightning_spot.state import compat
-from lightning_spot.state.change_detector import digest_of
+from lightning_spot.state.change_detector import SCALARS, some_of
 from lightning_spot.state.elastic import batch_of, dealt, order_of
 from lightning_spot.state.indices import (
     Indices,
@@ -38,9 +42,7 @@ from lightning_spot.state.workers import (
     watch_of,
     watching,
 )
-
-if TYPE_CHECKING:
-    pass
+from lightning_spot.trees import walk
 
 
 def say_not_exact(findings: Iterable[str]) -> None:
@@ -125,26 +127,43 @@ def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | 
 
 
 class Epoch:
-    """One pass over a loader, from its start."""
+    """One pass over a loader, from its start, or the rest of one that an earlier attempt has begun.
 
-    def __init__(self, loader: Any, own: OwnState, workers: LastingWorkers | None) -> None:
+    Args:
+        loader: that is iterated over.
+        own: what it draws from or changes of its own.
+        workers: of it, if they persist.
+        resume: the position at which it goes on.
+    """
+
+    def __init__(self, loader: Any, own: OwnState, workers: LastingWorkers | None, resume: State | None = None) -> None:
+        resume = resume or {}
         self.loader, self.own, self.workers = loader, own, workers
-        self.yielded = 0
-        self.exhausted = False
-        self.at_iter = self._random()
-        self.made_of = made_of(loader)
-        self.workers_draw = self._draws_at_start()
-        self.workers_change = False
-        self.at_first: State | None = None
-        self.first_batch: str | None = None
+        self.yielded: int = resume.get("yielded", 0)
+        self.exhausted: bool = resume.get("exhausted", False)
+        self.at_iter: State = resume.get("at_iter", {})
+        self.at_first: State | None = resume.get("at_first")
+        self.made_of: State = resume.get("made_of") or made_of(loader)
+        self.first_batch: str | None = resume.get("begins_with")
+        # Whether workers were seen to draw numbers or change the data; None if nobody looks.
+        self.workers_act: bool | None = None if loader_has_workers(loader) and watch_of(loader) is None else False
+        if "at_iter" in resume:
+            self.workers_act = resume.get("workers_act")
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
         self._ahead: Callable[[], State] | None = None if has_length(loader) else self._state
         self.before: State | None = None
+        self.dealt: State | None = resume["order"] if resume.get("dealt") else None
         self.indices = _indices(loader, workers)
-        self.dealt: State | None = None
+        if self.dealt is not None:
+            self.indices = self.indices or Indices(getattr(loader, sampler_name(loader)))
         if self.indices is not None:
-            self.indices.instead = None  # of an epoch before: workers that persist keep their indices
-        self.inner = begin_epoch(loader, workers, self.indices)
+            self.indices.instead = dealt(self.dealt, loader) if self.dealt is not None else None
+            self.indices.draws_along |= resume.get("draws_along", False)
+
+    def begin(self) -> None:
+        """Begin at the start."""
+        self.at_iter = self._random()
+        self.inner = begin_epoch(self.loader, self.workers, self.indices)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -160,7 +179,7 @@ class Epoch:
             self.exhausted = True
             raise
         if self.yielded == 0:
-            self.first_batch = digest_of(batch)
+            self.first_batch = _digest_of(batch)
         self.yielded += 1
         return batch
 
@@ -175,18 +194,16 @@ class Epoch:
         return {**data, "state": self._loader_state(), "ended": self.exhausted, "yielded": self.yielded}
 
     def position(self, ahead: int, *, epoch_done: bool = False) -> State:
-        """See :func:`~lightning_spot.state.dataloader.position_of`."""
+        """See :meth:`Positioned.position`."""
         state = self.before if ahead and self.before is not None else self._state()
         done = state["exhausted"] or epoch_done
         workers = self.workers.saved(now=done) if self.workers is not None else None
         position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
         watch = watch_of(self.loader)
-        data: State = {"data": self.own.changed_data(), "made_of": self.made_of, "first_batch": self.first_batch}
-        data |= {"workers_draw": True if watch is not None and watch.draws else self.workers_draw}
-        data |= {"workers_change": self.workers_change or (watch is not None and watch.changes)}
+        data: State = {"data": self.own.changed_data(), "made_of": self.made_of, "begins_with": self.first_batch}
+        data |= {"workers_act": True if watch is not None and watch.acts else self.workers_act}
         along = self.indices is not None and self.indices.draws_along
-        lost = self.workers is not None and self.workers.is_lost
-        flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along, "workers_lost": lost}
+        flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along}
         order = self.dealt or order_of(self.loader, self.at_iter, self.at_first)
         dealing = {"order": order, "dealt": self.dealt is not None}
         return {**state, **position, **flags, **dealing, **data}
@@ -205,11 +222,6 @@ class Epoch:
     def _random(self) -> State:
         return {**capture_random(), "own": self.own.capture()}
 
-    def _draws_at_start(self) -> bool | None:
-        """Whether workers have been seen to draw numbers when an epoch begins; ``None`` if nobody looks."""
-        has_workers = getattr(self.loader, "num_workers", 0) > 0
-        return None if has_workers and watch_of(self.loader) is None else False
-
 
 class ResumedEpoch(Epoch):
     """The rest of a pass over a loader: the same draws for samplers and workers, and as many batches passed over."""
@@ -223,38 +235,20 @@ class ResumedEpoch(Epoch):
         restore_step: Callable[[bool], bool],
         data_resume: DataResume,
     ) -> None:
-        self.loader, self.own, self.workers = loader, own, workers
-        self.indices = _indices(loader, workers)
-        if self.indices is not None:
-            self.indices.draws_along = resume.get("draws_along", False)
-        if workers is not None:
-            workers.resume(resume.get("workers"))
-            workers.is_lost = resume.get("workers_lost", False)
-        self.yielded = resume.get("yielded", 0)
-        self.exhausted = resume.get("exhausted", False)
-        self.at_iter, self.at_first = resume.get("at_iter", {}), resume.get("at_first")
-        self.workers_draw = resume["workers_draw"] if "at_iter" in resume else self._draws_at_start()
-        self.workers_change = resume.get("workers_change", False)
-        self.made_of = resume["made_of"]
-        self.first_batch = resume.get("first_batch")
-        self._ahead = None if has_length(loader) else self._state
-        self.before = None
+        super().__init__(loader, own, workers, resume)
         self.resume: State | None = resume
         self._restore_step = restore_step
         self._data_resume = data_resume
         self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
         self._due_random = False
         self._lost: list[str] = [*resume.get("data", ())]
-        if workers is not None and not (self.workers_change and self.has_other_workers):  # which is named by itself
+        if workers is not None:
+            workers.resume(resume.get("workers"))
             self._lost += workers.lost()
         self._begins_otherwise = False
         self._ended: Any = None
         self._loaded: list[tuple[Any, str, Any, Any]] = []
         self._has_loaded = False
-        self.dealt = resume["order"] if resume.get("dealt") else None
-        if self.dealt is not None:
-            self.indices = self.indices or Indices(getattr(loader, sampler_name(loader)))
-            self.indices.instead = dealt(self.dealt, loader)
 
     def __next__(self) -> Any:
         if self.resume is not None:
@@ -266,7 +260,7 @@ class ResumedEpoch(Epoch):
         return super().__next__()
 
     def position(self, ahead: int, *, epoch_done: bool = False) -> State:
-        """See :func:`~lightning_spot.state.dataloader.position_of`."""
+        """See :meth:`Positioned.position`."""
         if self.resume is None:
             return super().position(ahead, epoch_done=epoch_done)
         return {**self.resume, "exhausted": self.resume.get("exhausted", False) or epoch_done}
@@ -320,9 +314,8 @@ class ResumedEpoch(Epoch):
                 self._come_to_end(resume)
                 self.own.restore(resume["own"], values=False)
                 self.leave()
-            self.at_iter = self._random()
             self.say_what_differs()
-            self.inner = begin_epoch(self.loader, self.workers, self.indices)
+            self.begin()
             return
         if by_state:  # streams have to be told their epoch first, and samplers without a state draw again
             self._random_was(self.at_iter)
@@ -353,7 +346,7 @@ class ResumedEpoch(Epoch):
         resume = self.resume or {}
         if "state" in resume:
             return (self._goes_by_state(resume) and not self.exhausted) or lasts(self.loader)
-        are_there = 0 < self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
+        are_there = loader_has_workers(self.loader) and self.made_of["workers"] == self.loader.num_workers
         return are_there and self._seeks and self.is_within
 
     @property
@@ -368,7 +361,7 @@ class ResumedEpoch(Epoch):
 
     def say_what_differs(self) -> None:
         """Warn of what an attempt before had changed in the data, and that does not come back. Once."""
-        names, self._lost = [*self._lost, *self.own.refused], []
+        names, self._lost = self._lost, []
         say_changed(names)
         if self._begins_otherwise and not names and made_of(self.loader) == self.made_of:
             why = (
@@ -423,7 +416,7 @@ class ResumedEpoch(Epoch):
         for passed in range(batches):
             batch = next(inner, _END)
             if passed == 0:
-                self._begins_otherwise = self.first_batch not in (None, digest_of(batch))
+                self._begins_otherwise = self.first_batch not in (None, _digest_of(batch))
             if batch is _END:
                 text = "the data has only {batches} batches now. This epoch ends there. Resume with the data of before."
                 say(logging.WARNING, "data-shorter", text, batches=passed)
@@ -432,14 +425,15 @@ class ResumedEpoch(Epoch):
 
     def _iter_by_index(self, batches: int, at_first: State | None) -> Iterator[Any]:
         indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
-        indices.first = batches
+        indices.first = batches if self.loader.num_workers else 0
         try:
             inner = begin_epoch(self.loader, self.workers, indices)
-            if at_first is not None and self.loader.num_workers == 0:
-                self._random_was(at_first)
-            indices.pass_over()  # now, where no worker has made it draw: with the generators as they were there
         finally:
             indices.first = 0
+        if not self.loader.num_workers:  # no worker makes it draw: it does now, with the generators as they were there
+            if at_first is not None:
+                self._random_was(at_first)
+            deque(islice(indices.draws, batches), 0)
         return inner
 
     def _random_was(self, state: State) -> None:
@@ -475,6 +469,24 @@ def _indices(loader: Any, workers: LastingWorkers | None) -> Indices | None:
     return None if sampler is None or is_known(sampler) else Indices(sampler)
 
 
+def _digest_of(batch: Any) -> str:
+    """What is in a batch, as far as it is tensors, arrays, numbers and text."""
+    digest = xxhash.xxh3_64()
+    for _, item in walk(batch):
+        if getattr(getattr(item, "dtype", None), "kind", "") in (*"biufc",):
+            item = torch.as_tensor(item)
+        if isinstance(item, torch.Tensor):
+            digest.update(f"{item.dtype}{tuple(item.shape)}".encode() + some_of(item))
+        elif type(item) in SCALARS:
+            digest.update(repr(item).encode())
+    return digest.hexdigest()
+
+
+def loader_has_workers(loader: Any) -> bool:
+    """Whether a loader has its batches loaded by other processes."""
+    return bool(getattr(loader, "num_workers", 0) > 0)
+
+
 def has_length(loader: Any) -> bool:
     """Whether a loader knows how many batches an epoch has."""
     try:
@@ -489,46 +501,52 @@ def _can_load(item: Any) -> bool:
     return callable(getattr(item, "load_state_dict", None)) and isinstance(getattr(item, "__dict__", None), dict)
 
 
-class FollowedLoader:
-    """Stands in for a loader; in everything it *is* that loader, but that its own state can be had and set.
+class Follower:
+    """What is known of one loader.
 
     Args:
         loader: a ``DataLoader`` or any other iterable.
-        before: called with it just before an epoch begins.
+        before: called with this just before an epoch begins.
     """
 
-    def __init__(self, loader: Any, before: Callable[[FollowedLoader], None] | None = None) -> None:
-        own = OwnState.of(loader)
-        # Past __setattr__, which belongs to the loader.
-        self.__dict__.update(_loader=loader, _before=before, _own=own, _epoch=None)
-        self.__dict__["_were_made"] = False
-        self.__dict__["_workers"] = LastingWorkers.of(loader, own)
+    def __init__(self, loader: Any, before: Callable[[Follower], None] | None = None) -> None:
+        self.loader, self._before = loader, before
+        self.own = OwnState.of(loader)
+        self.workers = LastingWorkers.of(loader, self.own)
+        self._were_made = False
+        self.epoch: Epoch | None = None
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # isinstance(loader, DataLoader) stays true
-        return type(self.__dict__["_loader"])
+    def begin_epoch(self) -> Iterator[Any]:
+        """What iterating over the loader returns."""
+        if self._before is not None:
+            self._before(self)
+        if self._were_made:
+            self._were_made = False
+            make_unnoticed(self.loader)
+        return begin_epoch(self.loader, self.workers)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+    def state(self) -> State:
+        """The loader's state between two epochs, as plain values."""
+        were_made = self._were_made or (self.workers is None and are_made(self.loader))
+        saved = self.workers.saved(now=True) if self.workers is not None else None
+        return {
+            "own": self.own.capture(),
+            "workers": saved,
+            "were_made": were_made,
+            "data": self.own.changed_data(),
+        }
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_loader"], name, value)
-
-    def __len__(self) -> int:
-        return len(self.__dict__["_loader"])
-
-    def __iter__(self) -> Iterator[Any]:
-        own = self.__dict__
-        if own["_before"] is not None:
-            own["_before"](self)
-        if own["_were_made"]:
-            own["_were_made"] = False
-            make_unnoticed(own["_loader"])
-        return begin_epoch(own["_loader"], own["_workers"])
+    def restore(self, state: State, but: Collection[int] = ()) -> None:
+        """Set what :meth:`state` returned, but in objects of these identities: training has gone on with them."""
+        self.own.restore(state["own"], but=but)
+        if self.workers is not None:
+            self.workers.resume(state["workers"])
+        say_changed([*state["data"], *(self.workers.lost() if self.workers is not None else ())])
+        self._were_made = state["were_made"]
 
 
-class PositionedLoader(FollowedLoader):
-    """Stands in for a training loader and counts what it yields.
+class Positioned(Follower):
+    """What is known of a training loader, which goes on at a position.
 
     In a resumed epoch nothing is drawn before the first batch is asked for: only then are samplers at the right epoch.
 
@@ -544,134 +562,146 @@ class PositionedLoader(FollowedLoader):
     def __init__(
         self,
         loader: Any,
-        resume: Callable[[PositionedLoader], State | None],
+        resume: Callable[[Positioned], State | None],
         restore_step: Callable[[bool], bool],
         data_resume: DataResume = "auto",
     ) -> None:
-        watch_of(loader, seeks=data_resume == "seek")
         super().__init__(loader)
-        self.__dict__.update(_resume=resume, _restore_step=restore_step, _data_resume=data_resume)
+        self._resume, self._restore_step, self.data_resume = resume, restore_step, data_resume
+
+    def begin_epoch(self) -> Iterator[Any]:
+        """See :meth:`Follower.begin_epoch`."""
+        if self.epoch is not None:
+            self.epoch.leave()
+        position = self._resume(self)
+        parts = self.loader, self.own, self.workers
+        if position is None:
+            self.epoch = Epoch(*parts)
+            self.epoch.begin()
+        else:
+            self.epoch = ResumedEpoch(*parts, position, self._restore_step, self.data_resume)
+        return self.epoch
+
+    def position(self, ahead: int = 0, *, epoch_done: bool = False, at_end: bool = False) -> State | None:
+        """Where the loader is, as plain values; ``None`` if it has begun no epoch.
+
+        Args:
+            ahead: 1 if a batch was fetched ahead and not trained on yet.
+            epoch_done: whether the epoch has no more batches; the loader itself may (``limit_train_batches``).
+            at_end: whether the run is at its end, outside any epoch.
+        """
+        if self.epoch is None:
+            return None
+        if at_end:
+            return {**self.state(), **self.epoch.at_end()}
+        return self.epoch.position(ahead, epoch_done=epoch_done)
+
+    @property
+    def resumed(self) -> ResumedEpoch | None:
+        """The epoch of an earlier attempt that the loader is in, or to go on in."""
+        return self.epoch if isinstance(self.epoch, ResumedEpoch) else None
+
+    def restore_own(self, *, begins: bool) -> None:
+        """Set what a loader that is to be resumed has of its own: its epoch may have no batch left to ask it for.
+
+        Args:
+            begins: whether training begins. Then values of a loader in front of a new epoch are set, before hooks set
+                those of the epoch; all else is set in front of the first step.
+        """
+        epoch = self.resumed
+        if epoch is None or epoch.resume is None:
+            return
+        is_new = "at_iter" not in epoch.resume
+        if not begins:
+            epoch.own.restore(epoch.resume["own"], values=not is_new)
+            epoch.say_what_differs()
+        elif is_new:
+            epoch.own.restore(epoch.resume["own"])
+
+    def batches_done(self) -> int | None:
+        """Batches of its epoch that count as done, if it is to go on in its middle; ``None`` otherwise."""
+        epoch = self.resumed
+        if epoch is None or epoch.resume is None or "at_iter" not in epoch.resume:
+            return None
+        if not has_length(self.loader) or (epoch.dealt is None and not epoch.exhausted):
+            return epoch.yielded
+        left = len(dealt(epoch.dealt, self.loader)) - epoch.yielded if epoch.dealt is not None else 0
+        return max(0, len(self.loader) - (0 if epoch.exhausted else left))
+
+
+class FollowedLoader:
+    """Stands in for a loader; in everything it *is* that loader, but that its epochs are begun by a follower."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.__dict__["_follower"] = follower  # past __setattr__, which belongs to the loader
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(loader, DataLoader) stays true
+        return type(self.__dict__["_follower"].loader)
 
     def __getattr__(self, name: str) -> Any:
         """Of the loader; its state, while it is still to go to its place, is that of its place."""
-        epoch = self.__dict__["_epoch"]
-        state = epoch.state_to_come if name == "state_dict" and isinstance(epoch, ResumedEpoch) else None
-        return super().__getattr__(name) if state is None else lambda: state
+        follower: Follower = self.__dict__["_follower"]
+        epoch = follower.epoch if name == "state_dict" else None
+        if isinstance(epoch, ResumedEpoch) and (state := epoch.state_to_come) is not None:
+            return lambda: state
+        return getattr(follower.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_follower"].loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_follower"].loader)
 
     def __iter__(self) -> Iterator[Any]:
-        own = self.__dict__
-        before = own["_epoch"]
-        if before is not None:
-            before.leave()
-        position = own["_resume"](self)
-        parts = own["_loader"], own["_own"], own["_workers"]
-        own["_epoch"] = (
-            Epoch(*parts)
-            if position is None
-            else ResumedEpoch(*parts, position, own["_restore_step"], own["_data_resume"])
-        )
-        return own["_epoch"]  # type: ignore[no-any-return]
+        return self.__dict__["_follower"].begin_epoch()  # type: ignore[no-any-return]
 
 
-def position_of(loader: Any, ahead: int = 0, *, epoch_done: bool = False, at_end: bool = False) -> State | None:
-    """Position of a :class:`PositionedLoader` that has begun an epoch, as plain values; ``None`` for other loaders.
-
-    Args:
-        loader: any loader.
-        ahead: 1 if a batch was fetched ahead and not trained on yet.
-        epoch_done: whether the epoch has no more batches; the loader itself may (``limit_train_batches``).
-        at_end: whether the run is at its end, outside any epoch.
-    """
-    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
-    if epoch is None:
-        return None
-    if at_end:
-        return {**(state_of(loader) or {}), **epoch.at_end()}
-    position: State = epoch.position(ahead, epoch_done=epoch_done)
-    return position
+def follower_of(loader: Any) -> Follower | None:
+    """The follower of a :class:`FollowedLoader`; ``None`` of other loaders."""
+    return loader.__dict__["_follower"] if type(loader) is FollowedLoader else None
 
 
-def state_of(loader: Any) -> State | None:
-    """State of a :class:`FollowedLoader` between two epochs, as plain values; ``None`` for other loaders."""
-    if type(loader) not in (FollowedLoader, PositionedLoader):
-        return None
-    own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
-    were_made = loader.__dict__["_were_made"] or (workers is None and are_made(loader.__dict__["_loader"]))
-    saved = workers.saved(now=True) if workers is not None else None
-    return {"own": own.capture(), "workers": saved, "were_made": were_made, "data": own.changed_data()}
-
-
-def restore_state(loader: Any, state: State | None, but: Collection[int] = ()) -> None:
-    """Set what :func:`state_of` returned, but in objects of these identities: training has gone on with them."""
-    if state is not None and type(loader) in (FollowedLoader, PositionedLoader):
-        own, workers = loader.__dict__["_own"], loader.__dict__["_workers"]
-        own.restore(state["own"], but=but)
-        names = [*state["data"], *own.refused]
-        if workers is not None:
-            workers.resume(state["workers"])
-            names += workers.lost()
-        say_changed(names)
-        loader.__dict__["_were_made"] = state["were_made"]
-
-
-def restore_own(loader: Any, *, begins: bool) -> None:
-    """Set what a loader that is to be resumed has of its own: its epoch may have no batch left to ask it for.
-
-    Args:
-        loader: any.
-        begins: whether training begins. Then values of a loader in front of a new epoch are set, before hooks set those
-            of the epoch; all else is set in front of the first step.
-    """
-    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
-    if not isinstance(epoch, ResumedEpoch) or epoch.resume is None:
-        return
-    is_new = "at_iter" not in epoch.resume
-    if not begins:
-        epoch.own.restore(epoch.resume["own"], values=not is_new)
-        epoch.say_what_differs()
-    elif is_new:
-        epoch.own.restore(epoch.resume["own"])
-
-
-def identities_in(loader: Any) -> set[int]:
-    """Identities of the objects within reach of a loader."""
-    own = loader.__dict__["_own"] if type(loader) in (FollowedLoader, PositionedLoader) else OwnState({"": loader})
-    return {id(item) for _, item in own.items()}
-
-
-def batches_done(loader: Any) -> int | None:
-    """Batches of its epoch that count as done in a loader which is to go on in its middle; ``None`` for others."""
-    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
-    if not isinstance(epoch, ResumedEpoch) or epoch.resume is None or "at_iter" not in epoch.resume:
-        return None
-    if not has_length(loader) or (epoch.dealt is None and not epoch.exhausted):
-        return int(epoch.yielded)
-    left = len(dealt(epoch.dealt, epoch.loader)) - epoch.yielded if epoch.dealt is not None else 0
-    return max(0, len(loader) - (0 if epoch.exhausted else left))
+def positioned(loader: Any) -> Positioned | None:
+    """The follower of a training loader; ``None`` of other loaders."""
+    return follower if isinstance(follower := follower_of(loader), Positioned) else None
 
 
 def loader_itself(loader: Any) -> Any:
     """The loader that a :class:`FollowedLoader` stands in for; others as they are."""
-    return loader.__dict__["_loader"] if type(loader) in (FollowedLoader, PositionedLoader) else loader
+    return follower.loader if (follower := follower_of(loader)) is not None else loader
 
 
 def why_not_exact(loader: Any) -> Iterator[str]:
     """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
-    inner = loader_itself(loader)
+    inner, follower = loader_itself(loader), positioned(loader)
+    epoch = follower.epoch if follower is not None else None
+    resumed = follower.resumed if follower is not None else None
     if is_stateful(inner):
-        yield from _why_its_state_is_not_exact(loader, inner)
+        data = inner.dataset if hasattr(inner, "dataset") else None
+        kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
+        if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
+            yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
+        seeks = follower is not None and follower.data_resume == "seek"
+        for buffer in shuffle_buffers(OwnState({"dataset": data})) if seeks else ():
+            yield (
+                f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may"
+                ' lose or repeat samples. Leave data_resume="seek" out: batches are loaded again'
+            )
+        yield from _what_workers_lack(
+            resumed, "its state does not hold", 'Set data_resume="replay", and persistent_workers=False'
+        )
         return
     if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
         yield (
             f"{_BEGINS_AGAIN} Use torchdata's"
             " StatefulDataLoader (any loader with state_dict and load_state_dict), or a map-style data set"
         )
-    if getattr(inner, "num_workers", 0) > 0 and not getattr(inner, "in_order", True):
+    if loader_has_workers(inner) and not getattr(inner, "in_order", True):
         yield "with in_order=False the order of batches is that of the workers' speed, which no resume can repeat"
     yield from why_workers_are_not_exact(loader)
-    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
-    yield from _what_workers_lack(epoch, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
-    if isinstance(epoch, ResumedEpoch) and epoch.is_within and iterates_itself(inner):
+    yield from _what_workers_lack(resumed, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
+    if resumed is not None and resumed.is_within and iterates_itself(inner):
         yield (
             f"{type(inner).__name__} iterates in a way of its own, and its batches are loaded again: the rest of this"
             " epoch is exact unless it draws from the random numbers of the process. Give it a state_dict"
@@ -689,44 +719,19 @@ _BEGINS_AGAIN = (
 )
 
 
-def _why_its_state_is_not_exact(loader: Any, inner: Any) -> Iterator[str]:
-    """Why a loader's own state may not bring it back; nothing if it does, as far as is known."""
-    data = getattr(inner, "dataset", None)
-    epoch = loader.__dict__["_epoch"] if type(loader) is PositionedLoader else None
-    kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
-    if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
-        yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
-    for buffer in shuffle_buffers(OwnState({"dataset": data})) if loader.__dict__.get("_data_resume") == "seek" else ():
-        yield (
-            f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may lose"
-            ' or repeat samples. Leave data_resume="seek" out: batches are loaded again'
-        )
-    yield from _what_workers_lack(
-        epoch, "its state does not hold", 'Set data_resume="replay", and persistent_workers=False'
-    )
-
-
-def _what_workers_lack(epoch: Epoch | None, why: str, do: str) -> Iterator[str]:
+def _what_workers_lack(epoch: ResumedEpoch | None, why: str, do: str) -> Iterator[str]:
     """What the workers of the attempt before had done in an epoch, and those that go on in it have not."""
-    if not isinstance(epoch, ResumedEpoch) or not epoch.has_other_workers:
-        return
-    what = ["draw random numbers"] if epoch.workers_draw else []
-    what += ["change the data"] if epoch.workers_change else []
-    if epoch.workers_draw is None:
-        what = ["may draw random numbers or change the data"]
-    if what:
+    if epoch is not None and epoch.has_other_workers and epoch.workers_act is not False:
         yield (
-            f"workers of {type(epoch.loader).__name__} {' and '.join(what)}, which {why}: what they load is not exact"
-            f" after this resume. {do}"
+            f"workers of {type(epoch.loader).__name__} {'' if epoch.workers_act else 'may '}draw random numbers or"
+            f" change the data, which {why}: what they load is not exact after this resume. {do}"
         )
 
 
 def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
     """Why the workers of this loader, for training or validation, may not come back as they were; what to do."""
-    if type(loader) not in (FollowedLoader, PositionedLoader):
-        return
-    workers = loader.__dict__["_workers"]
-    if lasts(loader_itself(loader)) and (workers is None or workers.is_lost):
+    follower = follower_of(loader)
+    if follower is not None and follower.workers is None and lasts(follower.loader):
         yield (
             "workers persist over epochs, and cannot be asked which random numbers they go on with: random augmentation"
             " in them is not exact. Set persistent_workers=False"

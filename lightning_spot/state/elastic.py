@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,13 +49,8 @@ def order_of(loader: Any, at_iter: State, at_first: State | None) -> State | Non
         return {**order, "length": len(sampler.dataset), "world": sampler.num_replicas, "seed": seed}  # type: ignore[arg-type]
     if type(sampler) is SequentialSampler:
         return order
-    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
-    if (
-        not is_plain
-        or sampler.num_samples != order["length"]
-        or loader.persistent_workers
-        or loader.generator is not None
-    ):
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == order["length"]
+    if not is_plain or loader.persistent_workers or sampler.generator is not None or loader.generator is not None:
         return None
     generator = torch.Generator()
     if loader.num_workers:  # the sampler draws when the workers are made, after the seed of these
@@ -91,11 +87,6 @@ def is_dealt_to(loader: Any, order: State, world: int) -> bool:
     return world == 1 and type(sampler) in (RandomSampler, SequentialSampler)
 
 
-def seen(order: State, batches: int) -> int:
-    """How many samples of an order all ranks have seen after so many batches each."""
-    return min(int(order["length"]), int(order["first"] + batches * order["batch"] * order["world"]))
-
-
 def rest_of(order: State, batches: int, loader: DataLoader[Any], rank: int, world: int) -> State:
     """The rest of an order after so many batches of each rank, dealt to other ranks; see :func:`dealt`.
 
@@ -106,7 +97,8 @@ def rest_of(order: State, batches: int, loader: DataLoader[Any], rank: int, worl
         rank: number of the share that goes through it.
         world: number of shares now.
     """
-    return {**order, "first": seen(order, batches), "world": world, "rank": rank, "batch": batch_of(loader)}
+    seen = min(order["length"], order["first"] + batches * order["batch"] * order["world"])
+    return {**order, "first": seen, "world": world, "rank": rank, "batch": batch_of(loader)}
 
 
 def dealt(order: State, loader: DataLoader[Any]) -> list[Any]:
@@ -116,29 +108,18 @@ def dealt(order: State, loader: DataLoader[Any]) -> list[Any]:
     to a multiple of the number of ranks, or cut with ``drop_last``; a loader's own ``drop_last`` drops a batch that is
     not full.
     """
-    drop = type(loader.sampler) is DistributedSampler and loader.sampler.drop_last
-    share = _share(_indices(order), order["first"], order["rank"], order["world"], drop_last=drop)
+    indices: Sequence[int] = range(order["length"])
+    if order["seed"] is not None:
+        generator = torch.Generator().manual_seed(order["seed"])
+        indices = torch.randperm(order["length"], generator=generator).tolist()
+    rest, world = [*indices[order["first"] :]], order["world"]
+    each, over = divmod(len(rest), world)
+    if over and not (type(loader.sampler) is DistributedSampler and loader.sampler.drop_last):
+        each += 1
+        rest += islice(cycle(indices), each * world - len(rest))
+    share = rest[order["rank"] : each * world : world]
     batches = loader.batch_sampler
     return share if batches is None else list(BatchSampler(share, batches.batch_size, batches.drop_last))  # type: ignore[attr-defined]
-
-
-def _share(indices: Sequence[int], first: int, rank: int, world: int, *, drop_last: bool) -> list[int]:
-    rest = list(indices[first:])
-    each, over = divmod(len(rest), world)
-    if over and not drop_last:
-        each += 1
-        missing = each * world - len(rest)
-        rest += (list(indices) * (missing // len(indices) + 1))[:missing]
-    return rest[rank : each * world : world]
-
-
-def _indices(order: State) -> list[int]:
-    if order["seed"] is None:
-        return list(range(order["length"]))
-    generator = torch.Generator()
-    generator.manual_seed(order["seed"])
-    indices: list[int] = torch.randperm(order["length"], generator=generator).tolist()
-    return indices
 
 
 class OtherRanks:
@@ -210,12 +191,9 @@ class OtherRanks:
         )
         return {}
 
-    def _positions(self, index: int) -> list[Any]:
-        return [(state["loaders"] or [None] * (index + 1))[index] for state in self._ranks]
-
     def position(self, loader: Any, index: int) -> State | None:
         """Place at which a training loader goes on; ``None`` for the start of an epoch."""
-        positions = self._positions(index)
+        positions = [state["loaders"][index] if state["loaders"] else None for state in self._ranks]
         own: State | None = positions[self._rank % len(positions)]
         if own is None or "at_iter" not in own:  # between two epochs
             return own
@@ -241,14 +219,11 @@ class OtherRanks:
         begun.pop("state", None)
         return {**begun, "yielded": own["yielded"] * self._shares // self._share[1]}
 
-    def _is_common(self, positions: list[State]) -> bool:
+    def _is_common(self, positions: list[Any]) -> bool:
         """Whether all ranks went through one order, dealt among them or among groups of them, equally far."""
         if any(position is None or position.get("order") is None for position in positions):
             return False
-        facts = [
-            {**{name: value for name, value in position["order"].items() if name != "rank"}, "at": position["yielded"]}
-            for position in positions
-        ]
+        facts = [{**position["order"], "rank": None, "at": position["yielded"]} for position in positions]
         return all(fact == facts[0] for fact in facts) and len(positions) % facts[0]["world"] == 0
 
     def line(self, trainer: pl.Trainer) -> str:

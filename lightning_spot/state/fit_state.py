@@ -20,10 +20,10 @@ from lightning_spot.state import buffers, builtin_callbacks, compat, loggers, lo
 from lightning_spot.state.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
 from lightning_spot.state.dataloader import (
     DataResume,
-    PositionedLoader,
-    batches_done,
+    Positioned,
     differences,
     loader_itself,
+    positioned,
     say_not_exact,
     why_not_exact,
     why_workers_are_not_exact,
@@ -358,8 +358,8 @@ class Restoring(OfTrainer):
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: its epoch has more batches now, or less."""
         trainer = self._trainer
-        loaders = self._parts.loaders.training if self._parts.loaders is not None else []
-        done = max((done for loader in loaders if (done := batches_done(loader)) is not None), default=None)
+        followers = self._parts.loaders.followers if self._parts.loaders is not None else []
+        done = max((done for each in followers if (done := each.batches_done()) is not None), default=None)
         if done is not None:
             done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
             self._run(compat.PROGRESS, lambda: loops.number_batches(trainer, done))
@@ -394,10 +394,11 @@ class Restoring(OfTrainer):
             return
         loops.enter_epoch(self._trainer, self._patches, validates=validates, should_stop=values["should_stop"])
 
-    def position_for(self, loader: PositionedLoader) -> State | None:
-        """Position at which ``loader`` begins its epoch: the saved one for the first epoch after a resume."""
+    def position_for(self, follower: Positioned) -> State | None:
+        """Position at which a loader begins its epoch: the saved one for the first epoch after a resume."""
         loaders = self._parts.loaders.training if self._parts.loaders is not None else []
-        index = next((number for number, item in enumerate(loaders) if item is loader), None)
+        found = (number for number, item in enumerate(loaders) if positioned(item) is follower)
+        index = next(found, None)
         if index is None or self._positions is None or self._random is None:
             return None
         positions = self._positions["loaders"]
@@ -406,7 +407,7 @@ class Restoring(OfTrainer):
         if len(positions) != len(loaders):
             return None
         if self._others is not None:
-            return self._others.position(loader_itself(loader), index)
+            return self._others.position(follower.loader, index)
         return positions[index]  # type: ignore[no-any-return]
 
     def what_has_other_data(self) -> list[str]:

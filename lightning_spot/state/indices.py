@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ class Indices:
     """Stands in for a loader's (batch) sampler, and can yield less than it, or questions to the workers.
 
     Attributes:
-        first: draws of the next pass that are passed over.
+        first: draws of the next pass that are passed over, each where the first one that is not is asked for.
+        draws: those of the last pass, as the sampler draws them.
         rest: whether a pass yields nothing.
         questions: to yield instead of indices.
         at_start: called just before a pass draws.
@@ -30,8 +32,7 @@ class Indices:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._draws: Iterator[Any] = iter(())
-        self._due = 0
+        self.draws: Iterator[Any] = iter(())
         self.first = 0
         self.rest = False
         self.questions = 0
@@ -44,27 +45,15 @@ class Indices:
             return iter([[] for _ in range(self.questions)])
         if self.at_start is not None:
             self.at_start()
-        draws: Iterator[Any] = iter(self._sampler)  # also where nothing is yielded: samplers may draw here
+        self.draws = iter(self._sampler)  # also where nothing is yielded: samplers may draw here
         if self.rest:
             return iter(())
         if self.instead is not None:
-            draws = iter(self.instead)
-        if not self.first:
-            is_plain = self.instead is not None or self.draws_along or is_known(self._sampler)
-            return draws if is_plain else self._watched(draws)
-        self._draws, self._due = draws, self.first
-        return self._remaining()
-
-    def _remaining(self) -> Iterator[Any]:
-        self.pass_over()
-        yield from self._draws
-
-    def pass_over(self) -> None:
-        """Draw what is passed over now, if it was not drawn yet."""
-        while self._due:
-            self._due -= 1
-            if next(self._draws, _END) is _END:
-                self._due = 0
+            self.draws = iter(self.instead)
+        if self.first:
+            return islice(self.draws, self.first, None)
+        is_plain = self.instead is not None or self.draws_along or is_known(self._sampler)
+        return self.draws if is_plain else self._watched(self.draws)
 
     def _watched(self, draws: Iterator[Any]) -> Iterator[Any]:
         for number in range(_WATCHED):

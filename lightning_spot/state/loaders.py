@@ -16,13 +16,11 @@ from lightning_spot.state import compat
 from lightning_spot.state.dataloader import (
     DataResume,
     FollowedLoader,
-    PositionedLoader,
-    identities_in,
+    Follower,
+    Positioned,
+    follower_of,
     loader_itself,
-    position_of,
-    restore_own,
-    restore_state,
-    state_of,
+    positioned,
 )
 from lightning_spot.state.randomness import State, capture_random, restore_random
 
@@ -37,7 +35,7 @@ class Loaders:
         trainer: whose they are.
         position_for: position at which a training loader begins its epoch, ``None`` for its start.
         has_positions: whether there are some, of the snapshot that the fit goes on from.
-        restore_step: see :class:`PositionedLoader`.
+        restore_step: see :class:`Positioned`.
         data_resume: how a training loader gets to its position.
         asking: entered while the program is asked for loaders.
     """
@@ -45,7 +43,7 @@ class Loaders:
     def __init__(
         self,
         trainer: pl.Trainer,
-        position_for: Callable[[PositionedLoader], State | None],
+        position_for: Callable[[Positioned], State | None],
         has_positions: Callable[[], bool],
         restore_step: Callable[[bool], bool],
         data_resume: Callable[[], DataResume],
@@ -64,9 +62,9 @@ class Loaders:
             if trainer.state.stage == "train":
                 if has_positions():  # given to loaders once these know their epoch: Lightning gives them before that
                     compat.LOADER_STATES.set(trainer.fit_loop, [])
-                return PositionedLoader(processed, position_for, restore_step, data_resume())
+                return FollowedLoader(Positioned(processed, position_for, restore_step, data_resume()))
             if trainer.state.stage in ("validate", "sanity_check"):
-                return FollowedLoader(processed, self._before_validation)
+                return FollowedLoader(Follower(processed, self._before_validation))
             return processed
 
         compat.PROCESS_DATALOADER.wrap(self._patches, trainer.strategy, partial(partial, process_dataloader))
@@ -166,7 +164,11 @@ class Loaders:
                 name: request if name in self._due else {**request, "reloaded": reloaded[name]}
                 for name, request in self._requests.items()
             },
-            "validation": [state_of(loader) for loader in self.validation] or list(self._states),
+            "validation": [
+                follower.state() if (follower := follower_of(loader)) is not None else None
+                for loader in self.validation
+            ]
+            or list(self._states),
             "consumed": list(consumed) if consumed is not None else None,
         }
 
@@ -176,9 +178,17 @@ class Loaders:
         return bool(compat.NO_MORE_BATCHES.of(self._trainer.fit_loop.epoch_loop)())
 
     def positions(self, *, at_end: bool) -> list[State | None]:
-        """Where each training loader is, see :func:`position_of`."""
-        ahead = len(getattr(compat.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ()))
-        return [position_of(loader, ahead, epoch_done=self._epoch_done, at_end=at_end) for loader in self.training]
+        """Where each training loader is, see :meth:`Positioned.position`."""
+        ahead, done = len(getattr(compat.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ())), self._epoch_done
+        followers = map(positioned, self.training)
+        return [
+            each.position(ahead, epoch_done=done, at_end=at_end) if each is not None else None for each in followers
+        ]
+
+    @property
+    def followers(self) -> list[Positioned]:
+        """Followers of training loaders."""
+        return [each for loader in self.training if (each := positioned(loader)) is not None]
 
     def ask_again(self) -> None:
         """Have Lightning ask for training loaders when training begins, also if it did before the checkpoint came.
@@ -201,8 +211,8 @@ class Loaders:
     def restore(self, saved: State) -> None:
         """When training begins: count epochs from where loaders were asked for, and know which has ended."""
         self._has_begun = True
-        for loader in self.training:
-            restore_own(loader, begins=True)
+        for follower in self.followers:
+            follower.restore_own(begins=True)
         request = saved["requests"].get("training")
         if request is not None:
             compat.LAST_RELOAD.set(self._trainer.fit_loop, request["reloaded"])
@@ -212,24 +222,25 @@ class Loaders:
 
     def go_on(self, saved: State) -> None:
         """Just before the step: set what loaders draw from of their own."""
-        for loader in self.training:
-            restore_own(loader, begins=False)
+        for training in self.followers:
+            training.restore_own(begins=False)
         if "validation" not in saved["requests"] and not self._trainer.validating:
             # Where an epoch that is resumed ends with a validation, Lightning asks before the epoch: the undisturbed
             # run asks when the validation begins, after other numbers were drawn.
             compat.VAL_COMBINED_LOADER.set(self._trainer.fit_loop.epoch_loop.val_loop, None)
             self._requests.pop("validation", None)
         self._states = list(saved["validation"])
-        for loader in self.validation:
-            self._before_validation(loader)
+        for follower in map(follower_of, self.validation):
+            if follower is not None:
+                self._before_validation(follower)
 
-    def _before_validation(self, loader: FollowedLoader) -> None:
+    def _before_validation(self, follower: Follower) -> None:
         """Set the own state of a loader for validation, once: it may be made long after training went on."""
-        number = next((number for number, item in enumerate(self.validation) if item is loader), len(self._states))
-        if number < len(self._states):
-            of_training = set().union(*map(identities_in, self.training))
-            restore_state(loader, self._states[number], of_training)
+        found = (number for number, item in enumerate(self.validation) if follower_of(item) is follower)
+        number = next(found, len(self._states))
+        if number < len(self._states) and (state := self._states[number]) is not None:
             self._states[number] = None
+            follower.restore(state, {id(item) for each in self.followers for _, item in each.own.items()})
 
 
 def _flat(loop: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from lightning_spot.state.change_detector import (
     own_classes,
 )
 from lightning_spot.state.indices import is_stateful
-from lightning_spot.state.plain_values import NotPlain, copy_of, put, whole
+from lightning_spot.state.plain_values import NotPlain, copy_of, whole
 from lightning_spot.state.randomness import GENERATORS, State, capture_generator, restore_generator
 from lightning_spot.trees import leaves
 
@@ -64,15 +64,13 @@ class OwnState:
         roots: where the walk begins, by name.
         by_state: whether what has a ``load_state_dict`` comes back by it.
 
-    Attributes:
-        refused: names of attributes that could not be set.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, by_state: bool = False) -> None:
         self._roots = dict(roots)
         self._by_state = by_state or is_stateful(roots.get(""))
         self._first = {path: _stamps(item, own) for path, item, own in self._owners()}
-        self.refused: set[str] = set()
+        self._drawn = self._draws()
 
     @classmethod
     def of(cls, loader: Any) -> OwnState:
@@ -111,24 +109,22 @@ class OwnState:
             if path in state["seeds"] and _is_seeded(item):
                 item.seed = state["seeds"][path]
             for name, value in state["values"].get(path, {}).items() if values else ():
-                try:
-                    _put(item, name, value)
-                except Exception:  # a class of the user's lets nobody set it, or checks what it is set to
-                    self.refused.add(_name(path, name))
-
-    def drawn(self) -> Any:
-        """Where generators are, equal to a later one if none was drawn from; those that come back are left out."""
-        detector = ChangeDetector(())
-        found = ((path, item) for path, item, comes_back in self._walk() if _is_generator(item) and not comes_back)
-        return [(path, detector.stamp(item)) for path, item in found]
+                _put(item, name, value)
 
     def changed_data(self) -> list[str]:
         """Names of attributes that are not as they were at first, and that neither a state nor a snapshot holds."""
-        return sorted({*self.refused, *(_name(path, name) for path, lost, _ in self._changed() for name in lost)})
+        return sorted(_name(path, name) for path, lost, _ in self._changed() for name in lost)
 
     def has_changed(self) -> bool:
-        """Whether an attribute is not as it was at first, but for epochs, which programs tell data."""
-        return any(name not in _EPOCHS for _, lost, kept in self._changed() for name in (*lost, *kept))
+        """Whether numbers were drawn, or an attribute changed, but for epochs, which programs tell data."""
+        changed = (name for _, lost, kept in self._changed() for name in (*lost, *kept))
+        return self._draws() != self._drawn or any(name not in _EPOCHS for name in changed)
+
+    def _draws(self) -> Any:
+        """Where generators are that do not come back by a state."""
+        detector = ChangeDetector(())
+        found = ((path, item) for path, item, comes_back in self._walk() if _is_generator(item) and not comes_back)
+        return [(path, detector.stamp(item)) for path, item in found]
 
     def _changed(self) -> Iterator[tuple[str, State, State]]:
         """Of each object the attributes that have changed: those that do not come back, and copies of those that do."""
@@ -297,7 +293,7 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _put(holder: Any, name: str, saved: Any) -> None:
-    """Set a value, in place where an iterator may hold it."""
+    """Set a value, in place where an iterator may hold it, and past a class of the user's that forbids it."""
     present: Any = _fields(holder).get(name)
     value = whole(saved)
     are_tensors = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
@@ -307,5 +303,8 @@ def _put(holder: Any, name: str, saved: Any) -> None:
         present[...] = value
     elif isinstance(present, list) and isinstance(value, list):
         present[:] = value
+    elif isinstance(present, dict) and isinstance(value, dict):
+        present.clear()
+        present.update(value)
     else:
-        put(holder, name, saved)
+        object.__setattr__(holder, name, value)

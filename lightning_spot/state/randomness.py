@@ -16,55 +16,21 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 """Kinds of generators whose state can be read."""
 
 
-def capture_random() -> State:
+def capture_random(device: torch.device | None = None) -> State:
     """State of every process-wide generator that training draws from, as values that load with ``weights_only=True``.
 
-    But for a GPU's, see :meth:`Generators.capture`.
+    Args:
+        device: whose generator counts, too, if it is a GPU.
     """
-    return Generators().capture()
-
-
-class Generators:
-    """The process-wide generators, for one snapshot after the other.
-
-    Most stay as they are. The states of those are the same tensors each time, of which it is known how they are put
-    together; nobody writes to them.
-    """
-
-    def __init__(self) -> None:
-        self._words: tuple[int, ...] = ()  # of Python's
-        self._key = b""  # of numpy's
-        self._last: dict[str, torch.Tensor] = {}
-
-    def capture(self, device: torch.device | None = None) -> State:
-        """See :func:`capture_random`."""
-        state: State = {
-            "python": self._python(*random.getstate()),
-            "numpy": self._numpy(np.random.get_state(legacy=False)),
-            "torch": self._same("torch", torch.get_rng_state()),
-        }
-        if device is not None and device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(device)
-        return state
-
-    def _python(self, version: int, words: tuple[int, ...], gauss: float | None) -> list[Any]:
-        if words != self._words:
-            self._words, self._last["python"] = words, _words(words)
-        return [version, self._last["python"], gauss]
-
-    def _numpy(self, state: Any) -> Any:
-        words = state.get("state")
-        if isinstance(words, dict) and isinstance(key := words.get("key"), np.ndarray):
-            if (told := key.tobytes()) != self._key:
-                self._key, self._last["numpy"] = told, _plain(key)
-            state = {**state, "state": {**words, "key": self._last["numpy"]}}
-        return _plain(state)
-
-    def _same(self, kind: str, state: torch.Tensor) -> torch.Tensor:
-        last = self._last.get(kind)
-        if last is None or not torch.equal(last, state):
-            last = self._last[kind] = state
-        return last
+    version, words, gauss = random.getstate()
+    state: State = {
+        "python": [version, _words(words), gauss],
+        "numpy": _plain(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
 def restore_random(state: State, device: torch.device | None = None) -> None:

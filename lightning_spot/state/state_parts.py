@@ -48,7 +48,7 @@ from lightning_spot.state.logged_values import (
 from lightning_spot.state.module_state import ModuleState
 from lightning_spot.state.optimizers import restore_toggled, toggled
 from lightning_spot.state.per_trainer import OfTrainer
-from lightning_spot.state.randomness import Generators, State, restore_random
+from lightning_spot.state.randomness import State, capture_random, restore_random
 from lightning_spot.state.sharded import gradient_like, local_gradient
 
 if TYPE_CHECKING:
@@ -176,7 +176,6 @@ class StateParts(OfTrainer):
 
     Attributes:
         switches: which parts can do their work.
-        generators: those of the process.
         buffers: of the module.
         hooked: what hooks change.
         gradient_order: in which DDP's gradients become ready.
@@ -187,7 +186,6 @@ class StateParts(OfTrainer):
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.switches = compat.Switches()
-        self.generators = Generators()
         self.buffers = Buffers()
         self.hooked = ModuleState()
         self.gradient_order = GradientOrder()
@@ -241,7 +239,7 @@ class StateParts(OfTrainer):
 
     def random(self) -> State:
         """Generators of the process and of the device."""
-        return self.generators.capture(self._trainer.strategy.root_device)
+        return capture_random(self._trainer.strategy.root_device)
 
     def positions(self) -> list[State | None]:
         """Where training loaders are."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_spot.say import say
 from lightning_spot.state import compat
-from lightning_spot.state.indices import Indices, is_stateful, random_now, replacing, sampler_name
+from lightning_spot.state.indices import Indices, draws_at_once, is_stateful, random_now, replacing, sampler_name
 from lightning_spot.state.own_state import OwnState
 from lightning_spot.state.randomness import State, capture_random, restore_random
 from lightning_spot.trees import mapped
@@ -34,29 +34,24 @@ class LastingWorkers:
 
     Attributes:
         indices: stand in for its sampler.
-        is_lost: whether the loader makes them behind our back, when it is asked for a batch: none can answer then.
     """
 
     def __init__(self, loader: DataLoader[Any], own: OwnState) -> None:
         self._loader, self._own = loader, own
         self._name = sampler_name(loader)
         self.indices = Indices(vars(loader)[self._name])
-        self._watch = watch(loader)
-        self._watch.answers = True
+        self._watch = WorkerWatch(loader, answers=True)
         self._made: State | None = None
-        self._states: list[State] | None = None
-        self.is_lost = False
-        self._asked = False
+        self._saved: State | None = None
         self._is_known = False
-        self._pending: State | None = None
 
     def resume(self, saved: State | None) -> None:
         """Have them made as they were when :meth:`saved` was called, where the next epoch begins."""
-        self._pending = saved
+        self._saved, self._is_known = saved, saved is not None
 
     def lost(self) -> list[str]:
         """Names of what workers of the attempt before had changed in the data, and those to be made will not have."""
-        states: list[State] = (self._pending or {}).get("workers") or []
+        states: list[State] = (self._saved or {}).get("workers") or []
         return [name for state in states for name in state["data"]]
 
     def saved(self, *, now: bool) -> State | None:
@@ -65,25 +60,19 @@ class LastingWorkers:
         Args:
             now: as they are now, between epochs; otherwise as they were when this epoch began.
         """
-        if self._pending is not None:
-            return self._pending
         if now:
             self._ask()
-        return {"made": self._made, "workers": self._states} if self._made is not None and self._asked else None
+        return self._saved
 
     def begin_epoch(self) -> Iterator[Any]:
         """``iter(loader)``, with workers as they are to be."""
-        pending, self._pending = self._pending, None
-        if self._is_made:
+        if are_made(self._loader):
             self._ask()
-        elif pending is not None:
-            self._make(pending)
+        elif self._saved is not None:
+            self._make(self._saved)
         else:
-            made = self._random()
-            iterator = self._make_iterator(None)
-            self.is_lost = not self._is_made
-            self._made = made if self._is_made else None
-            return iterator
+            self._made = self._random()
+            return self._make_iterator([])
         self._is_known = False
         return iter(self._loader)
 
@@ -97,10 +86,6 @@ class LastingWorkers:
         if not lasts(loader) or not _can_be_asked(loader):
             return None
         return _known(loader) or cls(loader, own)
-
-    @property
-    def _is_made(self) -> bool:
-        return compat.WORKERS_ITERATOR.of(self._loader) is not None
 
     def _random(self) -> State:
         return {**capture_random(), "own": self._own.capture()}
@@ -117,29 +102,27 @@ class LastingWorkers:
             self.indices.rest = False
             restore_random(present)
             self._own.restore(present["own"])
-        if self._is_made:
-            self._made, self._states, self._asked = saved["made"], saved["workers"], True
+        self._made = saved["made"]
 
     def _make_iterator(self, states: list[State] | None) -> Iterator[Any]:
         """``iter(loader)`` for the first time: its iterator keeps our sampler, and its workers our function."""
         self._watch.states = states or []
         with replacing(self._loader, {self._name: self.indices, **self._watch.values(self._loader)}):
             iterator = iter(self._loader)
-        if self._is_made:
-            vars(compat.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
+        vars(compat.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
         return iterator
 
     def _ask(self) -> None:
         """Learn their generators, between two epochs. Batches of the last epoch that are on their way are dropped."""
-        if self._is_known or not self._is_made or self._made is None:
+        if self._is_known or not are_made(self._loader) or self._made is None:
             return
-        self._asked = self._is_known = True
+        self._is_known = True
+        states: list[State] | None = None
         self.indices.questions = self._loader.num_workers
         try:
             answers = list(DataLoader.__iter__(self._loader))
-            self._states = [_own_copy(answer[_STATE]) for answer in sorted(answers, key=lambda item: item["worker"])]
+            states = [_own_copy(answer[_STATE]) for answer in sorted(answers, key=lambda item: item["worker"])]
         except Exception as error:
-            self._states = None
             text = (
                 "the random numbers of persistent workers are unknown ({error}). With random augmentation in them, a"
                 " resume is not exact. Set persistent_workers=False."
@@ -147,42 +130,35 @@ class LastingWorkers:
             say(logging.WARNING, "workers-unknown", text, error=f"{type(error).__name__}: {error}")
         finally:
             self.indices.questions = 0
+        self._saved = {"made": self._made, "workers": states}
 
 
 class WorkerWatch:
     """Stands in for a loader's collate function, and by :meth:`begin` for its ``worker_init_fn``.
 
-    It notes what no snapshot holds: that workers draw numbers, or change their copies of the data.
-
     Args:
         loader: whose workers are made with :meth:`values`.
+        answers: whether a batch of no samples is a question for what a worker has by now. Otherwise it is noted what no
+            state holds: that workers draw numbers, or change their copies of the data.
 
     Attributes:
-        answers: whether a batch of no samples is a question for what a worker has by now.
         states: that new workers go on with, each in place of the worker of its number.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], *, answers: bool = False) -> None:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
         self._by_state = is_stateful(loader)
-        self.answers = False
+        self._answers = answers
         self.states: list[State] = []
-        self._draws = _shared(torch.zeros(1, dtype=torch.bool))
-        self._changes = _shared(torch.zeros(1, dtype=torch.bool))
+        self._acts = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
         self._own: OwnState | None = None
         self._random: Any = None
-        self._drawn: Any = None
         self._batches = 0
 
     @property
-    def draws(self) -> bool:
-        """Whether one of them was seen to draw numbers."""
-        return bool(self._draws)
-
-    @property
-    def changes(self) -> bool:
-        """Whether one of them was seen to change attributes of the data."""
-        return bool(self._changes)
+    def acts(self) -> bool:
+        """Whether a worker was seen to draw numbers or to change attributes of the data."""
+        return bool(self._acts)
 
     def values(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """What the loader's attributes are while it makes workers."""
@@ -199,32 +175,22 @@ class WorkerWatch:
         if worker < len(self.states):
             restore_random(self.states[worker])
             self._own.restore(self.states[worker]["own"])
-        self._random, self._drawn = random_now(), self._own.drawn()
+        self._random = random_now()
 
     def __call__(self, samples: Any) -> Any:
         """Collate, and note what was done until now; or answer."""
         info = get_worker_info()
         if info is None or self._own is None:
             return self._collate(samples)
-        if self.answers and isinstance(samples, list) and not samples:
+        if self._answers and isinstance(samples, list) and not samples:
             state = {**capture_random(), "own": self._own.capture(), "data": self._own.changed_data()}
             return {"worker": info.id, _STATE: state}
         batch = self._collate(samples)
-        self._note(self._own)
-        return batch
-
-    def _note(self, own: OwnState) -> None:
         self._batches += 1
         looks = self._batches & (self._batches - 1) == 0  # into the data, in fewer and fewer batches
-        if not self._draws and (random_now() != self._random or (looks and own.drawn() != self._drawn)):
-            self._draws.fill_(True)
-        if looks and own.has_changed():
-            self._changes.fill_(True)
-
-
-def _shared(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor in memory that workers share."""
-    return tensor.share_memory_()  # type: ignore[no-untyped-call,no-any-return]
+        if not (self._answers or self._acts) and (random_now() != self._random or (looks and self._own.has_changed())):
+            self._acts.fill_(True)
+        return batch
 
 
 _WATCHES: WeakKeyDictionary[Any, WorkerWatch] = WeakKeyDictionary()
@@ -232,20 +198,10 @@ _MADE_LATE: WeakSet[Any] = WeakSet()
 """Loaders whose workers an earlier attempt had by now, and which make theirs where the first batch is asked for."""
 
 
-def watch_of(loader: Any, *, seeks: bool = False) -> WorkerWatch | None:
-    """What is known of a loader's workers; ``None`` where a resume loads their batches again.
-
-    Args:
-        loader: any.
-        seeks: whether it goes to its place by indices, from now on.
-    """
-    if not (isinstance(loader, DataLoader) and loader.num_workers > 0):
+def watch_of(loader: Any) -> WorkerWatch | None:
+    """The watch over the workers of a loader that goes on by its state; ``None`` of others."""
+    if not (isinstance(loader, DataLoader) and loader.num_workers > 0 and is_stateful(loader)):
         return None
-    return watch(loader) if seeks or is_stateful(loader) else _WATCHES.get(loader)
-
-
-def watch(loader: DataLoader[Any]) -> WorkerWatch:
-    """Watch a loader's workers from now on."""
     if loader not in _WATCHES:
         _WATCHES[loader] = WorkerWatch(loader)
     return _WATCHES[loader]
@@ -327,6 +283,6 @@ def _known(loader: Any) -> LastingWorkers | None:
 
 def _can_be_asked(loader: DataLoader[Any]) -> bool:
     """Whether workers that persist can be asked: they load batches of indices, and are not at work for others yet."""
-    if is_stateful(loader) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+    if not draws_at_once(loader):
         return False
     return loader.batch_sampler is not None and (not are_made(loader) or _known(loader) is not None)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.state import logged_values
-from lightning_spot.state.dataloader import PositionedLoader, batches_done, loader_itself, position_of
+from lightning_spot.state.dataloader import Positioned
 from lightning_spot.state.elastic import OtherRanks, random_of
 from lightning_spot.state.randomness import capture_random
 from lightning_spot.state.rank_states import are_these, share_of
@@ -48,6 +48,12 @@ class Numbers(Dataset[int]):
         return index
 
 
+def follow(loader: Any, others: OtherRanks | None = None) -> Positioned:
+    """A follower of a training loader, which goes on from the states of other ranks."""
+    at = (lambda follower: others.position(follower.loader, 0)) if others is not None else (lambda _: None)
+    return Positioned(loader, at, lambda _: True)
+
+
 class Ranks:
     """The training loaders of as many ranks, in one process; they go on from the states of others."""
 
@@ -57,9 +63,9 @@ class Ranks:
         self.world = world
         self.others = [OtherRanks(others, rank, world) if others is not None else None for rank in range(world)]
         self.loaders = [self._loader(rank, length, epoch, **more) for rank in range(world)]
-        self.iterators = [iter(loader) for loader in self.loaders]
+        self.iterators = [loader.begin_epoch() for loader in self.loaders]
 
-    def _loader(self, rank: int, length: int, epoch: int, **more: Any) -> PositionedLoader:
+    def _loader(self, rank: int, length: int, epoch: int, **more: Any) -> Positioned:
         data = Numbers(length)
         if self.world == 1:
             loader = DataLoader(data, **{"batch_size": 3, "shuffle": True, **more})
@@ -67,12 +73,7 @@ class Ranks:
             sampler: Any = DistributedSampler(data, self.world, rank, seed=3)
             sampler.set_epoch(epoch)
             loader = DataLoader(data, **{"batch_size": 3, "sampler": sampler, **more})
-        others = self.others[rank]
-        return PositionedLoader(
-            loader,
-            lambda loader: others.position(loader_itself(loader), 0) if others is not None else None,
-            lambda _: True,
-        )
+        return follow(loader, self.others[rank])
 
     def train(self, batches: int | None = None) -> list[int]:
         """The samples of so many batches of each rank, or of all that are left."""
@@ -87,7 +88,7 @@ class Ranks:
         return found
 
     def states(self) -> list[State]:
-        return [{"random": capture_random(), "loaders": [position_of(loader)]} for loader in self.loaders]
+        return [{"random": capture_random(), "loaders": [loader.position()]} for loader in self.loaders]
 
 
 @settings(max_examples=30)
@@ -118,7 +119,7 @@ def test_no_sample_repeats_across_world_sizes_that_divide_evenly(worlds: tuple[i
     states, samples = None, []
     for world in worlds:
         ranks = Ranks(world, 144, states)
-        done = [batches_done(loader) for loader in ranks.loaders]
+        done = [loader.batches_done() for loader in ranks.loaders]
         if states is not None:
             assert done == [(len(samples)) // (3 * world)] * world
         samples += ranks.train(None if world == worlds[-1] and states is not None else 4)
@@ -135,8 +136,8 @@ def test_a_dealt_epoch_is_itself_resumed_to_the_sample() -> None:
     assert cut.train(2) == whole[0]
     again = Ranks(3, 100)
     for rank, position in enumerate(state["loaders"][0] for state in cut.states()):
-        loader = PositionedLoader(again.loaders[rank].__dict__["_loader"], lambda _, at=position: at, lambda _: True)  # type: ignore[misc]
-        again.iterators[rank] = iter(loader)
+        loader = again.loaders[rank].loader
+        again.iterators[rank] = Positioned(loader, lambda _, at=position: at, lambda _: True).begin_epoch()  # type: ignore[misc]
     assert again.train() == whole[1]
 
 
@@ -149,10 +150,7 @@ def test_tensor_parallel_ranks_get_the_same_remaining_samples() -> None:
         others = OtherRanks(states, 3 % world, world, share)
         sampler: Any = DistributedSampler(Numbers(30), share[1], share[0]) if world > 1 else None
         loader = DataLoader(Numbers(30), batch_size=3, sampler=sampler, shuffle=sampler is None)
-        going_on = PositionedLoader(
-            loader, lambda item, others=others: others.position(loader_itself(item), 0), lambda _: True
-        )  # type: ignore[misc]
-        rest = [number for batch in going_on for number in batch.flatten().tolist()]
+        rest = [number for batch in follow(loader, others).begin_epoch() for number in batch.flatten().tolist()]
         assert others.reasons == []
         assert not set(rest) & set(seen)
         assert len(rest) == 18 // share[1]
@@ -172,12 +170,8 @@ def test_the_same_rank_count_with_other_data_shares_is_elastic(old: int, new: in
         assert not are_these({"world_size": 4, "shares": old}, trainer)
         assert are_these({"world_size": 4, "shares": new}, trainer)
         others = OtherRanks(states, share, 4, share_of(trainer), old)
-        going_on = PositionedLoader(
-            Ranks(new, 96).loaders[share].__dict__["_loader"],
-            lambda item, others=others: others.position(loader_itself(item), 0),  # type: ignore[misc]
-            lambda _: True,
-        )
-        seen += [number for batch in going_on for number in batch.flatten().tolist()]
+        going_on = follow(Ranks(new, 96).loaders[share].loader, others)
+        seen += [number for batch in going_on.begin_epoch() for number in batch.flatten().tolist()]
         assert others.reasons == []
         assert f"4 ranks with {old} shares of the data -> {new}: " in others.line(SimpleNamespace(current_epoch=0))  # type: ignore[arg-type]
     assert sorted(seen) == list(range(96))
@@ -214,17 +208,15 @@ class Stream(IterableDataset[int]):
     ("data", "more", "name"), [(Numbers(30), {"sampler": Backwards()}, "Backwards"), (Stream(), {}, "DataLoader")]
 )
 def test_what_cannot_be_dealt_is_named_and_passed_over(data: Any, more: State, name: str) -> None:
-    loader = PositionedLoader(DataLoader(data, batch_size=2, **more), lambda _: None, lambda _: True)
-    iterator = iter(loader)
+    loader = follow(DataLoader(data, batch_size=2, **more))
+    iterator = loader.begin_epoch()
     for _ in range(3):
         next(iterator)
-    states = [{"random": capture_random(), "loaders": [position_of(loader)]}] * 4
+    states = [{"random": capture_random(), "loaders": [loader.position()]}] * 4
     others = OtherRanks(states, 0, 2)
-    resumed = PositionedLoader(
-        DataLoader(data, batch_size=2, **more), lambda item: others.position(loader_itself(item), 0), lambda _: True
-    )
-    rest = list(iter(resumed))
-    assert batches_done(resumed) is None
+    resumed = follow(DataLoader(data, batch_size=2, **more), others)
+    rest = list(resumed.begin_epoch())
+    assert resumed.batches_done() is None
     assert len(rest) == 15 - 6  # three batches of four ranks are six of two
     (reason,) = others.reasons
     assert f"of {name if name == 'Backwards' else 'a DataLoader'} is not known" in reason
