@@ -187,13 +187,10 @@ def _content(value: Any) -> Any:
 
 
 def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    state = generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+    return state.numpy() if isinstance(state, torch.Tensor) else state
 
 
 def some_of(tensor: torch.Tensor) -> bytes:

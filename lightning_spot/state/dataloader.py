@@ -40,7 +40,6 @@ from lightning_spot.state.workers import (
     lasts,
     make_unnoticed,
     watch_of,
-    watching,
 )
 from lightning_spot.trees import walk
 
@@ -122,46 +121,61 @@ def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | 
         return workers.begin_epoch()
     if indices is None:
         return begin_watched(loader)
-    with replacing(loader, {sampler_name(loader): indices, **watching(loader)}):
+    with replacing(loader, {sampler_name(loader): indices}):
         return iter(loader)
 
 
 class Epoch:
     """One pass over a loader, from its start, or the rest of one that an earlier attempt has begun.
 
+    Such a rest has the same draws for samplers and workers, and passes over as many batches. Nothing of it is begun
+    before its first batch is asked for.
+
     Args:
-        loader: that is iterated over.
-        own: what it draws from or changes of its own.
-        workers: of it, if they persist.
-        resume: the position at which it goes on.
+        follower: of the loader.
+        resume: the position at which it goes on; ``None`` for a start.
+
+    Attributes:
+        is_rest: whether an earlier attempt has begun it.
+        resume: its position, until its first batch is asked for.
     """
 
-    def __init__(self, loader: Any, own: OwnState, workers: LastingWorkers | None, resume: State | None = None) -> None:
-        resume = resume or {}
-        self.loader, self.own, self.workers = loader, own, workers
-        self.yielded: int = resume.get("yielded", 0)
-        self.exhausted: bool = resume.get("exhausted", False)
-        self.at_iter: State = resume.get("at_iter", {})
-        self.at_first: State | None = resume.get("at_first")
-        self.made_of: State = resume.get("made_of") or made_of(loader)
-        self.first_batch: str | None = resume.get("begins_with")
+    def __init__(self, follower: Positioned, resume: State | None = None) -> None:
+        self.loader, self.own, self.workers = follower.loader, follower.own, follower.workers
+        self._restore_step, self._data_resume = follower.restore_step, follower.data_resume
+        self.is_rest, self.resume = resume is not None, resume
+        at = resume or {}
+        self.yielded: int = at.get("yielded", 0)
+        self.exhausted: bool = at.get("exhausted", False)
+        self.at_iter: State = at.get("at_iter", {})
+        self.at_first: State | None = at.get("at_first")
+        self.made_of: State = at.get("made_of") or made_of(self.loader)
+        self.first_batch: str | None = at.get("begins_with")
         # Whether workers were seen to draw numbers or change the data; None if nobody looks.
-        self.workers_act: bool | None = None if loader_has_workers(loader) and watch_of(loader) is None else False
-        if "at_iter" in resume:
-            self.workers_act = resume.get("workers_act")
+        self.workers_act: bool | None = None if has_workers(self.loader) and watch_of(self.loader) is None else False
+        if "at_iter" in at:
+            self.workers_act = at.get("workers_act")
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
-        self._ahead: Callable[[], State] | None = None if has_length(loader) else self._state
+        self._ahead: Callable[[], State] | None = None if has_length(self.loader) else self._state
         self.before: State | None = None
-        self.dealt: State | None = resume["order"] if resume.get("dealt") else None
-        self.indices = _indices(loader, workers)
+        self.dealt: State | None = at["order"] if at.get("dealt") else None
+        self.indices = _indices(self.loader, self.workers)
         if self.dealt is not None:
-            self.indices = self.indices or Indices(getattr(loader, sampler_name(loader)))
+            self.indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
         if self.indices is not None:
-            self.indices.instead = dealt(self.dealt, loader) if self.dealt is not None else None
-            self.indices.draws_along |= resume.get("draws_along", False)
+            self.indices.instead = dealt(self.dealt, self.loader) if self.dealt is not None else None
+            self.indices.draws_along |= at.get("draws_along", False)
+        self._lost: list[str] = [*at.get("data", ())]
+        self._begins_otherwise = self._due_random = self._has_loaded = False
+        self._ended: Any = None
+        self._loaded: list[tuple[Any, str, Any, Any]] = []
+        if not self.is_rest:
+            self._begin_at_start()
+        elif self.workers is not None:
+            self.workers.resume(at.get("workers"))
+            self._lost += self.workers.lost()
 
-    def begin(self) -> None:
-        """Begin at the start."""
+    def _begin_at_start(self) -> None:
         self.at_iter = self._random()
         self.inner = begin_epoch(self.loader, self.workers, self.indices)
 
@@ -169,6 +183,12 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
+        if self.resume is not None:
+            resume, self.resume = self.resume, None
+            self._begin(resume)
+        elif self._due_random:
+            self._due_random = False
+            self._restore_step(True)
         if self.at_first is None:
             self.at_first = self._random()
         if self._ahead is not None:
@@ -183,30 +203,38 @@ class Epoch:
         self.yielded += 1
         return batch
 
-    def leave(self) -> None:
-        """Before the loader begins another epoch."""
-
     def at_end(self) -> State:
         """Where a loader that keeps its state is when the run has come to its end, outside any epoch."""
-        data = {"data": self.own.changed_data(), "made_of": made_of(self.loader)}
-        if not is_stateful(self.loader):
-            return data
-        return {**data, "state": self._loader_state(), "ended": self.exhausted, "yielded": self.yielded}
+        state: State = {"data": self.own.changed_data(), "made_of": made_of(self.loader)}
+        if self.resume is None and is_stateful(self.loader):
+            state |= {"state": self._loader_state(), "ended": self.exhausted, "yielded": self.yielded}
+        elif self.resume is not None and "state" in self.resume:
+            state |= {name: self.resume.get(name) for name in ("state", "ended", "yielded")}
+        return state
 
     def position(self, ahead: int, *, epoch_done: bool = False) -> State:
         """See :meth:`Positioned.position`."""
+        if self.resume is not None:
+            return {**self.resume, "exhausted": self.exhausted or epoch_done}
         state = self.before if ahead and self.before is not None else self._state()
         done = state["exhausted"] or epoch_done
-        workers = self.workers.saved(now=done) if self.workers is not None else None
-        position = {"at_iter": self.at_iter, "at_first": self.at_first, "ahead": ahead, "workers": workers}
         watch = watch_of(self.loader)
-        data: State = {"data": self.own.changed_data(), "made_of": self.made_of, "begins_with": self.first_batch}
-        data |= {"workers_act": True if watch is not None and watch.acts else self.workers_act}
-        along = self.indices is not None and self.indices.draws_along
-        flags = {"exhausted": done, "ended": state["exhausted"], "draws_along": along}
-        order = self.dealt or order_of(self.loader, self.at_iter, self.at_first)
-        dealing = {"order": order, "dealt": self.dealt is not None}
-        return {**state, **position, **flags, **dealing, **data}
+        return {
+            **state,
+            "at_iter": self.at_iter,
+            "at_first": self.at_first,
+            "ahead": ahead,
+            "workers": self.workers.saved(now=done) if self.workers is not None else None,
+            "exhausted": done,
+            "ended": state["exhausted"],
+            "draws_along": self.indices is not None and self.indices.draws_along,
+            "order": self.dealt or order_of(self.loader, self.at_iter, self.at_first),
+            "dealt": self.dealt is not None,
+            "data": self.own.changed_data(),
+            "made_of": self.made_of,
+            "begins_with": self.first_batch,
+            "workers_act": True if watch is not None and watch.acts else self.workers_act,
+        }
 
     def _state(self) -> State:
         state: State = {"yielded": self.yielded, "exhausted": self.exhausted, "own": self.own.capture()}
@@ -216,70 +244,16 @@ class Epoch:
             state["state"] = self._loader_state()
         return state
 
-    def _loader_state(self) -> Any:
-        return self.loader.state_dict()
-
-    def _random(self) -> State:
-        return {**capture_random(), "own": self.own.capture()}
-
-
-class ResumedEpoch(Epoch):
-    """The rest of a pass over a loader: the same draws for samplers and workers, and as many batches passed over."""
-
-    def __init__(
-        self,
-        loader: Any,
-        own: OwnState,
-        workers: LastingWorkers | None,
-        resume: State,
-        restore_step: Callable[[bool], bool],
-        data_resume: DataResume,
-    ) -> None:
-        super().__init__(loader, own, workers, resume)
-        self.resume: State | None = resume
-        self._restore_step = restore_step
-        self._data_resume = data_resume
-        self._by_state = data_resume == "seek" or (data_resume == "auto" and not any(shuffle_buffers(own)))
-        self._due_random = False
-        self._lost: list[str] = [*resume.get("data", ())]
-        if workers is not None:
-            workers.resume(resume.get("workers"))
-            self._lost += workers.lost()
-        self._begins_otherwise = False
-        self._ended: Any = None
-        self._loaded: list[tuple[Any, str, Any, Any]] = []
-        self._has_loaded = False
-
-    def __next__(self) -> Any:
-        if self.resume is not None:
-            resume, self.resume = self.resume, None
-            self._begin(resume)
-        elif self._due_random:
-            self._due_random = False
-            self._restore_step(True)
-        return super().__next__()
-
-    def position(self, ahead: int, *, epoch_done: bool = False) -> State:
-        """See :meth:`Positioned.position`."""
-        if self.resume is None:
-            return super().position(ahead, epoch_done=epoch_done)
-        return {**self.resume, "exhausted": self.resume.get("exhausted", False) or epoch_done}
-
-    def at_end(self) -> State:
-        """See :meth:`Epoch.at_end`."""
-        if self.resume is None:
-            return super().at_end()
-        resume = self.resume
-        kept: State = {name: resume.get(name) for name in ("state", "ended", "yielded")} if "state" in resume else {}
-        return {"data": self.own.changed_data(), "made_of": made_of(self.loader), **kept}
-
     @property
     def state_to_come(self) -> Any:
         """The loader's state, while it has not begun: torchdata's would begin an epoch for it, and draw numbers."""
         return self.resume.get("state") if self.resume is not None else self._ended
 
     def _loader_state(self) -> Any:
-        return super()._loader_state() if self._ended is None else self._ended
+        return self.loader.state_dict() if self._ended is None else self._ended
+
+    def _random(self) -> State:
+        return {**capture_random(), "own": self.own.capture()}
 
     def leave(self) -> None:
         """Keep what loading a state has left behind out of the next epoch, which begins at its start.
@@ -288,10 +262,9 @@ class ResumedEpoch(Epoch):
         has not changed since is as it was before; and workers, which have a copy of it, are made again.
         """
         if self.resume is not None and self._goes_by_state(self.resume):  # Lightning asked for none of its batches
-            present, own = capture_random(), self.own.capture()
+            present = self._random()
             self._come_to_end(self.resume)
-            restore_random(present)
-            self.own.restore(own)
+            self._random_was(present)
         for item, name, before, loaded in self._loaded:
             if vars(item).get(name) is loaded:
                 vars(item)[name] = before
@@ -299,7 +272,7 @@ class ResumedEpoch(Epoch):
             self.inner = iter(())
             compat.WORKERS_ITERATOR.set(self.loader, None)
             make_unnoticed(self.loader)
-        elif self.exhausted and self.workers is None:  # it may have gone to its end without them
+        elif self.is_rest and self.exhausted and self.workers is None:  # it may have gone to its end without them
             make_unnoticed(self.loader)
         self._loaded, self._has_loaded = [], False
 
@@ -315,7 +288,7 @@ class ResumedEpoch(Epoch):
                 self.own.restore(resume["own"], values=False)
                 self.leave()
             self.say_what_differs()
-            self.begin()
+            self._begin_at_start()
             return
         if by_state:  # streams have to be told their epoch first, and samplers without a state draw again
             self._random_was(self.at_iter)
@@ -346,7 +319,7 @@ class ResumedEpoch(Epoch):
         resume = self.resume or {}
         if "state" in resume:
             return (self._goes_by_state(resume) and not self.exhausted) or lasts(self.loader)
-        are_there = loader_has_workers(self.loader) and self.made_of["workers"] == self.loader.num_workers
+        are_there = has_workers(self.loader) and self.made_of["workers"] == self.loader.num_workers
         return are_there and self._seeks and self.is_within
 
     @property
@@ -373,8 +346,10 @@ class ResumedEpoch(Epoch):
 
     def _goes_by_state(self, resume: State) -> bool:
         """Whether its own state brings the loader to its place: one of as many workers."""
-        workers = self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
-        return "state" in resume and is_stateful(self.loader) and self._by_state and workers
+        if "state" not in resume or not is_stateful(self.loader) or self._data_resume == "replay":
+            return False
+        loses_buffer = self._data_resume == "auto" and any(shuffle_buffers(self.own))
+        return not loses_buffer and self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
 
     def _load(self, state: State) -> Iterator[Any]:
         """Have a loader go on from its own state."""
@@ -482,7 +457,7 @@ def _digest_of(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def loader_has_workers(loader: Any) -> bool:
+def has_workers(loader: Any) -> bool:
     """Whether a loader has its batches loaded by other processes."""
     return bool(getattr(loader, "num_workers", 0) > 0)
 
@@ -567,19 +542,13 @@ class Positioned(Follower):
         data_resume: DataResume = "auto",
     ) -> None:
         super().__init__(loader)
-        self._resume, self._restore_step, self.data_resume = resume, restore_step, data_resume
+        self._resume, self.restore_step, self.data_resume = resume, restore_step, data_resume
 
     def begin_epoch(self) -> Iterator[Any]:
         """See :meth:`Follower.begin_epoch`."""
         if self.epoch is not None:
             self.epoch.leave()
-        position = self._resume(self)
-        parts = self.loader, self.own, self.workers
-        if position is None:
-            self.epoch = Epoch(*parts)
-            self.epoch.begin()
-        else:
-            self.epoch = ResumedEpoch(*parts, position, self._restore_step, self.data_resume)
+        self.epoch = Epoch(self, self._resume(self))
         return self.epoch
 
     def position(self, ahead: int = 0, *, epoch_done: bool = False, at_end: bool = False) -> State | None:
@@ -597,9 +566,9 @@ class Positioned(Follower):
         return self.epoch.position(ahead, epoch_done=epoch_done)
 
     @property
-    def resumed(self) -> ResumedEpoch | None:
+    def rest(self) -> Epoch | None:
         """The epoch of an earlier attempt that the loader is in, or to go on in."""
-        return self.epoch if isinstance(self.epoch, ResumedEpoch) else None
+        return self.epoch if self.epoch is not None and self.epoch.is_rest else None
 
     def restore_own(self, *, begins: bool) -> None:
         """Set what a loader that is to be resumed has of its own: its epoch may have no batch left to ask it for.
@@ -608,7 +577,7 @@ class Positioned(Follower):
             begins: whether training begins. Then values of a loader in front of a new epoch are set, before hooks set
                 those of the epoch; all else is set in front of the first step.
         """
-        epoch = self.resumed
+        epoch = self.rest
         if epoch is None or epoch.resume is None:
             return
         is_new = "at_iter" not in epoch.resume
@@ -620,7 +589,7 @@ class Positioned(Follower):
 
     def batches_done(self) -> int | None:
         """Batches of its epoch that count as done, if it is to go on in its middle; ``None`` otherwise."""
-        epoch = self.resumed
+        epoch = self.rest
         if epoch is None or epoch.resume is None or "at_iter" not in epoch.resume:
             return None
         if not has_length(self.loader) or (epoch.dealt is None and not epoch.exhausted):
@@ -643,7 +612,7 @@ class FollowedLoader:
         """Of the loader; its state, while it is still to go to its place, is that of its place."""
         follower: Follower = self.__dict__["_follower"]
         epoch = follower.epoch if name == "state_dict" else None
-        if isinstance(epoch, ResumedEpoch) and (state := epoch.state_to_come) is not None:
+        if epoch is not None and (state := epoch.state_to_come) is not None:
             return lambda: state
         return getattr(follower.loader, name)
 
@@ -676,7 +645,7 @@ def why_not_exact(loader: Any) -> Iterator[str]:
     """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
     inner, follower = loader_itself(loader), positioned(loader)
     epoch = follower.epoch if follower is not None else None
-    resumed = follower.resumed if follower is not None else None
+    rest = follower.rest if follower is not None else None
     if is_stateful(inner):
         data = inner.dataset if hasattr(inner, "dataset") else None
         kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
@@ -689,7 +658,7 @@ def why_not_exact(loader: Any) -> Iterator[str]:
                 ' lose or repeat samples. Leave data_resume="seek" out: batches are loaded again'
             )
         yield from _what_workers_lack(
-            resumed, "its state does not hold", 'Set data_resume="replay", and persistent_workers=False'
+            rest, "its state does not hold", 'Set data_resume="replay", and persistent_workers=False'
         )
         return
     if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
@@ -697,11 +666,11 @@ def why_not_exact(loader: Any) -> Iterator[str]:
             f"{_BEGINS_AGAIN} Use torchdata's"
             " StatefulDataLoader (any loader with state_dict and load_state_dict), or a map-style data set"
         )
-    if loader_has_workers(inner) and not getattr(inner, "in_order", True):
+    if has_workers(inner) and not getattr(inner, "in_order", True):
         yield "with in_order=False the order of batches is that of the workers' speed, which no resume can repeat"
     yield from why_workers_are_not_exact(loader)
-    yield from _what_workers_lack(resumed, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
-    if resumed is not None and resumed.is_within and iterates_itself(inner):
+    yield from _what_workers_lack(rest, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
+    if rest is not None and rest.is_within and iterates_itself(inner):
         yield (
             f"{type(inner).__name__} iterates in a way of its own, and its batches are loaded again: the rest of this"
             " epoch is exact unless it draws from the random numbers of the process. Give it a state_dict"
@@ -719,7 +688,7 @@ _BEGINS_AGAIN = (
 )
 
 
-def _what_workers_lack(epoch: ResumedEpoch | None, why: str, do: str) -> Iterator[str]:
+def _what_workers_lack(epoch: Epoch | None, why: str, do: str) -> Iterator[str]:
     """What the workers of the attempt before had done in an epoch, and those that go on in it have not."""
     if epoch is not None and epoch.has_other_workers and epoch.workers_act is not False:
         yield (

@@ -207,12 +207,6 @@ def watch_of(loader: Any) -> WorkerWatch | None:
     return _WATCHES[loader]
 
 
-def watching(loader: Any) -> dict[str, Any]:
-    """What a loader's attributes are where it begins an epoch, if its workers are watched."""
-    known = watch_of(loader)
-    return known.values(loader) if known is not None else {}
-
-
 def begin_watched(loader: Any, *, apart: bool = False) -> Iterator[Any]:
     """``iter(loader)``, with its workers watched where what these draw has to be known.
 
@@ -221,7 +215,8 @@ def begin_watched(loader: Any, *, apart: bool = False) -> Iterator[Any]:
         apart: whether one that begins only where its first batch is asked for draws the seed of workers apart from what
             training draws from: an epoch that was begun before had it already.
     """
-    values, apart = watching(loader), apart or loader in _MADE_LATE
+    watch, apart = watch_of(loader), apart or loader in _MADE_LATE
+    values = watch.values(loader) if watch is not None else {}
     with replacing(loader, values) if values else nullcontext():
         inner: Iterator[Any] = iter(loader)
     if not (isinstance(loader, DataLoader) and inspect.isgenerator(inner)):
@@ -269,10 +264,10 @@ def make_unnoticed(loader: Any) -> None:
         _MADE_LATE.add(loader)
         return
     present, own = capture_random(), OwnState.of(loader)
-    generators = own.capture()
+    before = own.capture()
     begin_watched(loader)
     restore_random(present)
-    own.restore(generators)
+    own.restore(before)
 
 
 def _known(loader: Any) -> LastingWorkers | None:
