@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.state import loops, state_parts
-from lightning_spot.state.indices import Indices
 from lightning_spot.state.loaders import Loaders
 from lightning_spot.state.module_state import ModuleState
-from lightning_spot.state.own_state import OwnState
 from tests.support import exact_models as m
 from tests.support.exact_table import Case, train
 from tests.support.said import said
@@ -106,41 +104,3 @@ def test_no_loader_of_ours_stays(tmp_path: Path) -> None:
     combined = m.combined("min_size")()
     train(Case(model=m.Several, loaders=lambda: combined, settings={"max_epochs": 1}), tmp_path, seed=11)
     assert [type(loader) for loader in combined.flattened] == [DataLoader, DataLoader]
-
-
-def test_own_state_is_found_at_any_depth_and_put_back() -> None:
-    def loader() -> DataLoader[Any]:
-        return DataLoader(m.Noisy(), 4, sampler=m.Holding(), collate_fn=m.Collate())
-
-    first, second = loader(), loader()
-    one, two = OwnState.of(first), OwnState.of(second)
-    list(first)
-    two.restore(one.capture())
-    found = {"collate_fn.generator", "dataset.rng", "dataset.transform.rng", "sampler.state.rng.0"}
-    assert set(one.capture()["generators"]) == found
-    assert all(torch.equal(*pair) for pair in zip(*map(_tensors, (list(first), list(second))), strict=True))
-
-
-def _tensors(batches: Any) -> list[torch.Tensor]:
-    return [tensor for batch in batches for tensor in batch]
-
-
-def test_indices_pass_over_hold_back_and_ask() -> None:
-    indices = Indices([[0], [1], [2]])
-    assert list(indices) == [[0], [1], [2]]
-    indices.first = 2
-    assert list(indices) == [[2]]
-    indices.first = 5
-    assert list(indices) == []
-    indices.first, indices.rest = 0, True
-    assert list(indices) == []
-    indices.rest, indices.questions = False, 2
-    assert list(indices) == [[], []]
-    assert len(indices) == 3
-
-
-def test_a_sampler_that_draws_along_is_found() -> None:
-    for sampler, draws_along in ((m.Popping(), True), (m.Own(torch.Generator()), False), (m.Counting(), False)):
-        indices = Indices(sampler)
-        list(indices)
-        assert indices.draws_along == draws_along

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,91 +12,62 @@ import pytest
 
 from lightning_spot.capture.ending import paces_of
 from lightning_spot.client import starting
-from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import FailureReason, FencedError, SnapshotFailedError, TierError
 from lightning_spot.interval.costs import Failure
 from lightning_spot.protocol.record import find_record
-from lightning_spot.server import reconcile
-from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import snapshot_name
 from tests.support.server import (
+    FIRST,
     MIB,
     OTHER_ID,
     RUN,
     RUN_ID,
     Bench,
     MakeBench,
+    MakeWithServers,
     ServerBehind,
-    StartServer,
-    manifest_of,
+    WithServers,
 )
-from tests.support.store import GatedStore
 from tests.support.waiting import until
 
-BEHIND = "spot://behind:7070"
 
+class TwoSlots(WithServers):
+    """Its snapshot servers have two slots, and take any run."""
 
-class WithServer(Bench):
-    """A server on a trainer's host, and a snapshot server with two slots which may not write to the durable tier."""
-
-    def __init__(self, root: Path, allow: list[str]) -> None:
-        self.far: dict[str, GatedStore] = {}
-        self.remote = SnapshotServer(
-            slots=2,
-            memory_bytes=8 * MIB,
-            allow=allow,
-            open_store=lambda url: self.far.setdefault(url, GatedStore(url)),
-        )
-        self.behind: dict[str, ServerBehind] = {}
-        super().__init__(root, slots=3)
+    slots_behind = 2
 
     def store(self, url: str) -> Any:
         if not url.startswith("spot://"):
             return super().store(url)
-        return self.behind.setdefault(url, ServerBehind(url, self.remote))
-
-    def train(self, run_id: str, *steps: int) -> None:
-        """A run that ends as runs do."""
-        self.open(run_id=run_id, servers=(BEHIND,))
-        until(lambda: self.server.status()["runs"][f"run@{run_id}"]["server"], "the server")
-        for step in steps:
-            self.save(step, run_id=run_id, complete=step == steps[-1])
-            assert self.flush() == []
-
-    def close(self) -> None:
-        super().close()
-        self.remote.close()
+        return self.behind.setdefault(url, ServerBehind(url, self.servers[url.rpartition("/")[0]]))
 
 
-@pytest.fixture
-def make(make_bench: Callable[..., WithServer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., WithServer]:
-    monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 0.2)
-    return lambda *allow: make_bench(kind=WithServer, allow=list(allow))
-
-
-def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make: Callable[..., WithServer]) -> None:
-    bench = make()
-    for number in range(4):  # twice as many as it has slots
-        bench.train(f"{number:012x}", 1, 2)
-    status = bench.remote.ring.status()
+def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make_bench: Callable[..., TwoSlots]) -> None:
+    bench = make_bench(kind=TwoSlots, allow=[])
+    for run_id in (f"{number:012x}" for number in range(4)):  # twice as many as it has slots
+        bench.start(FIRST, run_id=run_id)
+        until(lambda run_id=run_id: bench.server.status()["runs"][f"run@{run_id}"]["server"], "the server")
+        for step in (1, 2):
+            bench.save(step, run_id=run_id, complete=step == 2)
+            assert bench.flush() == []
+    status = bench.servers[FIRST].ring.status()
     assert snapshot_name(2, 1, complete=True) in [slot["snapshot"] for slot in status["slots"]]
-    assert bench.remote.committed(f"run@{3:012x}")
+    assert bench.servers[FIRST].committed(f"run@{3:012x}")
     assert not [slot for slot in status["slots"] if slot["safe"] or slot["dirty"]]  # it wrote, and promises, nothing
 
 
-def test_the_last_word_is_said_when_the_trainers_server_ends(make: Callable[..., WithServer]) -> None:
-    bench = make()
-    bench.open(servers=(BEHIND,))
+def test_the_last_word_is_said_when_the_trainers_server_ends(with_servers: MakeWithServers) -> None:
+    bench = with_servers([])
+    bench.start(FIRST)
     until(lambda: bench.server.status()["runs"][RUN]["server"], "the server")
     bench.tier().open.clear()
     bench.save(1)
-    until(lambda: bench.remote.committed(RUN), "the snapshot server to have it")
-    assert not bench.remote.committed(RUN)[0].settled  # it is not durable yet
+    until(lambda: bench.held(FIRST), "the snapshot server to have it")
+    assert not bench.servers[FIRST].committed(RUN)[0].settled  # it is not durable yet
     bench.tier().open.set()
     assert bench.flush() == []
     bench.server.close()
-    assert bench.remote.committed(RUN)[0].settled
+    assert bench.servers[FIRST].committed(RUN)[0].settled
 
 
 def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> None:
@@ -115,20 +85,6 @@ def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> 
     bench.save(6, attempt=2, lineage="1" * 12)
     bench.save(7, attempt=2, lineage="1" * 12)
     assert 2 in bench.committed()  # the newest of its lineage, and nobody said that it is durable
-
-
-def test_a_server_is_told_over_the_network(start_server: StartServer) -> None:
-    server = start_server("--memory-limit", "3MiB")  # for one slot
-    store = ServerStore(f"{server.url}/{RUN}")
-    info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t")
-    store.open_run(info)
-    manifest = manifest_of(1).sealed(memoryview(bytes(1000)))
-    store.put(manifest, memoryview(bytes(1000)), attempt=1)
-    other = ServerStore(f"{server.url}/run@{OTHER_ID}")
-    other.open_run(RunInfo(name="run", id=OTHER_ID, location="", attempt=1, token="t"))
-    store.open_run(replace(info, persisted=manifest.name, lineage=manifest.lineage))
-    other.put(manifest_of(1, run_id=OTHER_ID).sealed(memoryview(bytes(1000))), memoryview(bytes(1000)), attempt=1)
-    assert store.listing() == []
 
 
 def test_a_full_ring_says_why(make_bench: MakeBench) -> None:
@@ -160,19 +116,16 @@ def test_a_run_that_has_used_up_its_share_is_told(make_bench: MakeBench) -> None
         bench.save(2, nbytes=900_000)
 
 
-def test_the_speed_of_a_tier_that_a_server_now_writes_is_ignored(
-    make: Callable[..., WithServer], tmp_path: Path
-) -> None:
-    bench = make(str(tmp_path))
-    server, bench.remote = bench.remote, None  # type: ignore[assignment]
-    bench.open(servers=(BEHIND,))
+def test_the_speed_of_a_tier_that_a_server_now_writes_is_ignored(with_servers: MakeWithServers) -> None:
+    bench = with_servers()
+    behind = bench.behind[FIRST]
+    server, behind.server = behind.server, None
+    bench.start(FIRST)
     bench.save(1)
     assert bench.flush() == []  # written from here, while there was no server
     url = bench.tier().url
     assert not bench.server.tiers()[url].carried
-    bench.remote = server
-    for behind in bench.behind.values():
-        behind.server = server
+    behind.server = server
     until(lambda: bench.server.status()["runs"][RUN]["carried"], "the server to carry the run on")
     bench.save(2)
     assert bench.flush() == []

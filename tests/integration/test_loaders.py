@@ -6,7 +6,6 @@ import itertools
 import random
 import sqlite3
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.state.compare import differences
@@ -195,6 +195,20 @@ STOPS: dict[str, list[Callable[[], pl.Callback]]] = {
 }
 
 
+def check_resume(case: Case, stops: list[Callable[[], pl.Callback]], folder: Path) -> None:
+    """Stopped and resumed: warned of once by what the case says, or, if that is empty, equal to a twin and silent."""
+    for attempt, stop in enumerate(stops):
+        with pytest.raises(Stop):
+            train(case, folder / "broken", stop(), seed=11 + attempt, every=1)
+    told: list[str] = []
+    train(case, folder / "broken", seed=200, every=1000, told=told)
+    assert [case.says in text for text in told] == [True] * bool(case.says)
+    if not case.says:
+        train(case, folder / "twin", seed=11, every=1000)
+        found = differences(final(folder / "twin"), final(folder / "broken"))
+        assert [text for text in found if "_base_seed" not in text] == []  # of workers that are made anew
+
+
 def cells() -> Iterator[Any]:
     for name in LOADERS:
         for workers in WORKERS if name in ("torchdata", "plain", "kept") else ("0",):
@@ -207,15 +221,7 @@ def cells() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "workers", "stop"), cells())
 def test_equal_wherever_it_is_stopped(name: str, workers: str, stop: str, tmp_path: Path) -> None:
-    case = Case(model=Epochs, loaders=lambda: LOADERS[name](**WORKERS[workers]))
-    for attempt, make in enumerate(STOPS[stop]):
-        with pytest.raises(Stop):
-            train(case, tmp_path / "broken", make(), seed=11 + attempt, every=1)
-    assert train(case, tmp_path / "broken", seed=200, every=1000) == []
-    train(case, tmp_path / "twin", seed=11, every=1000)
-    assert final(tmp_path / "broken")["global_step"] == 3 * -(-m.SAMPLES // m.BATCH)
-    found = differences(final(tmp_path / "twin"), final(tmp_path / "broken"))
-    assert [text for text in found if "_base_seed" not in text] == []  # of workers that are made anew
+    check_resume(Case(model=Epochs, loaders=lambda: LOADERS[name](**WORKERS[workers])), STOPS[stop], tmp_path)
 
 
 def test_a_finished_run_that_is_given_more_epochs_has_whole_ones(tmp_path: Path) -> None:
@@ -224,58 +230,20 @@ def test_a_finished_run_that_is_given_more_epochs_has_whole_ones(tmp_path: Path)
     assert final(tmp_path)["global_step"] == 3 * -(-m.SAMPLES // m.BATCH)
 
 
-class Curriculum(m.Rows):
-    """Has labels and a difficulty that training changes."""
+# -- what training or reading changes ----------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
+
+class Data(m.Rows):
+    """Samples to which a number is added, which depends on attributes; reading it may change these."""
+
+    def __init__(self, number: Callable[[Any, int], float], **attributes: Any) -> None:
         super().__init__(noise=False)
-        self.difficulty, self.pool = 1.0, [0.5, 1.5]
+        self.number = number
+        vars(self).update(attributes)
 
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
-        return x * self.difficulty, y * self.pool[index % 2]
-
-
-class Tallied(Curriculum):
-    """Counts in the middle of a long list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tally = [0] * 4000
-
-    def __getitem__(self, index: int) -> Any:
-        self.tally[2000] += 1
-        x, y = super().__getitem__(index)
-        return x + self.tally[2000] / 100, y
-
-
-class Queued(Curriculum):
-    """Reads from a queue that reading changes, as torchio's does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue: list[float] = []
-        self.filled = 0
-
-    def __getitem__(self, index: int) -> Any:
-        if not self.queue:
-            self.filled += 1
-            self.queue = [float(self.filled + number) for number in range(3)]
-        x, y = super().__getitem__(index)
-        return x + self.queue.pop(), y
-
-
-class Opaque(Curriculum):
-    """Reads from an object of which nothing is seen but its class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.source: Any = None
-
-    def __getitem__(self, index: int) -> Any:
-        self.source = self.source or itertools.count()
-        x, y = super().__getitem__(index)
-        return x + 0.1 * next(self.source), y
+        return x + self.number(self, index), y
 
 
 class Transform:
@@ -285,8 +253,8 @@ class Transform:
         self.strength, self.groups, self.row = 1.0, {"noise": [1.0]}, np.ones(2)
         self.count, self.inner, self.first = itertools.count(), Slotted(), None
 
-    def __call__(self, x: Any) -> Any:
-        return x * self.strength * self.groups["noise"][0] * float(self.row[1]) + 0.1 * self.inner.read
+    def number(self) -> float:
+        return self.strength * self.groups["noise"][0] * float(self.row[1]) + 0.1 * self.inner.read
 
 
 class Slotted:
@@ -298,34 +266,6 @@ class Slotted:
         self.read = 0
 
 
-class Transformed(Curriculum):
-    """Reads through a plain object, whose attributes training or reading change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = Transform()
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return self.transform(x), y
-
-
-class Counted(Transformed):
-    """Counts in a plain object what is read."""
-
-    def __getitem__(self, index: int) -> Any:
-        self.transform.inner.read += 1
-        return super().__getitem__(index)
-
-
-class Iterated(Transformed):
-    """Counts with an iterator that was made with the data."""
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return x + 0.1 * next(self.transform.count), y
-
-
 class Sealed(Transform):
     """Lets nobody set its attributes."""
 
@@ -335,37 +275,67 @@ class Sealed(Transform):
         super().__setattr__(name, value)
 
 
-class Guarded(Transformed):
-    """Reads through an object that is sealed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = Sealed()
+def count(holder: Any, name: str) -> int:
+    """Add one to an attribute."""
+    setattr(holder, name, getattr(holder, name) + 1)
+    return getattr(holder, name)  # type: ignore[no-any-return]
 
 
-class Cycled(Curriculum):
+def curriculum() -> Data:
+    return Data(lambda data, index: data.level + data.pool[index % 2], level=1.0, pool=[0.5, 1.5])
+
+
+def transformed(kind: type[Transform] = Transform) -> Data:
+    return Data(lambda data, _: data.transform.number(), transform=kind())
+
+
+def counted() -> Data:
+    """Counts in an object of an object what is read."""
+    return Data(lambda data, _: count(data.transform.inner, "read") * data.transform.number(), transform=Transform())
+
+
+def iterated() -> Data:
+    """Counts with an iterator that was made with the data."""
+    return Data(lambda data, _: 0.1 * next(data.transform.count), transform=Transform())
+
+
+def opaque() -> Data:
+    """Counts with an iterator that is made where a sample is read first."""
+    return Data(lambda data, _: 0.1 * next(vars(data).setdefault("source", itertools.count())))
+
+
+def cycled() -> Data:
     """Counts beside an iterator that does not show its place, as torchio's queue does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.read = itertools.cycle((0.1, 0.2, 0.3)), 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.read += 1
-        x, y = super().__getitem__(index)
-        return x + next(self.source), y
+    source = itertools.cycle((0.1, 0.2, 0.3))
+    return Data(lambda data, _: count(data, "read") * next(data.source), source=source, read=0)
 
 
-class Augmented(Curriculum):
+def tallied() -> Data:
+    """Counts in the middle of a long list."""
+
+    def read(data: Any, _: int) -> float:
+        data.tally[2000] += 1
+        return data.tally[2000] / 100  # type: ignore[no-any-return]
+
+    return Data(read, tally=[0] * 4000)
+
+
+def augmented() -> Data:
     """Reads through a module without weights."""
+    transform = torch.nn.Sequential(torch.nn.Threshold(-9.0, 0.5))
+    return Data(lambda data, _: -data.transform[0].threshold, transform=transform)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = torch.nn.Sequential(torch.nn.Threshold(-9.0, 0.5))
 
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return self.transform(x - self.transform[0].threshold), y
+def queued() -> Data:
+    """Reads from a queue that reading changes, as torchio's does."""
+
+    def read(data: Any, _: int) -> float:
+        if not data.queue:
+            data.filled += 1
+            data.queue = [float(data.filled + number) for number in range(3)]
+        return data.queue.pop()  # type: ignore[no-any-return]
+
+    return Data(read, queue=[], filled=0)
 
 
 class Weights(RandomSampler):
@@ -382,32 +352,12 @@ class Weights(RandomSampler):
         yield from torch.multinomial(self.weights**self.temperature * self.groups["first"], count).tolist()
 
 
-class Changing(m.Lean):
-    """Changes attributes of what is in a loader where epochs begin or end, or in each step."""
-
-    def __init__(self, change: Callable[[Any], None], hook: str) -> None:
-        super().__init__()
-        self.change, self.hook = change, hook
-
-    def on_train_epoch_start(self) -> None:
-        if self.hook == "epoch start":
-            self.change(self.trainer.train_dataloader)
-
-    def on_train_epoch_end(self) -> None:
-        if self.hook == "epoch":
-            self.change(self.trainer.train_dataloader)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.hook == "batch":
-            self.change(self.trainer.train_dataloader)
-
-
 def nothing(loader: Any) -> None:
     """Leaves the loader as it is."""
 
 
 def harder(loader: Any) -> None:
-    loader.dataset.difficulty *= 1.1
+    loader.dataset.level *= 1.1
 
 
 def relabel(loader: Any) -> None:
@@ -416,9 +366,6 @@ def relabel(loader: Any) -> None:
 
 def in_place(loader: Any) -> None:
     loader.dataset.x.mul_(0.9)
-
-
-def pooled(loader: Any) -> None:
     loader.dataset.pool[1] += 0.1
 
 
@@ -452,58 +399,61 @@ def regroup(loader: Any) -> None:
     loader.sampler.weights[0] += 1.0
 
 
+EPOCH, BATCH_END, START = "on_train_epoch_end", "on_train_batch_end", "on_train_epoch_start"
 OF_TRANSFORM = "had changed dataset.transform.first, dataset.transform.strength"
-CHANGES = [
-    (Curriculum, harder, "epoch", ""),
-    (Curriculum, harder, "batch", ""),
-    (Curriculum, harder, "epoch start", ""),
-    (Curriculum, relabel, "epoch", ""),
-    (Curriculum, in_place, "epoch", ""),
-    (Curriculum, pooled, "epoch", ""),
-    (Transformed, stronger, "batch", ""),
-    (Transformed, stronger, "epoch start", ""),
-    (Transformed, stronger_with_an_object, "epoch", OF_TRANSFORM),
-    (Guarded, stronger_past_its_class, "epoch", ""),
-    (Counted, nothing, "epoch", ""),
-    (Iterated, nothing, "epoch", "had changed dataset.transform.count"),
-    (Cycled, nothing, "epoch", "had changed dataset.read"),
-    (Augmented, higher, "batch", ""),
-    (Tallied, nothing, "epoch", ""),
-    (Queued, nothing, "first epoch", ""),
-    (Queued, nothing, "epoch", ""),
-    (Opaque, nothing, "first epoch", "dataset.source"),
-    (Opaque, nothing, "epoch", "dataset.source"),
-    (Curriculum, nothing, "epoch", ""),
-    (Curriculum, weigh, "epoch", ""),
-    (Curriculum, regroup, "epoch", ""),
-]
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str, str]] = {
+    "a number": (curriculum, harder, EPOCH, ""),
+    "a number in each step": (curriculum, harder, BATCH_END, ""),
+    "a number as epochs begin": (curriculum, harder, START, ""),
+    "a new tensor": (curriculum, relabel, EPOCH, ""),
+    "a tensor and a list in place": (curriculum, in_place, EPOCH, ""),
+    "an object": (transformed, stronger, BATCH_END, ""),
+    "an object as epochs begin": (transformed, stronger, START, ""),
+    "an object that holds another": (transformed, stronger_with_an_object, EPOCH, OF_TRANSFORM),
+    "an object that is sealed": (lambda: transformed(Sealed), stronger_past_its_class, EPOCH, ""),
+    "an object with slots": (counted, nothing, EPOCH, ""),
+    "an iterator of an object": (iterated, nothing, EPOCH, "had changed dataset.transform.count"),
+    "beside an iterator": (cycled, nothing, EPOCH, "had changed dataset.read"),
+    "a module": (augmented, higher, BATCH_END, ""),
+    "a long list": (tallied, nothing, EPOCH, ""),
+    "a queue": (queued, nothing, EPOCH, ""),
+    "an iterator": (opaque, nothing, EPOCH, "dataset.source"),
+    "a sampler": (curriculum, weigh, EPOCH, ""),
+    "a sampler in place": (curriculum, regroup, EPOCH, ""),
+}
 
 
-def check_resume(case: Case, stop: pl.Callback, says: str, folder: Path) -> None:
-    """Stopped and resumed: warned of once by a text, or, if that is empty, equal to a twin and not warned of."""
-    with pytest.raises(Stop):
-        train(case, folder / "broken", stop, seed=11, every=1)
-    said = train(case, folder / "broken", seed=200, every=1000)
-    assert len(said) == bool(says)
-    assert all(says in text for text in said)
-    if not says:
-        train(case, folder / "twin", seed=11, every=1000)
-        assert list(differences(final(folder / "twin"), final(folder / "broken"))) == []
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("end", ["mid-epoch", "end of epoch"])
+def test_changed_data_are_kept_or_named(name: str, end: str, tmp_path: Path) -> None:
+    data, change, hook, says = CHANGES[name]
 
-
-@pytest.mark.parametrize(("data", "change", "hook", "says"), CHANGES)
-@pytest.mark.parametrize("ends", [False, True], ids=["mid-epoch", "end of epoch"])
-def test_data_that_training_or_reading_changes_is_kept_or_named(
-    data: Any, change: Any, hook: str, says: str, ends: bool, tmp_path: Path
-) -> None:
     def loaders() -> Any:
         made = data()
         return DataLoader(made, m.BATCH, sampler=Weights(made))
 
-    case = Case(model=lambda: Changing(change, hook), loaders=loaders, val=None, settings={"limit_val_batches": 0})
-    at = 3 if hook == "first epoch" else 8
-    stop = StopIn("on_train_batch_start", 6 if hook == "first epoch" else 11) if ends else StopAfter(at)
-    check_resume(case, stop, says, tmp_path)
+    changes = LambdaCallback(**{hook: lambda trainer, *_: change(trainer.train_dataloader)})
+    stop = AFTER if end == "mid-epoch" else lambda: StopIn("on_train_batch_start", 11)
+    check_resume(alone(loaders, says, callbacks=lambda: [changes]), [stop], tmp_path)
+
+
+@pytest.mark.parametrize("reads", ["training", "validation"])
+def test_an_object_that_two_loaders_share_is_as_training_left_it(reads: str, tmp_path: Path) -> None:
+    """The loader for validation is asked for again long after training has gone on."""
+    shared: list[Any] = []
+
+    def loader() -> Any:
+        shared[:] = shared or [transformed()]
+        return DataLoader(shared[0], m.BATCH)
+
+    def model() -> Any:
+        shared.clear()  # a process begins
+        return m.Lean()
+
+    changes = LambdaCallback(on_train_batch_end=lambda trainer, *_: stronger(trainer.train_dataloader))
+    settings = {"num_sanity_val_steps": 0}
+    case = Case(model=model, loaders=loader, val=loader, settings=settings, callbacks=lambda: [changes])
+    check_resume(case, [lambda: StopAt(3 if reads == "training" else 8)], tmp_path)
 
 
 class Handled(m.Rows):
@@ -516,151 +466,103 @@ class Handled(m.Rows):
         return super().__getitem__(index)
 
 
-def buffer_of(data: Any) -> Any:
-    return Kept(data, m.BATCH, **WORKERS["persistent"])
-
-
-def lasting(data: Any) -> Any:
-    return DataLoader(data, m.BATCH, shuffle=True, **WORKERS["persistent"])
-
-
-COPIES = {
-    "first epoch": (Queued, lasting, StopAt(3), ""),
-    "later epoch": (Queued, lasting, StopAt(8), ""),
-    "end of epoch": (Queued, lasting, StopIn("on_train_batch_start", 6), ""),
-    "later epoch, of an object": (Opaque, lasting, StopAt(8), "had changed dataset.source"),
-    "end of epoch, of an object": (
-        Opaque,
-        lasting,
-        StopIn("on_train_batch_start", 6),
-        "had changed dataset.source",
-    ),
-    "an open file": (Handled, lasting, StopAt(8), ""),
-    "by its state": (Queued, buffer_of, StopAt(8), "workers of Kept draw random numbers or change the data"),
-    "an open file, by its state": (lambda: Handled(noise=False), buffer_of, StopAt(8), ""),
-}
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_changes_in_copies_of_workers_are_kept_or_named(name: str, tmp_path: Path) -> None:
-    data, make, stop, says = COPIES[name]
-    case = Case(loaders=lambda: make(data()), val=None, settings={"limit_val_batches": 0})
-    check_resume(case, stop, says, tmp_path)
-
-
-class Drawing(m.Rows):
-    """Draws its noise from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(noise=False)
-        self.rng = np.random.default_rng(1)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = super().__getitem__(index)
-        return x + float(self.rng.random()), y
-
-
-def fleeting(data: Any) -> Any:
-    return DataLoader(data, m.BATCH, shuffle=True, **WORKERS["2"])
-
-
-def own_sampler(data: Any) -> Any:
-    return DataLoader(data, m.BATCH, sampler=Weights(data), **WORKERS["2"])
-
-
-MAY_ACT = "workers of DataLoader may draw random numbers or change the data, which"
-SOUGHT: dict[str, tuple[Callable[[], Any], Callable[[], pl.Callback], str]] = {
-    "mid-epoch": (lambda: fleeting(m.Rows()), lambda: StopAt(8), MAY_ACT),
-    "end of epoch": (lambda: fleeting(Queued()), lambda: StopIn("on_train_batch_start", 6), ""),
-    "a sampler of its own": (lambda: own_sampler(Queued()), lambda: StopAt(8), MAY_ACT),
-    "workers that persist": (lambda: lasting(Queued()), lambda: StopAt(3), MAY_ACT),
-    "workers that persist, later": (lambda: lasting(m.Rows()), lambda: StopAt(8), MAY_ACT),
-}
-
-
-@pytest.mark.parametrize("name", SOUGHT)
-def test_what_workers_did_in_batches_not_loaded_again_is_named(name: str, tmp_path: Path) -> None:
-    make, stop, says = SOUGHT[name]
-    spot = {"data_resume": "seek"}
-    case = Case(loaders=make, val=None, settings={"limit_val_batches": 0}, spot=spot)
-    check_resume(case, stop(), says, tmp_path)
-
-
-@pytest.mark.parametrize("workers", ["0", "persistent"])
-@pytest.mark.parametrize(("data", "says"), [(Queued, ""), (Opaque, "had changed dataset.source")])
-def test_changes_in_validation_data_are_kept_or_named(data: Any, says: str, workers: str, tmp_path: Path) -> None:
-    case = Case(loaders=m.rows, val=lambda: DataLoader(data(), m.BATCH, **WORKERS[workers]))
-    told: list[str] = []
-    with pytest.raises(Stop):
-        train(case, tmp_path / "broken", StopAt(8), seed=11, every=1, told=told)
-    train(case, tmp_path / "broken", seed=200, every=1000, told=told)
-    assert [says in text for text in told] == [True] * bool(says)
-    if not says:
-        train(case, tmp_path / "twin", seed=11, every=1000)
-        assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
-
-
-@pytest.mark.parametrize("reads", ["training", "validation"])
-def test_an_object_that_two_loaders_share_is_as_training_left_it(reads: str, tmp_path: Path) -> None:
-    """The loader for validation is asked for again long after training has gone on."""
-    shared: list[Any] = []
-
-    def loader() -> Any:
-        shared[:] = shared or [Transformed()]
-        return DataLoader(shared[0], m.BATCH)
-
-    def case() -> Case:
-        shared.clear()
-        settings = {"num_sanity_val_steps": 0, "max_epochs": 3}
-        return Case(model=lambda: Changing(stronger, "batch"), loaders=loader, val=loader, settings=settings)
-
-    with pytest.raises(Stop):
-        train(case(), tmp_path / "broken", StopAt(3 if reads == "training" else 8), seed=11, every=1)
-    assert train(case(), tmp_path / "broken", seed=200, every=1000) == []
-    train(case(), tmp_path / "twin", seed=11, every=1000)
-    assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
-
-
-class Shuffling(DataLoader[Any]):
-    """Yields its batches from a buffer, in an order drawn from the numbers of the process."""
-
-    def __iter__(self) -> Any:
-        buffer: list[Any] = []
-        for batch in super().__iter__():
-            buffer.append(batch)
-            if len(buffer) == 3:
-                yield buffer.pop(random.randrange(3))
-        yield from buffer
-
-
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_loader_that_iterates_in_its_own_way_is_named(workers: str, tmp_path: Path) -> None:
-    """Between two batches it may draw from the random numbers of the process, as training does."""
-    case = Case(
-        loaders=lambda: Shuffling(m.Rows(), m.BATCH, shuffle=True, **WORKERS[workers]),
-        val=None,
-        settings={"limit_val_batches": 0},
-    )
-    check_resume(case, StopAt(8), "Shuffling iterates in a way of its own", tmp_path)
-
-
-class Unseeded(Sampler[int]):
+class Unseeded(m.Order):
     """Draws another order each time it is asked, whatever the seed."""
 
     def __iter__(self) -> Iterator[int]:
         yield from random.SystemRandom().sample(range(m.SAMPLES), m.SAMPLES)
 
-    def __len__(self) -> int:
-        return m.SAMPLES
+
+class Claims(Sticky):
+    """A stream that says that it has a shuffle buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer_size = 8
 
 
-def test_an_epoch_that_begins_with_other_samples_is_named(tmp_path: Path) -> None:
-    loader = partial(DataLoader, m.Rows(), m.BATCH, sampler=Unseeded(), num_workers=2)
-    case = Case(loaders=loader, val=None, settings={"limit_val_batches": 0})
-    with pytest.raises(Stop):
-        train(case, tmp_path, StopAt(8), seed=11, every=1)
-    (said,) = train(case, tmp_path, seed=200, every=1000)
-    assert "first batch of this epoch" in said
+class Buffered(Claims):
+    """A stream that keeps the place of what it reads, and yields it from a shuffle buffer that no state holds."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator, buffer = torch.Generator().manual_seed(int(self._epoch)), []
+        for row in super().__iter__():
+            buffer.append(row)
+            if len(buffer) == self.buffer_size:
+                yield buffer.pop(int(torch.randint(len(buffer), (), generator=generator)))
+        yield from buffer
+
+
+def alone(loaders: Callable[[], Any], says: str = "", **more: Any) -> Case:
+    """A case without validation."""
+    return Case(loaders=loaders, says=says, val=None, settings={"limit_val_batches": 0}, **more)
+
+
+def loading(data: Callable[[], Any], workers: str, kind: Any = DataLoader, **more: Any) -> Callable[[], Any]:
+    if "sampler" not in more and kind is not Kept:
+        more["shuffle"] = True
+    return lambda: kind(data(), m.BATCH, **WORKERS[workers], **more)
+
+
+def validated(data: Callable[[], Any], workers: str, says: str) -> Case:
+    return Case(loaders=m.rows, val=lambda: DataLoader(data(), m.BATCH, **WORKERS[workers]), says=says)
+
+
+FIRST, LATER, AT_END = (lambda: StopAt(3)), (lambda: StopAt(8)), (lambda: StopIn("on_train_batch_start", 6))
+AFTER = lambda: StopAfter(8)  # noqa: E731 # as those above
+SOURCE = "had changed dataset.source"
+KEPT_ACT = "workers of Kept draw random numbers or change the data"
+MAY_ACT = "workers of DataLoader may draw random numbers or change the data"
+SEEK, REPLAY = {"spot": {"data_resume": "seek"}}, {"spot": {"data_resume": "replay"}}
+
+
+def quiet_file() -> Any:
+    return Handled(noise=False)
+
+
+RESUMES: dict[str, tuple[Case, Callable[[], pl.Callback]]] = {
+    "queue in workers that persist, first epoch": (alone(loading(queued, "persistent")), FIRST),
+    "queue in workers that persist": (alone(loading(queued, "persistent")), LATER),
+    "queue in workers that persist, end of epoch": (alone(loading(queued, "persistent")), AT_END),
+    "iterator in workers that persist": (alone(loading(opaque, "persistent"), SOURCE), LATER),
+    "iterator in workers that persist, end of epoch": (alone(loading(opaque, "persistent"), SOURCE), AT_END),
+    "file in workers that persist": (alone(loading(Handled, "persistent")), LATER),
+    "queue in workers, by a state": (alone(loading(queued, "persistent", Kept), KEPT_ACT), LATER),
+    "file in workers, by a state": (alone(loading(quiet_file, "persistent", Kept)), LATER),
+    "noise in workers, by a state": (alone(loading(m.Rows, "2", Kept), KEPT_ACT), AFTER),
+    "noise in workers, by a state, end of epoch": (alone(loading(m.Rows, "2", Kept)), AT_END),
+    "noise in workers of a generator, by a state": (alone(loading(m.Noisy, "2", Kept), KEPT_ACT), AFTER),
+    "noise in workers that persist, by a state": (alone(loading(m.Rows, "persistent", Kept), KEPT_ACT), AT_END),
+    "noise in workers, by a state, replayed": (alone(loading(m.Rows, "2", Kept), **REPLAY), AFTER),
+    "workers, sought": (alone(loading(m.Rows, "2"), MAY_ACT, **SEEK), LATER),
+    "workers, sought, end of epoch": (alone(loading(queued, "2"), **SEEK), AT_END),
+    "workers, sought, own sampler": (alone(loading(queued, "2", sampler=Weights(range(20))), MAY_ACT, **SEEK), LATER),
+    "workers that persist, sought, first epoch": (alone(loading(queued, "persistent"), MAY_ACT, **SEEK), FIRST),
+    "workers that persist, sought": (alone(loading(m.Rows, "persistent"), MAY_ACT, **SEEK), LATER),
+    "queue of validation": (validated(queued, "0", ""), LATER),
+    "queue of validation, workers that persist": (validated(queued, "persistent", ""), LATER),
+    "iterator of validation": (validated(opaque, "0", SOURCE), LATER),
+    "iterator of validation, workers that persist": (validated(opaque, "persistent", SOURCE), LATER),
+    "other samples": (alone(loading(m.Rows, "2", sampler=Unseeded()), "first batch of this epoch"), LATER),
+    "no position": (alone(loading(m.Silent, "0", Kept), "Silent has no state_dict"), AFTER),
+    "shuffle buffer, sought": (
+        alone(loading(Claims, "0", Kept), "buffer of Claims (dataset.buffer_size=8)", **SEEK),
+        AFTER,
+    ),
+    "workers that persist, replayed before validation": (  # they draw no seed in between
+        Case(model=Epochs, loaders=lambda: kept(**WORKERS["persistent"]), **REPLAY),
+        STOPS["before validation"][0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_resume_is_exact_or_says_why_not(name: str, tmp_path: Path) -> None:
+    case, stop = RESUMES[name]
+    check_resume(case, [stop], tmp_path)
+
+
+# -- what has changed between two starts -------------------------------------------------------------------------------
 
 
 def other(samples: int = 20, sampler: Any = None, **more: Any) -> Callable[[], Any]:
@@ -688,15 +590,13 @@ DIFFERENCES = [
 def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: bool, says: str, tmp_path: Path) -> None:
     """The order of samples stays as it is where it can, and what differs is named before training."""
 
-    def case(**options: Any) -> Case:
-        return Case(loaders=other(**options), val=None, settings={"limit_val_batches": 0})
-
+    before, after = alone(other(**first)), alone(other(**then))
     with pytest.raises(Stop):
-        train(case(**first), tmp_path / "broken", StopAfter(3), seed=11, every=1)
-    (said,) = (text for text in train(case(**then), tmp_path / "broken", seed=200, every=1000) if " was " in text)
+        train(before, tmp_path / "broken", StopAfter(3), seed=11, every=1)
+    (said,) = (text for text in train(after, tmp_path / "broken", seed=200, every=1000) if " was " in text)
     assert says in said
     if equal:
-        train(case(**first), tmp_path / "twin", seed=11, every=1000)
+        train(before, tmp_path / "twin", seed=11, every=1000)
         broken, twin = final(tmp_path / "broken"), final(tmp_path / "twin")
         assert [text for text in differences(twin["state_dict"], broken["state_dict"]) if "workers" not in text] == []
 
@@ -735,78 +635,3 @@ def test_a_scheduler_that_ends_before_the_run_is_refused(
         train(case(epochs), tmp_path, batches, seed=12, every=1)
     assert says in str(raised.value)
     assert batches.left == (2 if says else -1)
-
-
-class Forgetful(IterableDataset[Any]):
-    """A stream with no position of its own."""
-
-    def __iter__(self) -> Iterator[Any]:
-        data = m.Rows(noise=False)
-        yield from (data[index] for index in range(len(data)))
-
-
-class Claims(Sticky):
-    """A stream that says that it has a shuffle buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffer_size = 8
-
-
-class Buffered(Claims):
-    """A stream that keeps the place of what it reads, and yields it from a shuffle buffer that no state holds."""
-
-    def __iter__(self) -> Iterator[Any]:
-        generator, buffer = torch.Generator().manual_seed(int(self._epoch)), []
-        for row in super().__iter__():
-            buffer.append(row)
-            if len(buffer) == self.buffer_size:
-                yield buffer.pop(int(torch.randint(len(buffer), (), generator=generator)))
-        yield from buffer
-
-
-def noisy(**more: Any) -> Kept:
-    return Kept(m.Rows(), m.BATCH, num_workers=2, **more)
-
-
-WARNED: dict[str, tuple[Callable[[], Any], str, int]] = {
-    "no position": (lambda: Kept(Forgetful(), m.BATCH), "Forgetful has no state_dict", 8),
-    "shuffle buffer, skipped to": (lambda: Kept(Claims(), m.BATCH), "buffer of Claims (dataset.buffer_size=8)", 8),
-    "augmentation in workers": (noisy, "workers of Kept draw random numbers", 8),
-    "augmentation in workers, end of epoch": (noisy, "", 4),
-    "augmentation in workers from a generator of its own": (
-        lambda: Kept(Drawing(), m.BATCH, num_workers=2),
-        "workers of Kept draw random numbers",
-        8,
-    ),
-    "augmentation in workers that persist": (lambda: noisy(persistent_workers=True), "workers of Kept draw", 4),
-}
-
-
-@pytest.mark.parametrize("name", WARNED)
-def test_what_a_state_does_not_hold_is_named(name: str, tmp_path: Path) -> None:
-    make, says, at = WARNED[name]
-    spot = {"data_resume": "seek"} if "skipped" in name else {}
-    case = Case(loaders=make, val=None, settings={"limit_val_batches": 0}, spot=spot)
-    stop = StopAfter(at) if at == 8 else StopIn("on_train_batch_start", 6)
-    with pytest.raises(Stop):
-        train(case, tmp_path, stop, seed=11, every=1)
-    said = train(case, tmp_path, seed=200, every=1000)
-    assert len(said) == bool(says)
-    assert all(says in text for text in said)
-
-
-def test_replay_is_exact_if_workers_of_a_stateful_loader_augment(tmp_path: Path) -> None:
-    case = Case(loaders=noisy, val=None, settings={"limit_val_batches": 0}, spot={"data_resume": "replay"})
-    with pytest.raises(Stop):
-        train(case, tmp_path / "broken", StopAfter(8), seed=11, every=1)
-    assert train(case, tmp_path / "broken", seed=200, every=1000) == []
-    train(case, tmp_path / "twin", seed=11, every=1000)
-    assert list(differences(final(tmp_path / "twin"), final(tmp_path / "broken"))) == []
-
-
-def test_persistent_workers_with_replay_draw_no_seed_in_between(tmp_path: Path) -> None:
-    """They were there before the validation that the resumed run begins with."""
-    case = Case(model=Epochs, loaders=lambda: kept(**WORKERS["persistent"]), spot={"data_resume": "replay"})
-    (stop,) = STOPS["before validation"]
-    check_resume(case, stop(), "", tmp_path)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_spot import EverySteps
 from tests.support.said import listening, points
 from tests.support.snapshots import serverless
-from tests.support.trainer import Stop, StopAt, trainer
+from tests.support.trainer import Stop, StopAt, StopIn, trainer
 from tests.support.waiting import new_process
 
 
@@ -100,13 +100,7 @@ def test_a_resume_in_the_middle_of_an_epoch_goes_on(tmp_path: Path) -> None:
 
 def test_a_resume_at_the_end_of_an_epoch_is_exact(tmp_path: Path) -> None:
     whole, _ = fit(tmp_path / "whole")
-
-    class StopsLate(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 12:
-                raise Stop
-
     with pytest.raises(Stop):
-        fit(tmp_path / "run", StopsLate())
+        fit(tmp_path / "run", StopIn("on_train_epoch_end", 2))
     again, _ = fit(tmp_path / "run")
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())

@@ -175,12 +175,16 @@ class Replacing(Weighted):
             self.weight = lambda: 0.1  # type: ignore[method-assign] # as scripts do
 
 
-class Longer(Lean):
-    """Trains for one more epoch, which it finds out in its second one."""
+class Limited(Lean):
+    """Trains for other epochs than were asked for, which it finds out in its second one."""
+
+    def __init__(self, epochs: int) -> None:
+        super().__init__()
+        self.epochs = epochs
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            self.trainer.fit_loop.max_epochs = 4
+            self.trainer.fit_loop.max_epochs = self.epochs
 
 
 class Bound(Lean):
@@ -222,40 +226,7 @@ class Summing(pl.Callback):
         self.sums.add_(1)
 
 
-class Shorter(Lean):
-    """Trains for one epoch less, which it finds out in its second one."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.trainer.fit_loop.max_epochs = 2
-
-
-class Toggling(Lean):
-    """Toggles an optimizer in one batch, and back two batches later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        first, second = self.optimizers()  # type: ignore[misc] # there are two
-        if batch_idx % 4 == 0:
-            self.toggle_optimizer(first)
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        first.step()
-        first.zero_grad()
-        if batch_idx % 4 == 2:
-            self.untoggle_optimizer(first)
-        if batch_idx % 4 == 3:
-            second.step()
-            second.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net[0].parameters(), 0.01), torch.optim.Adam(self.net[4].parameters(), 0.01)
-
-
-class Accumulating(Lean):
+class ByHand(Lean):
     """Steps with one optimizer in every batch, and with the other on the gradients of four."""
 
     def __init__(self) -> None:
@@ -273,6 +244,18 @@ class Accumulating(Lean):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.net[0].parameters(), 0.01), torch.optim.Adam(self.net[4].parameters(), 0.01)
+
+
+class Toggling(ByHand):
+    """Toggles an optimizer in one batch, and back two batches later."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first = self.optimizers()[0]  # type: ignore[index] # there are two
+        if batch_idx % 4 == 0:
+            self.toggle_optimizer(first)
+        super().training_step(batch, batch_idx)
+        if batch_idx % 4 == 2:
+            self.untoggle_optimizer(first)
 
 
 class Extra(Weighted):

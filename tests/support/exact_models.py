@@ -426,7 +426,14 @@ def half(epoch: int) -> float:
 # -- data ---------------------------------------------------------------------------------------------------------
 
 
-class Own(Sampler[int]):
+class Order(Sampler[int]):
+    """Has as many indices as the usual data."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Own(Order):
     """Shuffles by a generator of its own, when an epoch starts."""
 
     def __init__(self, generator: Any, *, eager: bool = False) -> None:
@@ -446,9 +453,6 @@ class Own(Sampler[int]):
     def _lazy(self) -> Iterator[int]:
         yield from self._order()
 
-    def __len__(self) -> int:
-        return SAMPLES
-
 
 class Holding(Own):
     """Holds its generator deeper down, and its order between epochs."""
@@ -463,7 +467,7 @@ class Holding(Own):
         return list(self.order)
 
 
-class Counting(Sampler[int]):
+class Counting(Order):
     """Seeds itself by the number of epochs it counts."""
 
     def __init__(self) -> None:
@@ -473,20 +477,14 @@ class Counting(Sampler[int]):
         self.epoch += 1
         return iter(random.Random(self.epoch).sample(range(SAMPLES), SAMPLES))
 
-    def __len__(self) -> int:
-        return SAMPLES
 
-
-class Popping(Sampler[int]):
+class Popping(Order):
     """Takes one index after the other out of a pool, by numbers that the whole process draws from."""
 
     def __iter__(self) -> Iterator[int]:
         pool = list(range(SAMPLES))
         while pool:
             yield pool.pop(random.randrange(len(pool)))
-
-    def __len__(self) -> int:
-        return SAMPLES
 
 
 class Batches(Sampler[list[int]]):

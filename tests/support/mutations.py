@@ -101,7 +101,7 @@ weights that hooks overwrite | state.fit_state | overwritten::a_resumed_run_has_
 -        buffers.put(module, {name: value for name, (value, _) in lost.items()})
 +        pass
 # a curriculum begins anew in a resumed run
-values of objects in the data | state.own_state | loaders::data_that_training_or_reading_changes_is_kept_or_named[mid-epoch-Transformed-stronger-batch-]
+values of objects in the data | state.own_state | loaders::changed_data_are_kept_or_named[mid-epoch-an object]
 -state["values"] = {path: kept for path, _, kept in self._changed() if kept}
 +pass
 # a resumed run is another one: weights that training tied are two again

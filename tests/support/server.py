@@ -208,6 +208,8 @@ class ServerBehind:
 class WithServers(Bench):
     """A host whose runs have snapshot servers; each of them has stores of its own over the same directories."""
 
+    slots_behind: int | None = None
+
     def __init__(self, root: Path, allow: list[str] | None) -> None:
         self.behind: dict[str, ServerBehind] = {}
         self.far: dict[str, dict[str, GatedStore]] = {FIRST: {}, SECOND: {}, THIRD: {}}
@@ -219,7 +221,7 @@ class WithServers(Bench):
     def make_server(self, base: str, allow: list[str] | None) -> SnapshotServer:
         stores = self.far[base]
         return SnapshotServer(
-            slots=None,
+            slots=self.slots_behind,
             memory_bytes=64 * MIB,
             allow=allow,
             open_store=lambda url: stores.setdefault(url, GatedStore(url)),
