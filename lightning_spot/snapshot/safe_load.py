@@ -1,19 +1,15 @@
-"""Loads a file of ``torch.save`` and runs nothing of what it names: torch's restricted unpickler with inert stand-ins.
+"""Loads a file of ``torch.save`` and runs nothing of what it names: an unpickler that imports nothing.
 
 ``torch.load(weights_only=True)`` refuses a file for one object of a class that it does not know, such as a
-hyperparameter that nobody reads on a resume. Here a stand-in takes the place of each name that torch does not know: it
-notes its arguments and its state, and nothing is imported or called. Afterwards those of a few plain kinds (numbers of
-numpy, paths, dates, …) become values, by functions of ours that check every argument; all others stay a
-:class:`Placeholder`. What else is safe, torch says (its own list, and the user's ``add_safe_globals``).
+hyperparameter that nobody reads on a resume. Here a :class:`Placeholder` takes the place of each such object: it notes
+its arguments and its state. Those of a few plain kinds (numbers of numpy, paths, dates, …) are values, made by
+functions of ours that check every argument. What else is safe to call, torch says (its own list, and the user's
+``add_safe_globals``).
 
 A pickle is a program. What torch calls for one is safe to call, yet a few hundred bytes may ask for
-``bytearray(2**33)``, or use as a key a tuple nested so deeply that Python's hash of it ends the process. So the program
-is followed before it is run: of each object that it would make no more is known than what it is made of, how deep, and
-how many objects a walk through it meets.
-
-Another thread may load with ``torch.load(weights_only=True)`` meanwhile, such as one that reads data: torch's list
-stays as it is. Nothing of torch says what else is safe to one load, so the functions of its unpickler that look names
-up are made again here, with the same code, and find ours.
+``bytearray(2**33)``, or use as a key a tuple nested so deeply that Python's hash of it ends the process. So what may
+make something of any size is called with what ``torch.save`` writes only, and of each tuple is known how deep it is,
+and how many objects a walk through it meets.
 """
 
 from __future__ import annotations
@@ -21,25 +17,26 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import functools
 import io
 import itertools
 import math
 import os
 import pathlib
+import pickle
 import pickletools
 import re
 import reprlib
 import types
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pickle import UnpicklingError
-from typing import IO, Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError, SpotError
-from lightning_spot.untrusted import LONGEST_TEXT, plain
+from lightning_spot.untrusted import plain
 
 ADVICE = (
     "Name its class in torch.serialization.add_safe_globals before fit, or pass weights_only=False to trainer.fit, if"
@@ -68,7 +65,7 @@ class Placeholder:
 
     @reprlib.recursive_repr()
     def __repr__(self) -> str:
-        return f"<{self._kind}{''.join(f' {SHORT.repr(part)}' for part in self._parts)}, not loaded>"
+        return f"<{plain(self._kind)}{''.join(f' {SHORT.repr(part)}' for part in self._parts)}, not loaded>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -119,13 +116,9 @@ def placeholders_in(value: Any, path: str = "", seen: set[int] | None = None) ->
         yield from placeholders_in(item, f"{path}.{name}", seen)
 
 
-def _remember_places(value: Any) -> None:
-    """Have each placeholder in a nested value know where it is, for the error that its use raises."""
-    for where, placeholder in placeholders_in(value):
-        placeholder._where = placeholder._where or where
-
-
-def safe_load(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str = "") -> Any:
+def safe_load(
+    file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str = "", known: Sequence[Any] | None = None
+) -> Any:
     """Load a file without running anything of a class that torch does not deem safe.
 
     Args:
@@ -133,6 +126,7 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str =
             copied when it is written to.
         map_location: where tensors go; ``"meta"`` reads none of their bytes.
         mapped: path of a file that begins with the same bytes: tensors look at that, likewise.
+        known: what the user deems safe; by default as torch knows it now.
 
     Returns:
         what was saved, with a :class:`Placeholder` for each object of another class. Each knows its place.
@@ -144,26 +138,21 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str =
         MemoryError: if there is not enough memory for it.
         OSError: if the file cannot be read.
     """
-    stand_ins = _StandIns()
+    foreign: list[str] = []
     try:
-        _check_bounds(file)
-        loaded = _Settling(stand_ins).settled(_restricted_load(file, map_location, stand_ins, mapped))
-        if stand_ins.kinds:
-            _remember_places(loaded)
+        loaded = _load(file, map_location, mapped, _SafeNames(known, foreign))
+        for where, placeholder in placeholders_in(loaded):
+            placeholder._where = placeholder._where or where
     except (OSError, SpotError, MemoryError):
         raise
-    except UnpicklingError as error:
-        raise NotSerializableError(
-            f"the file holds an object that cannot be read safely ({plain(error, LONGEST_TEXT)}). {ADVICE}"
-        ) from error
     except Exception as error:  # of a damaged or forged file, torch may raise anything
         if "DefaultCPUAllocator" in str(error):  # torch's only sign of it; such a file is as good as before
             raise MemoryError(str(error)) from error
         if map_location == "meta" and isinstance(error, NotImplementedError):  # a page, about torch's inside
             raise NotImplementedError("torch reads no quantized or nested tensor without its bytes") from error
-        if stand_ins.kinds:  # such as a subclass of tensors, which torch cannot make of a stand-in
+        if foreign:  # such as a subclass of tensors, which torch cannot make of a placeholder
             raise NotSerializableError(
-                f"the file is not read without objects that are not loaded: {', '.join(map(plain, stand_ins.kinds))}"
+                f"the file is not read without objects that are not loaded: {', '.join(map(plain, foreign))}"
                 f" ({type(error).__name__}: {plain(error)}). {ADVICE}"
             ) from error
         raise CorruptSnapshotError(
@@ -172,156 +161,148 @@ def safe_load(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str =
     return loaded
 
 
-class _StandIns(dict[str, Any]):
-    """What each name in one file stands for: a class of the user's list, or one that is made when it is asked for.
+def _load(file: IO[bytes] | str, map_location: str, mapped: str, names: _SafeNames) -> Any:
+    """As ``torch.load`` does it, of a zip file, with an unpickler of ours; no other kind of file is read.
 
-    A plain kind is read by us even where the user's list has its class, as torch's errors advise for numpy: its own
+    Args:
+        file: see :func:`safe_load`.
+        map_location: likewise.
+        mapped: likewise.
+        names: what those in the file stand for.
+    """
+    with zipfile.ZipFile(file) as archive:
+        inside = sum(record.file_size for record in archive.infolist())
+    if inside > (nbytes := _nbytes(file)):
+        raise _refused(f"claims to hold {inside} bytes and has {nbytes}")
+    mapped = file if isinstance(file, str) else mapped
+    memory = torch.UntypedStorage.from_file(mapped, False, nbytes) if mapped else None
+    return torch.serialization._load(  # type: ignore[no-untyped-call] # torch's
+        torch._C.PyTorchFileReader(file),
+        map_location,
+        types.SimpleNamespace(Unpickler=type("Unpickler", (_Unpickler,), {"names": names})),
+        overall_storage=memory,
+        encoding="utf-8",
+    )
+
+
+def _nbytes(file: IO[bytes] | str) -> int:
+    """Length of a file, which is at its beginning then."""
+    if isinstance(file, str):
+        return os.path.getsize(file)
+    file.seek(0, io.SEEK_END)
+    nbytes = file.tell()
+    file.seek(0)
+    return nbytes
+
+
+def _refused(why: str) -> CorruptSnapshotError:
+    return CorruptSnapshotError(f"the file {why}. It is damaged or forged, and is not loaded. Take another one")
+
+
+# -- what names stand for ---------------------------------------------------------------------------------------------
+
+_GROWS = re.compile(r"torch(\.\w+)*\.\w*(Tensor|Storage)")
+"""What torch deems safe to call, and makes something of any size, or that may grow; ``torch.save`` calls none."""
+
+
+class _SafeNames:
+    """What each name in one file stands for, and what is called for it.
+
+    A plain kind is made by us even where the user's list has its class, as torch's errors advise for numpy: its own
     constructors take bytes for pointers to objects, and torch would call them for any file.
+
+    Args:
+        known: what the user deems safe; ``None`` for what torch knows now.
+        foreign: takes the names that neither torch nor the user nor we know.
+
+    Attributes:
+        users: classes and functions of the user's list.
     """
 
-    def __init__(self) -> None:
-        known = ((_name(item), item) for item in torch.serialization.get_safe_globals())
-        super().__init__(
-            {name: item[0] if isinstance(item, tuple) else item for name, item in known if not _is_ours(name)}
-        )
-        self.kinds: dict[str, type[_StandIn]] = {}
-        self.containers: dict[int, tuple[Any, _StandIn]] = {}
-        """Lists and dictionaries that stand for a deque or a defaultdict: torch adds to no others. By their ``id``."""
-
-    def __contains__(self, _: object) -> bool:
-        return True
-
-    def __missing__(self, name: str) -> type[_StandIn]:
-        module, _, short = name.rpartition(".")
-        body = {"__slots__": (), "__module__": module, "_name": name, "_all": self}
-        self[name] = self.kinds[name] = type(short, (_StandIn,), body)
-        return self.kinds[name]
-
-
-def _is_ours(name: str) -> bool:
-    return name in _VALUES or name.startswith(("numpy.ndarray", "numpy.dtype"))
-
-
-def _name(item: Any) -> str:
-    """Of an entry of torch's list of safe names: its name in pickles."""
-    return str(item[1]) if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}"
-
-
-class _StandIn(Placeholder):
-    """Takes the place of one class while a file is loaded; a class is made of it for each name."""
-
-    __slots__ = ()
-    _name = ""
-    _all: _StandIns
-
-    def __new__(cls, *arguments: Any) -> Any:
-        if cls._name == "builtins.getattr" and _is_stand_in(arguments[0]):  # a class within a class
-            return cls._all[f"{arguments[0]._name}.{arguments[1]}"]
-        made = object.__new__(cls)
-        Placeholder.__init__(made, cls._name, arguments)
-        if (container := _CONTAINERS.get(cls._name)) is None:
-            return made
-        stands = container()
-        cls._all.containers[id(stands)] = stands, made
-        return stands
-
-    def __init__(self, *_: Any) -> None:
-        """Nothing is left to do."""
-
-    def __setstate__(self, state: Any) -> None:
-        parts_of(self).append(state)
-
-    def __setitem__(self, key: Any, item: Any) -> None:
-        """It is a dictionary of another class; its items come before its state."""
-        parts = parts_of(self)
-        if len(parts) == 1:
-            parts.append({})
-        if type(parts[1]) is not dict:
-            raise TypeError("items after a state")
-        parts[1][key] = item
-
-
-def _is_stand_in(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, _StandIn)
-
-
-class _Settling:
-    """Puts values in place of stand-ins, in all that was loaded; each object is looked at once."""
-
-    def __init__(self, stand_ins: _StandIns) -> None:
-        self._containers = stand_ins.containers
-        self._done: dict[int, tuple[Any, Any]] = {}  # with the object itself, so that its id stays its own
-
-    def settled(self, value: Any) -> Any:
-        """The value without stand-ins: containers are changed in place, tuples made again."""
-        if isinstance(value, (str, bytes, int, float, complex)) or value is None:
-            return value
-        if id(value) not in self._done:
-            self._done[id(value)] = value, value  # of a tuple or a stand-in that holds itself, this is all there is
-            self._done[id(value)] = value, self._settle(value)
-        return self._done[id(value)][1]
-
-    def _settle(self, value: Any) -> Any:
-        if _is_stand_in(value):
-            return _CLASSES[value._name] if value._name in _CLASSES else Placeholder(value._name)
-        if isinstance(value, Placeholder):
-            return self._value(value)
-        if (known := self._containers.get(id(value))) is not None:
-            return self._fill(value, known[1])
-        if isinstance(value, tuple):
-            items = [self.settled(item) for item in value]
-            return tuple.__new__(type(value), items) if _differ(items, value) else value
-        if isinstance(value, dict):
-            self._settle_items(value)
-        elif isinstance(value, (list, set)):
-            items = [self.settled(item) for item in value]
-            if _differ(items, value):
-                value.clear()
-                value.extend(items) if isinstance(value, list) else value.update(items)
-        if not isinstance(value, (type, types.FunctionType)):  # those are torch's, or the user's
-            self.settled(getattr(value, "__dict__", None))
-        return value
-
-    def _settle_items(self, value: dict[Any, Any]) -> None:
-        keys, items = ([self.settled(item) for item in half] for half in (value.keys(), value.values()))
-        if _differ(keys, value.keys()) or _differ(items, value.values()):
-            value.clear()
-            for key, item in zip(keys, items, strict=True):
-                value[key] = item  # noqa: PERF403 # a Counter would count them in update()
-
-    def _value(self, placeholder: Placeholder) -> Any:
-        """The plain value that it stands for; itself, if it is none, or none as its class writes it."""
-        parts = parts_of(placeholder)
-        parts[:] = [self.settled(part) for part in parts]
-        placeholder.__class__ = Placeholder  # from now on one like all others, which can be pickled
-        make = _VALUES.get(kind_of(placeholder))
-        if make is None or len(parts) > 2:
-            return placeholder
+    def __init__(self, known: Sequence[Any] | None, foreign: list[str]) -> None:
+        self._foreign = foreign
+        self._found: dict[str, Any] = {}
+        self._calls: dict[int, Callable[..., Any]] = {}  # by the identity of what was found
         try:
-            return make(*parts[0], **({"state": parts[1]} if parts[1:] else {}))
-        except Exception:  # whatever our checks, python's and numpy's raise: it stays inert
-            return placeholder
+            listed = torch.serialization.get_safe_globals() if known is None else known
+            self._torchs: dict[str, Any] = torch._weights_only_unpickler._get_allowed_globals()
+            for owner, name in ((torch.serialization, "_load"), (torch, _COO), (torch, _COMPRESSED)):
+                getattr(owner, name)
+        except AttributeError as error:
+            raise SpotError(
+                f"torch {torch.__version__} has another restricted unpickler ({error}). No snapshot is read, as none"
+                " can be read safely. Install a torch that this version of lightning_spot was tested with"
+            ) from error
+        self.users = dict(
+            (str(item[1]), item[0]) if isinstance(item, tuple) else (f"{item.__module__}.{item.__qualname__}", item)
+            for item in listed
+        )
 
-    def _fill(self, content: list[Any] | dict[Any, Any], stands: Placeholder) -> Any:
-        """The deque or the defaultdict of which the file has this content."""
-        made = self._value(stands)
-        self._done[id(content)] = content, made  # it may hold itself
-        settled: Any
-        if isinstance(content, dict):
-            settled = {self.settled(key): self.settled(item) for key, item in content.items()}
-        else:
-            settled = [self.settled(item) for item in content]
-        if isinstance(made, Placeholder):
-            parts_of(made).append(settled)
-        elif isinstance(made, dict):
-            made.update(settled)
-        else:
-            made.extend(settled)
-        return made
+    def find(self, name: str) -> Any:
+        """A class, a function or a value that is safe; a placeholder for any other name."""
+        if name not in self._found:
+            self._found[name], call = self._look_up(name)
+            if call is not None:
+                self._calls[id(self._found[name])] = call
+        return self._found[name]
+
+    def _look_up(self, name: str) -> tuple[Any, Callable[..., Any] | None]:
+        if name == "builtins.getattr":
+            return Placeholder(name), self._nested
+        if name == _DETOUR:
+            return Placeholder(name), self._detour
+        if name in _OURS or name.startswith(("numpy.ndarray", "numpy.dtype")):
+            return _CLASSES.get(name) or Placeholder(name), functools.partial(_made, name)
+        if name in self.users:
+            return self.users[name], self.users[name]
+        if name in self._torchs:
+            known = self._torchs[name]
+            is_called = callable(known) and not _GROWS.fullmatch(name)
+            return known, _CHECKED.get(name, known) if is_called else None
+        self._foreign.append(name)
+        return Placeholder(name), None
+
+    def call(self, called: Any, arguments: Any, *, is_new: bool = False) -> Any:
+        """What a call makes; of a placeholder, a placeholder.
+
+        Args:
+            called: what :meth:`find` gave.
+            arguments: a tuple, unless the file is forged.
+            is_new: whether an object is made without ``__init__``.
+
+        Raises:
+            CorruptSnapshotError: if nothing that ``torch.save`` writes is called like that.
+        """
+        call = self._calls.get(id(called))
+        if type(arguments) is not tuple or (call is None and type(called) is not Placeholder):
+            raise _refused(f"calls {SHORT.repr(called)} in a way that torch.save does not write")
+        if call is None:
+            return Placeholder(called._kind, *called._parts, arguments)
+        if is_new and call is called and isinstance(called, type) and not issubclass(called, torch.nn.Parameter):
+            return called.__new__(called, *arguments)
+        return call(*arguments)
+
+    def _nested(self, owner: Any, name: Any) -> Any:
+        """A class within a class."""
+        if type(owner) is Placeholder and not owner._parts and type(name) is str:
+            return self.find(f"{owner._kind}.{name}")
+        return Placeholder("builtins.getattr", (owner, name))
+
+    def _detour(self, called: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        """A subclass of tensors, or a tensor with attributes, of what a call makes."""
+        made = self.call(called, arguments)
+        return torch._tensor._rebuild_from_type_v2(lambda: made, kind, (), state)  # type: ignore[no-untyped-call] # torch's
 
 
-def _differ(new: Any, old: Any) -> bool:
-    return any(one is not other for one, other in zip(new, old, strict=True))
+_DETOUR = "torch._tensor._rebuild_from_type_v2"
+
+
+def _made(name: str, *arguments: Any) -> Any:
+    """A value of a plain kind; a placeholder, if its class does not write that."""
+    try:
+        return _VALUES[name](*arguments)
+    except Exception:  # whatever our checks, python's and numpy's raise, and what is not called: it stays inert
+        return Placeholder(name, arguments)
 
 
 # -- plain kinds: each checks its arguments, and takes no size --------------------------------------------------------
@@ -387,10 +368,8 @@ _NO_FIELDS = (None, None, None)
 _MOST_EMPTY = 2**20
 """Most rows of an array without a number: a list of them is made of nothing."""
 
-_AS_IT_IS = (3, "=", *_NO_FIELDS, -1, -1, 0)
 
-
-def _dtype(code: str, align: bool, copy: bool, state: tuple[Any, ...] = _AS_IT_IS) -> np.dtype[Any]:
+def _dtype(code: str, align: bool, copy: bool, state: tuple[Any, ...]) -> np.dtype[Any]:
     """A dtype of plain numbers, texts or times. Of its state, order and unit count; flags are never handed to numpy."""
     _version, order, *form, itemsize, _alignment, _flags = state[:8]
     if not _CODE.fullmatch(code) or tuple(form) != _NO_FIELDS or order not in ("<", ">", "=", "|"):
@@ -428,7 +407,6 @@ def _scalar(dtype: np.dtype[Any], raw: bytes) -> Any:
     return _array(np.ndarray, None, None, (1, (), dtype, False, raw))[()]
 
 
-_CONTAINERS: dict[str, type] = {"collections.deque": list, "collections.defaultdict": dict}
 _VALUES: dict[str, Callable[..., Any]] = {
     "builtins.bytes": _checked(bytes),
     "builtins.frozenset": _checked(frozenset, list, least=1),
@@ -440,12 +418,16 @@ _VALUES: dict[str, Callable[..., Any]] = {
     "datetime.datetime": _checked(_datetime, bytes, least=1),
     "datetime.timedelta": _checked(datetime.timedelta, int, int, int, least=3),
     "decimal.Decimal": _checked(decimal.Decimal, str, least=1),
-    "numpy.dtype": _dtype,
     **{f"pathlib.{local}PosixPath": _path(pathlib.PosixPath) for local in ("", "_local.")},
     **{f"pathlib.{local}PurePosixPath": _path(pathlib.PurePosixPath) for local in ("", "_local.")},
-    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
+_STATED: dict[str, Callable[..., Any]] = {
+    "numpy.dtype": _dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
+}
+"""Plain kinds of which the state tells all."""
+
 _CLASSES: dict[str, type] = {
     **{f"builtins.{kind.__name__}": kind for kind in (bool, bytes, dict, float, frozenset, int, list)},
     **{f"builtins.{kind.__name__}": kind for kind in (range, slice, str, tuple)},
@@ -459,9 +441,10 @@ _CLASSES: dict[str, type] = {
 }
 """Classes that are values themselves, such as a hyperparameter ``kind=float``."""
 
+_OURS = frozenset([*_VALUES, *_STATED, *_CLASSES])
 
-# -- what a pickle would have the unpickler do, followed before it is run ---------------------------------------------
 
+# -- the unpickler ----------------------------------------------------------------------------------------------------
 
 _DEEPEST = 500
 _MOST_AGAIN = 16
@@ -469,240 +452,151 @@ _MOST_AGAIN = 16
 _MOST_MET = 1_000_000
 """How many objects may be met in a walk through one tuple of a short pickle."""
 
-_GROWS = re.compile(r"torch(\.\w+)*\.\w*(Tensor|Storage)")
-"""What torch deems safe to call, and makes something of any size, or that may grow; ``torch.save`` calls none."""
 
-_FILLED = {
-    "builtins.bytearray": ("text", "latin1", "bytes"),
-    "builtins.set": ("list",),
-    "collections.Counter": ("dict",),
-    "collections.OrderedDict": (),
-    "torch.Size": ("tuple",),
-}
-"""What may fill an object that takes all that can be walked through: a tensor of few bytes may have endless items."""
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    """What is done for each opcode that ``torch.save`` writes."""
 
-_DETOUR = "torch._tensor._rebuild_from_type_v2"
-_OF_TORCH = ("torch.", "collections.")
-_EMPTY_OPS = {"EMPTY_DICT": "dict", "EMPTY_LIST": "list", "EMPTY_SET": "set"}
-_PLAIN_OPS = ("BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE", "SHORT_BINSTRING", "BININT", "BININT1", "BININT2", "LONG1")
-_PUSH_OPS = frozenset([*_PLAIN_OPS, *_EMPTY_OPS, "BINGET", "LONG_BINGET", "BINUNICODE", "GLOBAL"])
-_TUPLE_OPS = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_POP_OPS = {"APPEND": 1, "BUILD": 1, "SETITEM": 2}
+    def __missing__(self, opcode: int) -> NoReturn:
+        name = next((each.name for each in pickletools.opcodes if each.code == chr(opcode)), f"{opcode:#x}")
+        raise NotSerializableError(
+            f"the file has the opcode {name}, which torch.load does not read, either. It is not loaded. Save it"
+            " without pickle_protocol, and an integer of more than 255 bytes as text"
+        )
 
 
-class _Made(NamedTuple):
-    """An object that a pickle would make.
+class _Unpickler(pickle._Unpickler):
+    """Makes what is safe, and placeholders.
 
     Attributes:
-        kind: ``"text"``, ``"latin1"`` (that text), ``"bytes"``, ``"tuple"``, ``"list"``, ``"dict"``, ``"set"``,
-            ``"made"`` (by what torch deems safe), a full name, or ``""`` for anything else.
-        items: kinds of the items of a tuple.
-        depth: of tuples in it.
-        met: how many objects a walk through it meets.
+        names: what those in the file stand for.
     """
 
-    kind: str
-    items: tuple[str, ...] = ()
-    depth: int = 0
-    met: int = 1
+    names: _SafeNames
+    stack: list[Any]  # this and what follows are python's
+    memo: dict[int, Any]
+    append: Callable[[Any], None]
 
+    def __init__(self, file: io.BytesIO, **named: Any) -> None:
+        super().__init__(file, **named)
+        self._most_met = max(_MOST_MET, _MOST_AGAIN * file.getbuffer().nbytes)
+        self._extents: dict[int, tuple[Any, int, int]] = {}  # of objects: themselves, how deep, and how many are met
+        self._places: dict[int, list[int]] = {}  # in the memo, of placeholders
 
-def _check_bounds(file: IO[bytes] | str) -> None:
-    """Refuse a file of ``torch.save`` that asks for more than it is; its place in the end is its beginning.
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name stands for, which may be one of Python 2."""
+        module, name = torch._utils.NAME_MAPPING.get((module, name), (module, name))
+        return self.names.find(f"{torch._utils.IMPORT_MAPPING.get(module, module)}.{name}")
 
-    Raises:
-        CorruptSnapshotError: saying what it asks for.
-        NotSerializableError: if it is written in another protocol than ours.
-    """
-    with zipfile.ZipFile(file) as archive:
-        inside = sum(record.file_size for record in archive.infolist())
-    if inside > (nbytes := _nbytes(file)):
-        raise _refused(f"claims to hold {inside} bytes and has {nbytes}")
-    pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")  # the very bytes that torch will read
-    if not isinstance(file, str):
-        file.seek(0)
-    _follow(pickled)
+    def _tuple(self, items: list[Any]) -> None:
+        extents = [self._extent(item) for item in items]
+        depth = 1 + max((depth for depth, _ in extents), default=0)
+        met = 1 + sum(met for _, met in extents)
+        if depth > _DEEPEST or met > self._most_met:
+            raise _refused(f"nests tuples {depth} deep, with {met} items")
+        self._push(tuple(items), depth, met)
 
+    def _extent(self, value: Any) -> tuple[int, int]:
+        return self._extents[id(value)][1:] if id(value) in self._extents else (0, 1)
 
-def _nbytes(file: IO[bytes] | str) -> int:
-    """Length of a file, which is at its beginning then."""
-    if isinstance(file, str):
-        return os.path.getsize(file)
-    file.seek(0, io.SEEK_END)
-    nbytes = file.tell()
-    file.seek(0)
-    return nbytes
+    def _push(self, value: Any, depth: int, met: int) -> None:
+        self._extents[id(value)] = value, depth, met
+        self.append(value)
 
+    def _pop(self, number: int) -> list[Any]:
+        items = self.stack[len(self.stack) - number :]
+        del self.stack[len(self.stack) - number :]
+        return items
 
-def _follow(pickled: bytes) -> None:
-    stack: list[_Made] = []
-    marked: list[list[_Made]] = []
-    memo: dict[int, _Made] = {}
-    argument: Any
-    for opcode, argument, _ in pickletools.genops(pickled):
-        name = opcode.name
-        if name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in _PUSH_OPS:
-            stack.append(_pushed(name, argument, memo))
-        elif name == "MARK":
-            marked.append(stack)
-            stack = []
-        elif name == "TUPLE":
-            items, stack = stack, marked.pop()
-            stack.append(_tuple(items, len(pickled)))
-        elif name in _TUPLE_OPS:
-            first = len(stack) - _TUPLE_OPS[name]
-            stack[first:] = [_tuple(stack[first:], len(pickled))]
-        elif name in ("APPENDS", "SETITEMS"):
-            stack = marked.pop()
-        elif name in _POP_OPS:
-            _check_state(name, stack)
-            del stack[-_POP_OPS[name] :]
-        elif name == "BINPERSID":
-            stack[-1] = _Made("made")
-        elif name in ("REDUCE", "NEWOBJ"):
-            arguments, called = stack.pop(), stack.pop()
-            stack.append(_call(called, arguments))
-        elif name not in ("PROTO", "STOP"):
-            raise _not_written(name)
+    def _call(self, *, is_new: bool) -> None:
+        called, arguments = self._pop(2)
+        self._push(self.names.call(called, arguments, is_new=is_new), *self._extent(arguments))
 
+    def _build(self) -> None:
+        (state,) = self._pop(1)
+        made = self.stack[-1]
+        if type(made) is Placeholder:
+            made._parts.append(state)
+            self._replace(made)
+        elif type(made) is collections.OrderedDict and type(state) is dict:
+            vars(made).update(state)
+        elif type(made) not in self.names.users.values():
+            raise _refused("gives a state that torch.save does not write")
+        elif hasattr(made, "__setstate__"):
+            made.__setstate__(state)
+        else:
+            state, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+            if state:  # an object with slots has no other attributes
+                vars(made).update(state)
+            for name, value in (slots or {}).items():
+                setattr(made, name, value)
 
-def _check_state(name: str, stack: list[_Made]) -> None:
-    if name == "BUILD" and stack[-2].kind == "made" and stack[-1].kind not in ("dict", "list", "tuple"):
-        raise _refused("gives a state that torch.save does not write")
+    def _replace(self, placeholder: Placeholder) -> None:
+        """Put a value in the place of what stood for it until its state was known."""
+        if (make := _STATED.get(placeholder._kind)) is None or len(placeholder._parts) != 2:
+            return
+        arguments, state = placeholder._parts
+        try:
+            value = make(*arguments, state)
+        except Exception:  # see _made
+            return
+        self.stack[-1] = value
+        for place in self._places.get(id(placeholder), ()):
+            self.memo[place] = value
 
+    def _put(self, place: int) -> None:
+        self.memo[place] = value = self.stack[-1]
+        if type(value) is Placeholder:
+            self._places.setdefault(id(value), []).append(place)
 
-def _pushed(name: str, argument: Any, memo: Mapping[int, _Made]) -> _Made:
-    """What an opcode of ``_PUSH_OPS`` puts on the stack."""
-    if name in ("BINGET", "LONG_BINGET"):
-        return memo[argument]
-    if name == "BINUNICODE":
-        return _Made("latin1" if argument == "latin1" else "text")
-    return _Made(_global(argument)) if name == "GLOBAL" else _Made(_EMPTY_OPS.get(name, ""))
+    def _extend(self, items: list[Any]) -> None:
+        self._target(list, collections.deque).extend(items)
 
+    def _update(self, items: list[Any]) -> None:
+        target = self._target(dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+        for key, item in zip(items[::2], items[1::2], strict=True):
+            target[key] = item  # a Counter would count them in update()
 
-def _not_written(name: str) -> NotSerializableError:
-    """The error for an opcode that our files do not have."""
-    if name == "LONG4":
-        return NotSerializableError(
-            "the file has an integer of more than 255 bytes, which torch does not read. It is not loaded. Keep"
-            " such a number as text"
-        )
-    return NotSerializableError(
-        f"the file has the opcode {name}, of another protocol than torch.save's own. It is not loaded. Save it"
-        " without pickle_protocol"
+    def _target(self, *kinds: type) -> Any:
+        """What takes items: itself, or of a placeholder a container of the first kind."""
+        target = self.stack[-1]
+        if type(target) is Placeholder:
+            if not target._parts or type(target._parts[-1]) is not kinds[0]:
+                target._parts.append(kinds[0]())
+            return target._parts[-1]
+        if type(target) not in kinds:
+            raise _refused(f"puts items into a {type(target).__name__}")
+        return target
+
+    dispatch: ClassVar = _Opcodes(
+        {
+            **{
+                opcode[0]: pickle._Unpickler.dispatch[opcode[0]]
+                for opcode in (
+                    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+                    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE),
+                    *(pickle.SHORT_BINSTRING, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
+                    *(pickle.GLOBAL, pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET),
+                )
+            },
+            pickle.EMPTY_TUPLE[0]: lambda self: self._tuple([]),
+            pickle.TUPLE1[0]: lambda self: self._tuple(self._pop(1)),
+            pickle.TUPLE2[0]: lambda self: self._tuple(self._pop(2)),
+            pickle.TUPLE3[0]: lambda self: self._tuple(self._pop(3)),
+            pickle.TUPLE[0]: lambda self: self._tuple(self.pop_mark()),
+            pickle.APPEND[0]: lambda self: self._extend(self._pop(1)),
+            pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+            pickle.SETITEM[0]: lambda self: self._update(self._pop(2)),
+            pickle.SETITEMS[0]: lambda self: self._update(self.pop_mark()),
+            pickle.REDUCE[0]: lambda self: self._call(is_new=False),
+            pickle.NEWOBJ[0]: lambda self: self._call(is_new=True),
+            pickle.BUILD[0]: lambda self: self._build(),
+            pickle.BINPUT[0]: lambda self: self._put(self.read(1)[0]),
+            pickle.LONG_BINPUT[0]: lambda self: self._put(int.from_bytes(self.read(4), "little")),
+        }
     )
-
-
-def _tuple(items: Iterable[_Made], nbytes: int) -> _Made:
-    kinds, depth, met = [], 0, 1
-    for item in items:
-        kinds.append(item.kind)
-        depth = max(depth, item.depth)
-        met += item.met
-    if depth >= _DEEPEST or met > max(_MOST_MET, _MOST_AGAIN * nbytes):
-        raise _refused(f"nests tuples {depth + 1} deep, with {met} items")
-    return _Made("tuple", tuple(kinds), depth + 1, met)
-
-
-def _call(called: _Made, arguments: _Made) -> _Made:
-    """What a call makes.
-
-    Raises:
-        CorruptSnapshotError: if it could be of any size.
-    """
-    kind, kinds = called.kind, arguments.items
-    is_encoding = kind == "_codecs.encode"
-    is_wrong = arguments.kind != "tuple" or _GROWS.fullmatch(kind) is not None
-    is_wrong |= kind in _FILLED and bool(kinds) and not (len(kinds) == 1 and kinds[0] in _FILLED[kind])
-    is_wrong |= is_encoding and (kinds[:1] not in (("text",), ("latin1",)) or kinds[1:] != ("latin1",))
-    if kind == _DETOUR:  # calls its first argument: a function by its name, and none of those that are looked at
-        first = kinds[0] if kinds else ""
-        is_wrong |= "." not in first or first in (_DETOUR, "_codecs.encode", *_FILLED) or bool(_GROWS.fullmatch(first))
-        is_wrong |= kinds[2:3] != ("tuple",)
-    if is_wrong:
-        raise _refused(f"calls {kind or 'an object'} in a way that torch.save does not write")
-    if is_encoding:
-        return _Made("bytes")
-    return _Made("made" if kind.startswith(_OF_TORCH) else "", (), arguments.depth, arguments.met)
-
-
-def _global(argument: str) -> str:
-    """The full name that torch makes of one in a pickle, which may be of Python 2."""
-    module, _, name = argument.partition(" ")
-    module, name = torch._utils.NAME_MAPPING.get((module, name), (module, name))
-    return f"{torch._utils.IMPORT_MAPPING.get(module, module)}.{name}"
-
-
-def _refused(why: str) -> CorruptSnapshotError:
-    return CorruptSnapshotError(f"the file {why}. It is damaged or forged, and is not loaded. Take another one")
-
-
-# -- torch's restricted unpickler with other safe names than torch's own list, which is one for the whole process -----
-
-
-_SPARSE = "torch._utils._rebuild_sparse_tensor"
-_LOOKED_UP = frozenset(["_get_allowed_globals", "_get_user_allowed_globals"])
-
-
-def _restricted_load(file: IO[bytes] | str, map_location: str, names: Mapping[str, Any], mapped: str) -> Any:
-    """As ``torch.load(weights_only=True)`` does it, of a zip file; no other kind of file is read.
-
-    Args:
-        file: seekable. Of a path, tensors look at the mapped file, privately.
-        map_location: where tensors go.
-        names: what each name stands for that is not safe to torch of itself, in the place of the user's list.
-        mapped: path of a file that begins with the same bytes, at which tensors look; ``""`` if there is none.
-
-    Raises:
-        SpotError: if this torch has no such unpickler.
-        Exception: what torch raises.
-    """
-    unpickler = _unpickler(names)
-    mapped = file if isinstance(file, str) else mapped
-    memory = torch.UntypedStorage.from_file(mapped, False, _nbytes(file)) if mapped else None
-    return torch.serialization._load(  # type: ignore[no-untyped-call] # torch's
-        torch._C.PyTorchFileReader(file),
-        map_location,
-        types.SimpleNamespace(Unpickler=unpickler),
-        overall_storage=memory,
-        encoding="utf-8",
-    )
-
-
-def _unpickler(names: Mapping[str, Any]) -> type:
-    try:
-        module: Any = torch._weights_only_unpickler
-        safe = {**module._get_allowed_globals(), _SPARSE: _sparse_tensor}
-        safe.update((name, _whole(safe[name])) for name in _COPYING & safe.keys())
-        own = {**vars(module), **dict.fromkeys(_LOOKED_UP, lambda: names), "_get_allowed_globals": lambda: safe}
-        codes = {name: made.__code__ for name, made in vars(module.Unpickler).items() if hasattr(made, "__code__")}
-        body = {name: types.FunctionType(code, own) for name, code in codes.items() if _LOOKED_UP & {*code.co_names}}
-        found = frozenset[str]().union(*(code.co_names for code in codes.values()))
-        if missing := _LOOKED_UP - found:
-            raise AttributeError(f"Unpickler does not look up {', '.join(sorted(missing))}")
-        for owner, name in ((torch.serialization, "_load"), (torch, _COO), (torch, _COMPRESSED)):
-            getattr(owner, name)
-    except AttributeError as error:
-        raise SpotError(
-            f"torch {torch.__version__} has another restricted unpickler ({error}). No snapshot is read, as none can be"
-            " read safely. Install a torch that this version of lightning_spot was tested with"
-        ) from error
-
-    def check_target(unpickler: Any, opcode: str) -> None:
-        if not isinstance(unpickler.stack[-1], _StandIn):
-            module.Unpickler._check_set_item_target(unpickler, opcode)
-
-    return type("Unpickler", (module.Unpickler,), {**body, "_check_set_item_target": check_target})
 
 
 # -- of tensors that are in the file ----------------------------------------------------------------------------------
-
-_COPYING = frozenset(
-    f"torch._utils._rebuild_{kind}" for kind in ("device_tensor_from_cpu_tensor", "nested_tensor", "qtensor")
-)
-"""What copies tensors that it is given, or walks through them: one number of the file may be an item without end."""
 
 
 def _whole(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -746,3 +640,28 @@ def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
     if not made.is_meta:  # which has no indices
         check(*parts, check_pinning=False)  # that check may start CUDA
     return made
+
+
+# -- what torch deems safe, called with what torch.save writes only ---------------------------------------------------
+
+
+def _encoded(value: Any, encoding: Any) -> bytes:
+    if type(value) is not str or encoding != "latin1":
+        raise TypeError("bytes that are not written as text in latin1")
+    return value.encode("latin1")
+
+
+_CHECKED: dict[str, Callable[..., Any]] = {
+    "_codecs.encode": _encoded,
+    "builtins.bytearray": _checked(bytearray, bytes),
+    "builtins.set": _checked(set, list),
+    "collections.Counter": _checked(collections.Counter, dict),
+    "collections.OrderedDict": _checked(collections.OrderedDict),
+    "torch.Size": _checked(torch.Size, tuple),
+    "torch._utils._rebuild_sparse_tensor": _sparse_tensor,
+    # These copy tensors that they are given, or walk through them: one number of the file may be an item without end.
+    **{
+        f"torch._utils._rebuild_{kind}": _whole(getattr(torch._utils, f"_rebuild_{kind}"))
+        for kind in ("device_tensor_from_cpu_tensor", "nested_tensor", "qtensor")
+    },
+}

@@ -5,14 +5,14 @@ A checkpoint that the user named, ``fit(ckpt_path=)``, is read as a resume reads
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pickle import UnpicklingError
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any
 
 import fsspec
 import torch
@@ -22,7 +22,7 @@ from lightning_spot.errors import NotSerializableError, SettingsError
 from lightning_spot.patches import Patches
 from lightning_spot.say import say
 from lightning_spot.snapshot.layout import Layout
-from lightning_spot.snapshot.safe_load import ADVICE, Placeholder, kind_of, placeholders_in
+from lightning_spot.snapshot.safe_load import ADVICE, Placeholder, kind_of, placeholders_in, safe_load
 from lightning_spot.state.checkpoint import OF_DATA, OF_MODEL, as_saved
 from lightning_spot.state.dump import KEY, read_checkpoint
 from lightning_spot.state.rank_states import states_in_files
@@ -135,7 +135,7 @@ class Trial:
     def __init__(self, trainer: pl.Trainer, trusts: Callable[[], bool]) -> None:
         self._trainer = trainer
         self._trusts = trusts
-        self._safe_at_start = _safe_names()
+        self._known_at_start = torch.serialization.get_safe_globals()
         self._seen: set[frozenset[tuple[bytes, bytes]]] = set()
 
     def __call__(self, layout: Layout) -> str | None:
@@ -146,13 +146,11 @@ class Trial:
         if kinds in self._seen:
             return None
         self._seen.add(kinds)
-        if late := self._made_safe_late(kinds):
-            return (
-                f"snapshots are taken, but NO RESUME from them will be possible: {late} is known to torch only since"
-                " training has begun. Import its module where the program begins, not in configure_optimizers"
-            )
+        # Most strategies read a snapshot before configure_optimizers, which may import what makes a class safe.
+        known = None if self._trainer.strategy.restore_checkpoint_after_setup else self._known_at_start
         try:
-            check_resumable(self._trainer, read_checkpoint(cast(IO[bytes], Outline(layout)), map_location="meta"))
+            with outline(layout) as file:
+                check_resumable(self._trainer, safe_load(file, "meta", known=known))
         except NotSerializableError as error:
             return f"snapshots are taken, but NO RESUME from them will be possible: {error}"
         except Exception as error:  # the trial is no reason to lose the thread that writes snapshots
@@ -163,23 +161,6 @@ class Trial:
             say(logging.WARNING, "resume-untried", text, about=f"{type(error).__name__}: {error}")
         return None
 
-    def _made_safe_late(self, kinds: frozenset[tuple[bytes, bytes]]) -> str:
-        """A class that a resume, which reads a snapshot before optimizers are made, will not deem safe."""
-        if self._trainer.strategy.restore_checkpoint_after_setup:
-            return ""
-        late = _safe_names() - self._safe_at_start
-        return next((name for name in sorted(late) if tuple(name.rpartition(".")[::2]) in _decoded(kinds)), "")
-
-
-def _safe_names() -> frozenset[str]:
-    """Classes and functions that the program has torch load, by their full names."""
-    known = torch.serialization.get_safe_globals()
-    return frozenset(str(each[1]) if isinstance(each, tuple) else _name(each) for each in known)
-
-
-def _decoded(kinds: frozenset[tuple[bytes, bytes]]) -> set[tuple[str, str]]:
-    return {(module.decode(), name.decode()) for module, name in kinds}
-
 
 def _kinds_in(layout: Layout) -> frozenset[tuple[bytes, bytes]]:
     """The names of classes in an outline, found fast: some may be none."""
@@ -188,47 +169,14 @@ def _kinds_in(layout: Layout) -> frozenset[tuple[bytes, bytes]]:
     return frozenset(names for _, data in layout.frame for names in _GLOBAL.findall(data))
 
 
-class Outline(io.RawIOBase):
-    """A checkpoint file without its tensors' bytes, which read as zeros.
-
-    Args:
-        layout: of the file.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__()
-        self._frame = layout.frame
-        self._nbytes = layout.nbytes
-        self._place = 0
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def seekable(self) -> bool:
-        """Always."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to an offset."""
-        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._nbytes}[whence]
-        return self._place
-
-    def tell(self) -> int:
-        """Offset of the next byte."""
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` as far as the file goes."""
-        view = memoryview(buffer).cast("B")
-        start = self._place
-        end = self._place = min(start + len(view), max(start, self._nbytes))
-        view[: end - start] = bytes(end - start)
-        for offset, data in self._frame:
-            first, last = max(start, offset), min(end, offset + len(data))
-            if first < last:
-                view[first - start : last - start] = data[first - offset : last - offset]
-        return end - start
+def outline(layout: Layout) -> IO[bytes]:
+    """A checkpoint file without its tensors' bytes, which take no room on a disk and read as zeros."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 # the caller closes it
+    file.truncate(layout.nbytes)
+    for offset, data in layout.frame:
+        file.seek(offset)
+        file.write(data)
+    return file
 
 
 # -- a checkpoint that the user named --------------------------------------------------------------------------------

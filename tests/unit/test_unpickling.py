@@ -10,7 +10,6 @@ import functools
 import io
 import os
 import random
-import re
 import sys
 import types
 import zipfile
@@ -25,12 +24,12 @@ import torch
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from lightning_spot import EverySteps, SpotCheckpointIO
-from lightning_spot.errors import NotSerializableError
+from lightning_spot.errors import NotSerializableError, SpotError
 from lightning_spot.snapshot.layout import lay_out
 from lightning_spot.snapshot.safe_load import Placeholder, kind_of, placeholders_in
 from lightning_spot.state.compare import differences
 from lightning_spot.state.dump import read_checkpoint
-from lightning_spot.state.loadability import Outline
+from lightning_spot.state.loadability import outline
 from tests.support.said import said, said_about
 from tests.support.snapshots import manifests, serverless, spot
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
@@ -121,6 +120,9 @@ FOREIGN: dict[str, Callable[[], Any]] = {
     "a generator": lambda: random.Random(1),
     "a generator of numpy": lambda: np.random.default_rng(1),
     "a default dictionary": lambda: collections.defaultdict(run, a=1),
+    "a subclass of list": lambda: Items([1, 2]),
+    "an object made with a keyword": lambda: Keyword(value=1),
+    "a function of the system": lambda: os.getcwd,
 }
 
 
@@ -146,19 +148,6 @@ def test_a_foreign_object_becomes_a_stub_and_the_rest_comes_back(make: Callable[
     with pytest.raises(NotSerializableError, match="not loaded"):
         placeholder()
     assert [where for where, _ in placeholders_in(found)] == ["thing[0]", "again"]
-
-
-REFUSED = {
-    "tests.unit.test_unpickling.Items": lambda: Items([1, 2]),
-    "tests.unit.test_unpickling.Keyword": lambda: Keyword(value=1),
-    "posix.getcwd": lambda: os.getcwd,
-}
-
-
-@pytest.mark.parametrize(("kind", "make"), REFUSED.items(), ids=REFUSED)
-def test_an_object_that_torch_cannot_replace_is_a_named_error(kind: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(NotSerializableError, match=rf"(?s){re.escape(kind)}.*add_safe_globals"):
-        read_checkpoint(saved({"hyper_parameters": {"x": make()}}))
 
 
 def test_a_foreign_object_as_a_key() -> None:
@@ -221,14 +210,15 @@ def test_a_hostile_pickle_runs_nothing(pickled: bytes, monkeypatch: pytest.Monke
     RAN.clear()
     monkeypatch.setattr("os.system", ran)
     monkeypatch.setattr("posix.system", ran)
-    with contextlib.suppress(NotSerializableError):
+    with contextlib.suppress(SpotError):
         assert isinstance(read_checkpoint(Machine.file(pickled)), Placeholder)
     assert RAN == []
 
 
 def test_an_outline_is_a_file_without_tensors() -> None:
     state = {"weights": torch.arange(5000.0), "thing": Thing(1), "more": [torch.ones(3)] * 2}
-    found = read_checkpoint(Outline(lay_out(state)), map_location="meta")  # type: ignore[arg-type] # reads like one
+    with outline(lay_out(state)) as file:
+        found = read_checkpoint(file, map_location="meta")
     assert found["weights"].shape == (5000,)
     assert isinstance(found["thing"], Placeholder)
 
@@ -495,7 +485,7 @@ def test_a_class_torch_knows_only_in_training_is_named_at_once(
         with pytest.raises(Stop):
             fit(7)
         (about,) = said_about(caplog, "not-resumable")
-        assert "Coded is known to torch only since training has begun" in about
+        assert "tests.unit.test_unpickling.Coded" in about
         with pytest.raises(NotSerializableError, match=r"not loaded: tests\.unit\.test_unpickling\.Coded"):
             fit(9)
     finally:
