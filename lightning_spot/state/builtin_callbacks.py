@@ -189,8 +189,10 @@ def _exists(path: str) -> bool:
 
 def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
     """One sentence for each callback that cannot go on where it was."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    has_begun = epochs.ready > epochs.processed  # else the first epoch that averages may be the one to come
     averaging = (callback for _, callback in _callbacks(trainer, "StochasticWeightAveraging"))
-    if any(callback.swa_start <= trainer.current_epoch for callback in averaging):
+    if any(callback.swa_start < trainer.current_epoch + has_begun for callback in averaging):
         yield (
             "StochasticWeightAveraging: Lightning sets its learning rate, and updates BatchNorm, only where an epoch"
             " begins: the rest of this one goes on without that"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,15 @@ def test_equal_where_no_batch_is_left_of_an_epoch(name: str, tmp_path: Path) -> 
     found = list(differences(final(tmp_path / "undisturbed"), final(tmp_path / "broken")))
     assert [text for text in found if not any(part in text for part in case.ignored)] == []
     assert logged(tmp_path / "broken") == logged(tmp_path / "undisturbed") != []
+
+
+def test_a_start_before_the_first_epoch_that_averages_is_not_warned_of(tmp_path: Path) -> None:
+    """A run that had taken all its steps there is given more of them."""
+    case = CASES["weight-averaging-stochastic"]
+    train(replace(case, settings={**case.settings, "max_steps": 5}), tmp_path / "broken", seed=11, every=1)
+    assert train(case, tmp_path / "broken", seed=200, every=SELDOM) == []
+    train(case, tmp_path / "undisturbed", seed=11, every=SELDOM)
+    assert list(differences(final(tmp_path / "undisturbed"), final(tmp_path / "broken"))) == []
 
 
 @pytest.mark.guarantee("G6")
