@@ -6,7 +6,7 @@ import functools
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from lightning_spot.snapshot.sealing import NotedParts
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fences import Claim, Owner
 from lightning_spot.store.retention import Keep
-from lightning_spot.store.store import Holdings, Progress
+from lightning_spot.store.store import Holdings, Progress, Target, fetch_ranges
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ class ServerStore:
         """See :meth:`Store.has`."""
         return any(replace(item.manifest, run=manifest.run) == manifest for item in self.listing())
 
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
-        fetch_ranges(self.read, manifest, manifest.ranges(), into, progress, CONNECTIONS)
+        fetch_ranges(functools.partial(self.read, manifest), manifest.ranges(), into, progress, CONNECTIONS)
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """Read one of ``manifest.ranges()``, and check it; from any thread. Errors are those of :meth:`fetch`."""
@@ -301,32 +301,3 @@ def _abort(client: ServerClient, upload: str) -> None:
         client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
     except SpotError as error:
         logger.debug("an upload could not be taken back (%s); the server frees its slot by itself", error)
-
-
-def fetch_ranges(
-    read: Callable[[Manifest, int, memoryview], None],
-    manifest: Manifest,
-    ranges: Iterable[tuple[int, int]],
-    into: memoryview,
-    progress: Progress | None,
-    connections: int,
-) -> None:
-    """Read ranges of a snapshot side by side.
-
-    Args:
-        read: reads a range, and checks it; see :meth:`ServerStore.read`.
-        manifest: of the snapshot.
-        ranges: first byte, and the one behind the last.
-        into: memory of the whole snapshot.
-        progress: called with the number of bytes that have just come.
-        connections: how many are read at a time.
-    """
-
-    def fetch(bounds: tuple[int, int]) -> None:
-        start, stop = bounds
-        read(manifest, start, into[start:stop])
-        if progress is not None:
-            progress(stop - start)
-
-    with ThreadPoolExecutor(connections) as pool:
-        list(pool.map(fetch, ranges))

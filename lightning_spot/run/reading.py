@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import tempfile
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +15,14 @@ from typing import IO, Any, Protocol, cast
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
-from lightning_spot.protocol.slot import available_bytes, memory_file, populate, seal_memory
+from lightning_spot.protocol.slot import available_bytes, memory_file, seal_memory
 from lightning_spot.say import say
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Image, JoinedImage, Section
-from lightning_spot.store.store import Progress
+from lightning_spot.store.store import Progress, Target
 
-_AHEAD_BYTES = 32 * 1024 * 1024
 _KEPT_PARTS = 3  # torch reads the end of the file first, then forwards
 _MOST_KEPT_PARTS = 32  # of a snapshot of several files, one for each of them: they are read side by side
 
@@ -270,7 +268,7 @@ class Fetches(Protocol):
 
     url: str
 
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`~lightning_spot.store.store.Store.fetch`."""
 
 
@@ -297,19 +295,13 @@ def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: P
     except (OSError, OverflowError) as error:
         raise TierError(f"{url}: no room for {manifest.nbytes} bytes ({error})", tier=store.url) from error
     try:
-        if manifest.nbytes:
-            shared = mmap.mmap(fd, manifest.nbytes)
-            with _made_ahead(shared) if in_memory else contextlib.nullcontext(), memoryview(shared) as view:
-                store.fetch(manifest, view, progress)
-            shared.close()  # not after an error, whose traceback has views of it
+        store.fetch(manifest, _File(fd), progress)
         sealed = in_memory and seal_memory(fd)
-    except (OSError, ValueError) as error:
-        _drop(fd)
-        if isinstance(error, SpotError):
-            raise
+    except OSError as error:
+        os.close(fd)
         raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=store.url) from error
     except BaseException:
-        _drop(fd)
+        os.close(fd)
         raise
     return OpenSnapshot(manifest, tier, url, [fd], in_memory=in_memory, sealed=sealed)
 
@@ -320,29 +312,17 @@ def has_room(nbytes: int) -> bool:
     return available is None or nbytes <= available
 
 
-@contextlib.contextmanager
-def _made_ahead(shared: mmap.mmap) -> Iterator[None]:
-    """Have its pages made by a thread, many at a time, while others write to it: page by page costs twice as much."""
-    ended = threading.Event()
+class _File:
+    """An open file that is written to; see :class:`~lightning_spot.store.store.Target`."""
 
-    def make() -> None:
-        for start in range(0, len(shared), _AHEAD_BYTES):
-            if ended.is_set() or not populate(shared, start, min(_AHEAD_BYTES, len(shared) - start), write=True):
-                return
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
 
-    thread = threading.Thread(target=make, name="spot-make-ahead", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _drop(fd: int) -> None:
-    """Give the memory back at once: the mapping lives as long as the traceback of the error that ended it."""
-    os.ftruncate(fd, 0)
-    os.close(fd)
+    def __setitem__(self, where: slice, data: memoryview, /) -> None:
+        place = where.start
+        while data:
+            count = os.pwrite(self._fd, data, place)
+            data, place = data[count:], place + count
 
 
 def _memory_file(nbytes: int) -> int:

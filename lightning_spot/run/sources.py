@@ -13,7 +13,7 @@ from typing import Protocol
 
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.part_streams import CONNECTIONS
-from lightning_spot.client.remote import ServerStore, fetch_ranges
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import attach
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -35,6 +35,8 @@ from lightning_spot.store.store import (
     Holdings,
     Progress,
     Store,
+    Target,
+    fetch_ranges,
     newest_first,
     put_together,
 )
@@ -167,16 +169,16 @@ class _Copied:
     def __init__(self, slots: OpenSnapshot) -> None:
         self._slots = slots
 
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`Fetches.fetch`."""
 
-        def read(manifest: Manifest, start: int, into: memoryview) -> None:
+        def read(start: int, part: memoryview) -> None:
             with self._slots.reader(whole=True) as reader:
                 reader.seek(start)
-                reader.readinto(into)
-            manifest.verify_range(start, into, self.url)
+                reader.readinto(part)
+            manifest.verify_range(start, part, self.url)
 
-        fetch_ranges(read, manifest, manifest.ranges(), into, progress, _READERS)
+        fetch_ranges(read, manifest.ranges(), into, progress, _READERS)
 
 
 class _LocalShards:
@@ -329,13 +331,13 @@ class ShardReader:
         self._shards = sorted(shards.values(), key=lambda shard: shard.name)
         self._image = JoinedImage(self._shards, ())
 
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`Fetches.fetch`; all places are read at the same time."""
         ranges = sorted(manifest.ranges(), key=lambda bounds: next(self._image.pieces(*bounds))[1])
         places = {place.url for places in self._places.values() for place in places}
-        fetch_ranges(self.read, manifest, ranges, into, progress, CONNECTIONS * min(len(places), _MOST_PLACES))
+        fetch_ranges(self.read, ranges, into, progress, CONNECTIONS * min(len(places), _MOST_PLACES))
 
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
+    def read(self, start: int, into: memoryview) -> None:
         """Read parts of the image, and check them; from any thread."""
         done = 0
         for writer, first, last in self._image.pieces(start, start + len(into)):
@@ -349,7 +351,6 @@ class ShardReader:
             try:
                 place.read(shard, start, into)
                 self._silent.discard(place.url)
-                problem = None  # its traceback has views of the memory, which could not be unmapped
                 return
             except SpotError as error:
                 problem = error

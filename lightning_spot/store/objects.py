@@ -32,7 +32,7 @@ from lightning_spot.store.object_files import (
     write_whole,
 )
 from lightning_spot.store.s3 import abort_dead_uploads
-from lightning_spot.store.store import FileStore, Holdings, Progress
+from lightning_spot.store.store import FileStore, Holdings, Progress, Target
 from lightning_spot.threads import all_at_once, both
 
 _Mark = dict[str, object]
@@ -88,7 +88,7 @@ class ObjectStore(FileStore):
             noted, sizes = both(lambda: self._noted(manifest), lambda: self._sizes(manifest), "spot-ask")
             return noted.manifest == manifest and sizes == [span.nbytes for span in manifest.spans]
 
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`; by several requests at once."""
         with tier_errors(self.url, reading=True):
             for span, nbytes in zip(manifest.spans, self._sizes(manifest), strict=True):
@@ -199,15 +199,17 @@ class ObjectStore(FileStore):
         with tier_errors(self.url):
             return self._noted(manifest)
 
-    def _bring(self, manifest: Manifest, into: memoryview, progress: Progress | None, start: int, stop: int) -> None:
+    def _bring(self, manifest: Manifest, into: Target, progress: Progress | None, start: int, stop: int) -> None:
         """Read a range of the image, and check it; once more if it is not what was committed, perhaps on its way."""
-        view = into[start:stop]
         for is_last in (False, True):
             try:
-                for span, first, last in pieces(manifest.spans, start, stop):
-                    data = bytes(last - first) if span is None else self._range(manifest, span, first, last)
-                    view[first - start : last - start] = data
-                manifest.verify_range(start, view, self.url)
+                read = [
+                    bytes(last - first) if span is None else self._range(manifest, span, first, last)
+                    for span, first, last in pieces(manifest.spans, start, stop)
+                ]
+                part = memoryview(b"".join(read))  # which copies nothing if it is one
+                manifest.verify_range(start, part, self.url)
+                into[start:stop] = part
                 break
             except CorruptSnapshotError as error:
                 if is_last:

@@ -38,11 +38,20 @@ from lightning_spot.store.fences import (
     read_twice,
     rewinds_in,
 )
+from lightning_spot.threads import in_turn
 
 Result = TypeVar("Result")
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just moved."""
+
+
+class Target(Protocol):
+    """What the file of a snapshot is written to: memory, or a file; from any thread."""
+
+    def __setitem__(self, where: slice, data: memoryview, /) -> None:
+        """Write bytes."""
+
 
 LONGEST_MANIFEST_BYTES = 64 * 2**20
 """A manifest or claim that is longer is refused before it is read."""
@@ -178,7 +187,7 @@ class Store(Protocol):
             TierError: if it could not be read.
         """
 
-    def fetch(self, manifest: Manifest, into: memoryview, progress: Progress | None = None) -> None:
+    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long), and check every part as it comes.
 
         Raises:
@@ -215,6 +224,42 @@ class Store(Protocol):
         That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
         not been touched for :data:`SETTLED_S`.
         """
+
+
+def fetch_ranges(
+    read: Callable[[int, memoryview], object],
+    ranges: Iterable[tuple[int, int]],
+    into: Target,
+    progress: Progress | None,
+    threads: int,
+) -> None:
+    """Read ranges of a snapshot side by side.
+
+    Each comes into memory of its thread, and is written whole: new memory that is received into costs twice as much.
+
+    Args:
+        read: reads from a byte on, and checks it.
+        ranges: first byte, and the one behind the last.
+        into: where to.
+        progress: called with the number of bytes that have just come.
+        threads: how many read at a time.
+    """
+    bounds = list(ranges)
+    longest = max((stop - start for start, stop in bounds), default=0)
+    buffers = [memoryview(bytearray(longest)) for _ in range(min(threads, len(bounds)))]
+    left = iter(bounds)
+
+    def fetch(found: tuple[int, int]) -> None:
+        start, stop = found
+        buffer = buffers.pop()
+        part = buffer[: stop - start]
+        read(start, part)
+        into[start:stop] = part
+        buffers.append(buffer)
+        if progress is not None:
+            progress(stop - start)
+
+    in_turn(lambda: next(left, None), fetch, threads, "spot-fetch")
 
 
 class FileStore(ABC):
