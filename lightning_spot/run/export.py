@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.say import say
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Section
-from lightning_spot.untrusted import LARGE_BYTES, read_object
+from lightning_spot.untrusted import LARGE_BYTES, read_object, sealed_json, unseal
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Exporter:
             record, process = find_record(url), ProcessId.of(os.getpid())
             if process is not None:
                 self._note = record.folder / f"{record.key}.opened-{secrets.token_hex(8)}"
-                replace_file(self._note, json.dumps({"turn": 0}).encode())
+                self._say(0)
                 # Containers of one machine do not see each other's processes.
                 self.address = ExporterAddress(f"{this_host()} {process.namespace}", str(self._note), process)
         except (OSError, SettingsError) as error:
@@ -100,10 +101,13 @@ class Exporter:
         else:
             said = {"failed": error_body(what)}
         try:
-            replace_file(self._note, json.dumps({"turn": turn, **said}).encode())
+            self._say(turn, said)
         except (OSError, SettingsError) as error:  # who asks finds nothing, and reads for itself
             say(logging.WARNING, "not-exported", "a snapshot cannot go to other ranks: {error}", error=error)
             self.close()
+
+    def _say(self, turn: int, said: Mapping[str, Any] | None = None) -> None:
+        replace_file(self._note, sealed_json({"turn": turn, **(said or {})}).encode())
 
     def close(self) -> None:
         """Let others have nothing more. A second call does nothing."""
@@ -121,7 +125,7 @@ def import_snapshot(address: ExporterAddress, turn: int, manifest: Manifest) -> 
         manifest: of the snapshot.
 
     Raises:
-        NotExportedError: if there is no way to that process, or it has ended.
+        NotExportedError: if there is no way to that process, it has ended, or its note is damaged.
         SpotError: why it could not open the snapshot.
     """
     if (process := address.process) is None:
@@ -148,6 +152,8 @@ def _awaited(process: ProcessId, note: str, turn: int) -> dict[str, Any]:
     while True:
         _check_alive(process)
         said = read_object(read_file(Path(note), LARGE_BYTES), LARGE_BYTES)
+        if not unseal(said):
+            raise MalformedError("its note has no checksum")
         if said["turn"] == turn:
             return said
         if said["turn"] > turn:

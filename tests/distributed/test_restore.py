@@ -408,6 +408,13 @@ def test_nobody_waits_for_a_giver_that_is_gone(run: LocalStore, exporter: Export
             waiting.result(120)
 
 
+@pytest.mark.parametrize("note", ["", "{", "[]", "{}", '{"turn": 1}', '{"turn": "1"}', '{"turn": 1, "fds": 3}'])
+def test_a_damaged_note_is_none(run: LocalStore, exporter: Exporter, note: str) -> None:
+    Path(exporter.address.note).write_text(note)
+    with pytest.raises(NotExportedError):
+        import_snapshot(exporter.address, 1, manifest_of(run))
+
+
 def test_strangers_get_nothing(run: LocalStore, exporter: Exporter) -> None:
     """The note is this user's alone; a strange one in its place is not read."""
     exporter.export(1, TierError("x"))
