@@ -106,16 +106,15 @@ RANGE_BYTES = 64 * 1024 * 1024
 _SAMPLES, _SAMPLE_BYTES = 32, 64
 
 
-def ranges_for(nbytes: int, ranks: Sequence[int], least_bytes: int = RANGE_BYTES) -> tuple[int, ...]:
+def ranges_for(nbytes: int, ranks: Sequence[int]) -> tuple[int, ...]:
     """The ranks that write a range of a file, rank 0 last.
 
     Args:
         nbytes: of the storages that all ranks hold alike, about.
         ranks: that could, rank 0 among them.
-        least_bytes: for each of them.
     """
     others = [rank for rank in ranks if rank]
-    return (*others[: max(0, -(-nbytes // least_bytes) - 1)], 0)
+    return (*others[: max(0, -(-nbytes // RANGE_BYTES) - 1)], 0)
 
 
 def plan_ranges(

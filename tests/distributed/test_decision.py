@@ -51,7 +51,7 @@ class Writer:
 
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts.ranges_for, "__defaults__", (1000,))
+    monkeypatch.setattr(layouts, "RANGE_BYTES", 1000)
 
 
 def coordinator(
@@ -92,7 +92,7 @@ def test_ranks_of_one_place_write_ranges_and_all_know_it(tmp_path: Path) -> None
 
 
 def test_of_few_bytes_rank_0_writes_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts.ranges_for, "__defaults__", (10_000,))
+    monkeypatch.setattr(layouts, "RANGE_BYTES", 10_000)
     assert coordinator(tmp_path, ONE)[0].decide() == Decision(writers=4, ranges=(0,))
 
 
