@@ -109,21 +109,17 @@ def choose(
     Returns:
         the snapshot and its checkpoint; ``None`` if there is none.
     """
-    with contextlib.closing(SharedOpening(ranks, location)) as hosts:
-        restore = Restore(ranks, hosts, load)
+    with contextlib.closing(Restore(ranks, location, load)) as restore:
         if ranks.rank != 0:
-            said, checkpoint = restore.follow()
-            if isinstance(said, Failed):
-                raise said.error()
-            return None if said is None or checkpoint is None else (said, checkpoint)
+            return restore.follow()
         try:
             opened = _newest(look(), restore)
         except Exception as error:
             ranks.tell(Failed.of(error))
             raise
-        chosen = ResumedFrom.of(opened[0]) if opened is not None else None
-        ranks.tell(chosen)
-        return None if opened is None or chosen is None else (chosen, opened[1])
+        chosen = (ResumedFrom.of(opened[0]), opened[1]) if opened is not None else None
+        ranks.tell(chosen[0] if chosen is not None else None)
+        return chosen
 
 
 def _newest(found: Survey, restore: Restore) -> tuple[OpenSnapshot, Checkpoint] | None:
@@ -150,43 +146,82 @@ class Try:
     Attributes:
         turn: counts the tries, from 1.
         manifest: of the snapshot, as JSON.
-        stores: URL and tier of the stores that hold it, nearest first.
-        shards: where none has all of it: URL and tier of a store, and the manifest of a shard there, as JSON.
+        holders: URL and tier of the stores that have it, nearest first, or a shard of it; and the manifest of that.
     """
 
     turn: int
     manifest: str
-    stores: tuple[tuple[str, str], ...]
-    shards: tuple[tuple[str, str, str], ...] = ()
+    holders: tuple[tuple[str, str, str], ...]
 
 
-class SharedOpening:
-    """The hosts of the ranks: on each of them its first rank opens a snapshot for all.
+class Restore:
+    """Reads a snapshot on all ranks: the first rank of each host opens it for the others there.
 
     Args:
         ranks: all of them; every rank makes this at the same time.
         location: of the run.
+        load: makes of an open snapshot what is wanted; on each rank.
     """
 
-    def __init__(self, ranks: Agreement, location: Location) -> None:
-        self._ranks = ranks
-        self._location = location
-        self._exporter: Exporter | None = Exporter(location.url) if ranks.size > 1 else None
-        addresses: list[ExporterAddress | None] = ranks.gather(
-            self._exporter.address if self._exporter is not None else None
-        )
-        hosts = [address.host if address is not None else "" for address in addresses]
-        leader = hosts.index(hosts[ranks.rank])
-        self._leader = addresses[leader]
-        self._leads = leader == ranks.rank
-        if not self._leads:
-            self.close()
+    def __init__(self, ranks: Agreement, location: Location, load: Callable[[OpenSnapshot], Checkpoint]) -> None:
+        self._ranks, self._location, self._load, self._turn = ranks, location, load, 0
+        self._exporter: Exporter | None = None
+        self._leader: ExporterAddress | None = None
+        if ranks.size > 1:
+            self._exporter = Exporter(location.url)
+            addresses = ranks.gather(self._exporter.address)
+            hosts = [address.host for address in addresses]
+            leader = hosts.index(hosts[ranks.rank])
+            if leader != ranks.rank:
+                self._leader = addresses[leader]
+                self.close()
 
     def close(self) -> None:
         """Give nothing to others any more."""
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
+
+    def announce(
+        self, found: Survey, source: Source, manifest: Manifest, progress: Progress | None = None
+    ) -> OpenSnapshot:
+        """On rank 0: open a snapshot on all ranks, which are told of it.
+
+        Args:
+            found: what the tiers hold.
+            source: where rank 0 has found it.
+            manifest: of the snapshot.
+            progress: called with the number of bytes just checked.
+        """
+        self._turn += 1
+        tried = Try(self._turn, manifest.to_json(), tuple(_holders(found, manifest, source)))
+        self._ranks.tell(tried)
+        return self._open_on_all(tried, source, progress)
+
+    def use(self, snapshot: OpenSnapshot) -> Checkpoint:
+        """Load it on every rank."""
+        return self._ranks.together(lambda: self._load(snapshot))
+
+    def follow(self) -> tuple[ResumedFrom, Checkpoint] | None:
+        """On the other ranks: do what rank 0 announces, until it says what came of it; that, and what was loaded."""
+        loaded: Checkpoint | None = None
+        while isinstance(said := self._ranks.tell(), Try):
+            try:
+                with contextlib.closing(self._open_on_all(said)) as snapshot:
+                    loaded = self.use(snapshot)
+            except Exception as error:  # rank 0 knows, and decides
+                logger.debug("a snapshot could not be used on all ranks: %r", error)
+        if isinstance(said, Failed):
+            raise said.error()
+        return None if said is None or loaded is None else (said, loaded)
+
+    def _open_on_all(self, tried: Try, source: Source | None = None, progress: Progress | None = None) -> OpenSnapshot:
+        with contextlib.ExitStack() as opened:  # closed where another rank could not
+            snapshot = self._ranks.together(
+                lambda: opened.enter_context(contextlib.closing(self.open(tried, source, progress)))
+            )
+            opened.pop_all()
+        return snapshot
 
     def open(self, tried: Try, source: Source | None = None, progress: Progress | None = None) -> OpenSnapshot:
         """Open the snapshot on this rank.
@@ -197,7 +232,7 @@ class SharedOpening:
             progress: called with the number of bytes just checked.
         """
         manifest = Manifest.from_json(tried.manifest)
-        if not self._leads and self._leader is not None:
+        if self._leader is not None:
             try:
                 return import_snapshot(self._leader, tried.turn, manifest)
             except NotExportedError as error:
@@ -220,109 +255,34 @@ class SharedOpening:
         if source is not None:
             return source.open(manifest, progress, shared=shared)
         reasons = []
-        memory = MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")
-        sources: list[Source] = [memory, *(StoreSource(open_store(url), tier) for url, tier in tried.stores)]
-        if tried.shards:
-            sources.append(_together(memory, tried))
-        for place in sources:
+        for place in self._places(tried, manifest):
             try:
                 return place.open(manifest, shared=shared)
             except SpotError as error:
                 reasons.append(str(error))
         raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
 
-
-def _together(memory: MemorySource, tried: Try) -> ScatteredSource:
-    """What the memory of this host has of a snapshot, and stores."""
-    held: list[tuple[MemorySource | StoreSource, Manifest]] = []
-    with contextlib.suppress(SpotError):
-        held += ((memory, shard) for shard in memory.survey().shards)
-    stores = {url: StoreSource(open_store(url), tier) for url, tier, _ in tried.shards}
-    return ScatteredSource([*held, *((stores[url], Manifest.from_json(shard)) for url, _, shard in tried.shards)])
-
-
-class Restore:
-    """Reads a snapshot on all ranks.
-
-    Args:
-        ranks: all of them.
-        hosts: theirs.
-        load: makes of an open snapshot what is wanted; on each rank.
-    """
-
-    def __init__(self, ranks: Agreement, hosts: SharedOpening, load: Callable[[OpenSnapshot], Checkpoint]) -> None:
-        self._ranks = ranks
-        self._hosts = hosts
-        self._load = load
-        self._turn = 0
-
-    def announce(
-        self, found: Survey, source: Source, manifest: Manifest, progress: Progress | None = None
-    ) -> OpenSnapshot:
-        """On rank 0: open a snapshot on all ranks, which are told of it.
-
-        Args:
-            found: what the tiers hold.
-            source: where rank 0 has found it.
-            manifest: of the snapshot.
-            progress: called with the number of bytes just checked.
-        """
-        self._turn += 1
-        stores, shards = _stores(found, manifest, source), _shards(manifest, source)
-        tried = Try(self._turn, manifest.to_json(), tuple(stores), tuple(shards))
-        self._ranks.tell(tried)
-        return self._open(tried, source, progress)
-
-    def use(self, snapshot: OpenSnapshot) -> Checkpoint:
-        """Load it on every rank."""
-        return self._ranks.together(lambda: self._load(snapshot))
-
-    def follow(self) -> tuple[Any, Checkpoint | None]:
-        """On the other ranks: do what rank 0 announces, until it says what came of it.
-
-        Returns:
-            what it says, and what was loaded last.
-        """
-        loaded: Checkpoint | None = None
-        while isinstance(said := self._ranks.tell(), Try):
-            try:
-                snapshot = self._open(said)
-                try:
-                    loaded = self.use(snapshot)
-                finally:
-                    snapshot.close()
-            except Exception as error:  # rank 0 knows, and decides
-                logger.debug("a snapshot could not be used on all ranks: %r", error)
-        return said, loaded
-
-    def _open(self, tried: Try, source: Source | None = None, progress: Progress | None = None) -> OpenSnapshot:
-        opened: list[OpenSnapshot] = []
-
-        def open_here() -> OpenSnapshot:
-            opened.append(self._hosts.open(tried, source, progress))
-            return opened[0]
-
-        try:
-            return self._ranks.together(open_here)
-        except BaseException:
-            for snapshot in opened:  # another rank could not
-                snapshot.close()
-            raise
+    def _places(self, tried: Try, manifest: Manifest) -> Iterator[Source]:
+        """Where a snapshot may be read on another host than rank 0's: its memory, the stores, or both together."""
+        memory = MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")
+        yield memory
+        stores = {url: StoreSource(open_store(url), tier) for url, tier, _ in tried.holders}
+        held = [(stores[url], Manifest.from_json(what)) for url, _, what in tried.holders]
+        yield from (store for store, what in held if what == manifest)
+        shards: list[tuple[MemorySource | StoreSource, Manifest]] = [each for each in held if each[1] != manifest]
+        if shards:
+            with contextlib.suppress(SpotError):
+                shards = [*((memory, shard) for shard in memory.survey().shards), *shards]
+            yield ScatteredSource(shards)
 
 
-def _stores(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple[str, str]]:
-    """The stores that hold this very snapshot; first the one it was found at."""
-    holders = [other for held, other in found.candidates if held == manifest]
-    for holder in sorted(holders, key=lambda other: other is not source):
+def _holders(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple[str, str, str]]:
+    """The stores that hold this very snapshot, first the one it was found at, or shards of it where no tier has all."""
+    holders = [(other, held) for held, other in found.candidates if held == manifest]
+    holders.sort(key=lambda each: each[0] is not source)
+    for holder, held in [*holders, *(source.held(manifest) if isinstance(source, ScatteredSource) else ())]:
         if isinstance(holder, StoreSource):
-            yield holder.store.url, holder.tier
-
-
-def _shards(manifest: Manifest, source: Source) -> Iterator[tuple[str, str, str]]:
-    """The shards of a snapshot of which no tier has all, with the stores that have them."""
-    for holder, shard in source.held(manifest) if isinstance(source, ScatteredSource) else ():
-        if isinstance(holder, StoreSource):
-            yield holder.store.url, holder.tier, shard.to_json()
+            yield holder.store.url, holder.tier, held.to_json()
 
 
 # -- read on each rank ----------------------------------------------------------------------------------------------
@@ -370,10 +330,7 @@ def _load(snapshot: OpenSnapshot, *, trusts: bool) -> Checkpoint:
 def _read(file: IO[bytes], manifest: Manifest, mapped: str, *, trusts: bool) -> Checkpoint:
     """Read a checkpoint whose tensors look at the file that is ``mapped``, if there is one."""
     if trusts:
-        by_path = bool(mapped) and not manifest.files
-        what: Any = mapped if by_path else file
-        trusted: Checkpoint = torch.load(what, map_location="cpu", weights_only=False, mmap=by_path)
-        return cast(Checkpoint, with_ranks(trusted, _read_trusted))
+        return cast(Checkpoint, with_ranks(_read_trusted(file), _read_trusted))
     checkpoint = read_checkpoint(file, mapped=mapped)
     if not isinstance(checkpoint, dict):
         raise CorruptSnapshotError(f"{manifest.name} was committed so, and is no checkpoint of Lightning's")

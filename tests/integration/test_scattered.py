@@ -19,7 +19,7 @@ from lightning_spot.run.sources import ScatteredSource, StoreSource
 from lightning_spot.run.survey import Survey, scattered
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
-from lightning_spot.session.selection import Restore, SharedOpening
+from lightning_spot.session.selection import Restore
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.support.server import MIB, RUN_ID, Bench, served
@@ -88,14 +88,14 @@ def test_a_rank_of_another_host_reads_shards_of_several_servers(
     told: list[Any] = []
     here = SimpleNamespace(rank=0, size=1, tell=told.append, gather=lambda mine: [mine], together=lambda do: do())
     ranks, location = cast(Agreement, here), Location.of(str(tmp_path / "run"))
-    opening = SharedOpening(ranks, location)
+    restore = Restore(ranks, location, lambda _: {})
     found = Survey(
         location, Identity(run_id=RUN_ID), None, None, answers=scattered([(s, s.survey()) for s in servers.sources])
     )
     ((manifest, source),) = found.candidates
-    with closing(Restore(ranks, opening, lambda _: None).announce(found, source, manifest)):
+    with closing(restore.announce(found, source, manifest)):
         (tried,) = told
-    with closing(opening.open(tried)) as opened:
+    with closing(restore.open(tried)) as opened:
         assert opened.reader().read() == checkpoint_of(1, 3)
 
 
