@@ -185,8 +185,8 @@ def read_environment() -> Environment:
         dirpath=os.environ.get(RUN_VARIABLE, "").strip(),
         servers=tuple(server.strip() for server in servers if server.strip()),
         secrets=secrets,
-        ca_file=(files := certificate_files())[0],
-        client_cert=files[1],
+        ca_file=os.environ.get("LIGHTNING_SPOT_CA") or None,
+        client_cert=os.environ.get("LIGHTNING_SPOT_CLIENT_CERT") or None,
         webhook=check_webhook("LIGHTNING_SPOT_WEBHOOK", os.environ.get("LIGHTNING_SPOT_WEBHOOK") or None),
         runtime_dir=Path(os.environ.get("LIGHTNING_SPOT_RUNTIME_DIR") or default_runtime),
         metrics=parse_listen("LIGHTNING_SPOT_METRICS", metrics, has_token=bool(secrets)) if metrics else None,
@@ -289,11 +289,6 @@ def take_token(given: str) -> None:
     """Use the token that was handed over, see :func:`environment_of_server`."""
     if given:
         os.environ["LIGHTNING_SPOT_TOKEN"] = given
-
-
-def certificate_files() -> tuple[str | None, str | None]:
-    """The files with the certificates of CAs, and with this process's own certificate and key."""
-    return os.environ.get("LIGHTNING_SPOT_CA") or None, os.environ.get("LIGHTNING_SPOT_CLIENT_CERT") or None
 
 
 def token_file() -> str | None:

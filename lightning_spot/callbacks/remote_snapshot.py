@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_spot.callbacks.fit_callback import FitCallback, move_to_the_end
@@ -236,7 +237,8 @@ class RemoteSnapshot(FitCallback):
                 "two callbacks of this Trainer take snapshots. Keep one of them: a configuration file and the command"
                 " line may each have added one"
             )
-        self.location = fit.resume.location_of(self._named)
+        here = self._named.has_local_server  # AutoResume, which writes nothing, may say otherwise
+        self.location = replace(fit.resume.location_of(self._named), has_local_server=here)
         self.snapshotter = fit.snapshotter = Snapshotter(trainer, self.location, self._settings, fit.resume)
         self.snapshotter.open()
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_spot.config import SHORTEST_TOKEN, certificate_files, check_run_name, read_secrets, token_file
+from lightning_spot.config import SHORTEST_TOKEN, check_run_name, read_environment, read_secrets, token_file
 from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.say import recovered, say
 from lightning_spot.untrusted import MOST_UNIX_S, file_name, integer, read_object, text
@@ -242,7 +242,8 @@ def client_context() -> ssl.SSLContext:
     Raises:
         SettingsError: if a file that the environment names cannot be used.
     """
-    return _client_files(*certificate_files())()
+    environment = read_environment()
+    return _client_files(environment.ca_file, environment.client_cert)()
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -112,13 +113,13 @@ class Resume(OfTrainer):
             SettingsError: if callbacks name several.
         """
         if self.location is not None:
-            if self.named is not None and named != self.named:
+            if self.named is not None and replace(named, has_local_server=self.named.has_local_server) != self.named:
                 what = f"two runs, {self.named.url} and {named.url}"
                 if named.url == self.named.url:
-                    what = f"{named.url} with different servers, local_server or run_name"
+                    what = f"{named.url} with different servers or run_name"
                 raise SettingsError(
                     f"callbacks of this Trainer name {what}. A Trainer has one run: give them the same dirpath,"
-                    " servers, local_server and run_name"
+                    " servers and run_name"
                 )
             return self.location
         ranks = Agreement(self._trainer)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_spot import AutoResume, EverySteps, SpotCheckpoint, retry
+from lightning_spot import AutoResume, EverySteps, RemoteSnapshot, SpotCheckpoint, retry
 from lightning_spot.capture import attempt
 from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.writer import SnapshotWriter
@@ -346,9 +346,23 @@ def test_a_trainer_has_one_run(tmp_path: Path) -> None:
         trainer(AutoResume(str(tmp_path / "one"), local_server=False), resumes).fit(Net(), data())
     with pytest.raises(SettingsError, match=r"name two runs, .*/other and .*/run-1"):
         trainer(resumes, spot(tmp_path, resume=False)).fit(Net(), data())
-    with pytest.raises(SettingsError, match=r"name .*/other with different servers, local_server or run_name"):
-        trainer(resumes, AutoResume(str(tmp_path / "other"))).fit(Net(), data())
+    with pytest.raises(SettingsError, match=r"name .*/other with different servers or run_name"):
+        trainer(resumes, AutoResume(str(tmp_path / "other"), run_name="third")).fit(Net(), data())
     assert not manifests(tmp_path)
+
+
+@pytest.mark.parametrize("resumes_first", [True, False])
+def test_whoever_writes_says_whether_there_is_a_local_server(tmp_path: Path, resumes_first: bool) -> None:
+    """``AutoResume(dirpath)`` beside a writer without one was refused as another run."""
+    path = str(tmp_path / "run-1")
+    for step in (4, 8):
+        resumes, writes = AutoResume(path), RemoteSnapshot(path, local_server=False, interval=EverySteps(2))
+        callbacks = [resumes, writes] if resumes_first else [writes, resumes]
+        with pytest.raises(Stop):
+            trainer(*callbacks, StopAt(step)).fit(Net(), data())
+        assert not starting.find_record(path).running()
+    assert resumes.resumed_from is not None
+    assert resumes.resumed_from.tier == "storage"
 
 
 def test_lightnings_own_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
