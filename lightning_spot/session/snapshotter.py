@@ -6,11 +6,10 @@ import contextlib
 import difflib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -34,7 +33,6 @@ from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSe
 from lightning_spot.session.preflight import check_one_optimizer
 from lightning_spot.session.resume import Resume
 from lightning_spot.state import namespaces
-from lightning_spot.state.compat import writes_of
 from lightning_spot.state.dump import Dump
 from lightning_spot.state.fit_state import FitState
 from lightning_spot.state.logged_values import last_value, last_values
@@ -52,7 +50,6 @@ _UNSEEN_STEPS = 100  # within which a metric of steps was logged
 _RETRY_S = 0.5
 
 READ_EVERY_S = 0.1
-_MOST_ARRIVING = 64  # so many readings a host may be ahead of its GPU; where it is further, some are left out
 
 Reading = tuple[int, float]
 """A step, and the value around it."""
@@ -64,13 +61,28 @@ _FOLLOWING = "following the iterations of training"
 _AHEAD = "making slots ahead"
 
 
-class Pacing:
-    """Says at each seam of one ``fit`` whether all ranks take a snapshot.
+class Announcement(NamedTuple):
+    """What rank 0 tells all ranks ahead of a step: whether they take a snapshot there, and how; as plain values.
 
-    Of several ranks, rank 0 decides, one step ahead, and says so: what it has said is there when training comes to the
-    next seam, and nobody waits for it. Where all ranks know by the step when one is due, it does so in the step before.
-    Else it speaks at agreed steps only, and names the next one each time, half of the way to where a snapshot will be
-    due. So there are some words between two snapshots, and none in most steps.
+    Attributes:
+        how: it is taken; ``None`` if none is.
+        is_asked_again: rank 0 knows better at the step itself, when a slot may be free: all ranks ask it again there,
+            and wait for the answer.
+        next_step: at which rank 0 makes the next announcement; of no meaning where the step says when one is due.
+    """
+
+    how: Any
+    is_asked_again: bool
+    next_step: int
+
+
+class Pacing:
+    """Says at each step boundary of one ``fit`` whether all ranks take a snapshot.
+
+    Of several ranks, rank 0 decides, and announces it one step ahead: an :class:`Announcement` has arrived when
+    training comes to the next step boundary, and nobody waits for it. Where all ranks know by the step when a snapshot
+    is due, there is one announcement for each. Else there are some between two snapshots, and each names the step of
+    the next one: half of the way to where a snapshot will be due.
 
     Args:
         policy: that decides.
@@ -87,21 +99,19 @@ class Pacing:
         self.policy = policy
         self._best_effort = best_effort or BestEffort()
         self.stall_s, self.blocked = 0.0, Histogram()
-        self.passed_over, self._is_refused = 0, False
+        self.passed_over, self._is_overdue = 0, False
         self._rate = FailureRate()
         self._stall, self._stalled_s = RobustMean(), -1.0
         self._readings = Readings()
         self._attempt = 0
         self._total_steps: float | None = None
-        self._next_talk = 0
+        self._next_announcement = 0
         self._seen_step, self._seen_s, self._stride = 0, 0.0, 1
         self._laps_s = (0.0, 0.0)
         """What a step has taken, the last two times; with whatever came between them."""
         self._begun = (0, 0.0)
-        self._learned_s = -LEARN_EVERY_S
-        self._ran_until_s = 0.0
+        self._learned_s, self._ran_until_s, self._taken_s = float("-inf"), 0.0, 0.0
         self._warned, self._has_validated = False, False
-        self._taken_s = 0.0
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
@@ -125,7 +135,7 @@ class Pacing:
             if saved["policy"] == type(self.policy).__name__:
                 self.policy.load_state_dict(saved["state"])
         self._begun = (trainer.global_step, now_s)
-        self._seen_step, self._seen_s, self._word = trainer.global_step, now_s, AsyncBroadcast(trainer)
+        self._seen_step, self._seen_s, self._announced = trainer.global_step, now_s, AsyncBroadcast(trainer)
         self._ran_until_s = self._taken_s = now_s
         self.policy.taken(trainer.global_step, now_s)
 
@@ -142,7 +152,7 @@ class Pacing:
     def expect_failure(self) -> None:
         """This machine is likely to be taken away: rank 0, which decides, reckons with it from now on."""
         self._rate.advised()
-        self._learned_s = -LEARN_EVERY_S
+        self._learned_s = float("-inf")
 
     # -- what is measured -----------------------------------------------------------------------------------------
 
@@ -202,8 +212,8 @@ class Pacing:
 
     def taken(self, step: int) -> None:
         """A snapshot of ``step`` was begun, on every rank."""
-        if self._is_refused:  # some could not begin when they were due: those that never will are counted
-            self._is_refused = False
+        if self._is_overdue:  # those that never will be taken are counted
+            self._is_overdue = False
             self.passed_over += self.policy.passed_over(step)
         self._taken_s = time.monotonic()
         self.policy.taken(step, self._taken_s)
@@ -213,7 +223,7 @@ class Pacing:
         """Whether all ranks take a snapshot now, and how: on all of them, what ``decide`` says on rank 0.
 
         Args:
-            trainer: that is at a seam after an optimizer step.
+            trainer: that is at a step boundary after an optimizer step.
             decide: how it is taken, as plain values; ``None`` if there is no slot for it. Asked on rank 0.
             tiers: how fast each tier takes snapshots; asked on rank 0, now and then.
 
@@ -226,62 +236,60 @@ class Pacing:
             self._best_effort.run("learning what snapshots cost", partial(self._learn, now_s, tiers), None)
         if trainer.world_size == 1:
             return self._decide(step, now_s, decide)
-        if self.policy.by_step:
-            if not self.policy.due(step, now_s):
-                return None
-            if not self._word.is_under_way:  # the first one, or training has made larger steps than before
-                self._say(trainer, step, now_s, decide)
-        elif not self._word.is_under_way:
+        if self.policy.by_step and not self.policy.due(step, now_s):
             return None
-        how, is_refused, self._next_talk = self._word.hear()
-        if is_refused:  # something was in its way, which may be over by now
-            self._say(trainer, step, now_s, decide)
-            how, _, self._next_talk = self._word.hear()
-        return how
+        if not self._announced.is_under_way:
+            if not self.policy.by_step:
+                return None
+            self._announce(trainer, step, now_s, decide)  # the first one, or steps are larger than they were
+        told = Announcement(*self._announced.hear())
+        if told.is_asked_again:
+            self._announce(trainer, step, now_s, decide)
+            told = Announcement(*self._announced.hear())
+        self._next_announcement = told.next_step
+        return told.how
 
     def look_ahead(self, trainer: pl.Trainer, decide: Callable[[], Any]) -> None:
-        """Have rank 0 say what all ranks do at the next seam. Called at the end of each, if there are several ranks.
+        """Announce what all ranks do at the next step boundary. Called at the end of each, if there are several ranks.
 
         Args:
             trainer: see :meth:`due`.
             decide: likewise.
         """
-        if trainer.world_size == 1 or self._word.is_under_way:
+        if trainer.world_size == 1 or self._announced.is_under_way:
             return
-        step, now_s = trainer.global_step, time.monotonic()
-        if self.policy.due(step + self._stride, now_s) if self.policy.by_step else step >= self._next_talk:
+        now_s, step = time.monotonic(), trainer.global_step
+        by_step, next_step = self.policy.by_step, step + self._stride
+        if self.policy.due(next_step, now_s) if by_step else step >= self._next_announcement:
             # A validation, or what the first step compiles, makes one step long, and all of them on the average.
-            self._say(trainer, step + self._stride, now_s + self._stride * min(self._laps_s), decide)
+            self._announce(trainer, next_step, now_s + self._stride * min(self._laps_s), decide)
 
     def next_within(self, trainer: pl.Trainer, most_s: float) -> bool:
-        """Whether a snapshot is due at the next seam, and that comes in time; known of intervals in steps only.
+        """Whether a snapshot is due at the next step boundary, and that comes in time; known of intervals in steps.
 
         Args:
-            trainer: that is at a seam, on rank 0.
+            trainer: that is at a step boundary, on rank 0.
             most_s: what counts as in time, seconds.
         """
-        if not self.policy.by_step:
-            return False
         now_s, lap_s = time.monotonic(), self._stride * max(self._laps_s)
-        is_due = self.policy.due(trainer.global_step + self._stride, now_s)
-        return lap_s < most_s and is_due and now_s + lap_s - self._taken_s >= self.policy.shortest_s()
+        if not self.policy.by_step or lap_s >= most_s:
+            return False
+        return self.policy.due(trainer.global_step + self._stride, now_s) and self._affords(now_s + lap_s)
 
     def _note_step(self, step: int, now_s: float) -> None:
         if (steps := step - self._seen_step) > 0:
             self._laps_s = (self._laps_s[1], (now_s - self._seen_s) / steps)
         self._stride, self._seen_step, self._seen_s = max(self._stride, steps), step, now_s
 
-    def _say(self, trainer: pl.Trainer, step: int, at_s: float, decide: Callable[[], Any]) -> None:
-        """Have rank 0 say how a snapshot is taken at ``step``, to which training comes at ``at_s``."""
-        word: tuple[Any, bool, int] = (None, False, 0)
+    def _announce(self, trainer: pl.Trainer, step: int, at_s: float, decide: Callable[[], Any]) -> None:
+        """Have rank 0 announce how a snapshot is taken at ``step``, to which training comes at ``at_s``."""
+        told = Announcement(None, False, 0)
         if trainer.is_global_zero:
-            was_refused = self._is_refused
+            was_overdue = self._is_overdue
             how = self._decide(step, at_s, decide)
-            # What is in its way may be over when it is due: all ask once more then, and wait for that.
-            asks_again = self._is_refused and not was_refused and step > trainer.global_step
-            next_talk = 0 if self.policy.by_step else trainer.global_step + self._apart(trainer.global_step)
-            word = (how, asks_again, next_talk)
-        self._word.say(word)
+            is_asked_again = self._is_overdue and not was_overdue and step > trainer.global_step
+            told = Announcement(how, is_asked_again, trainer.global_step + self._apart(trainer.global_step))
+        self._announced.say(told)
 
     def _decide(self, step: int, at_s: float, decide: Callable[[], Any]) -> Any:
         """How a snapshot is taken at a step, ``None`` if none is; on rank 0, for whose word the others wait."""
@@ -291,7 +299,7 @@ class Pacing:
         if not self.policy.due(step, at_s) or (self.policy.by_step and not self._affords(at_s)):
             return None
         how = decide()
-        self._is_refused = self._is_refused or (self.policy.by_step and not how)
+        self._is_overdue = self._is_overdue or (self.policy.by_step and not how)
         return how
 
     def _affords(self, now_s: float) -> bool:
@@ -309,53 +317,39 @@ class Pacing:
         """Seconds that training waits for one snapshot, as far as is known."""
         return self._stall.value or 0.0
 
-    def _learn_stall(self) -> bool:
-        """Note what the last snapshot has cost; whether there is something new."""
-        if self._stalled_s < 0:
-            return False
-        self.blocked.observe(self._stalled_s)
-        self._stall.add(self._stalled_s)  # the optimizer step after it has waited for the rest of the copy
-        self._stalled_s = -1.0
-        return True
-
     def _learn(self, now_s: float, tiers: Callable[[], Tiers]) -> None:
         """Tell the policy what was measured, every few seconds, and when a snapshot has shown what it costs."""
-        if self._learn_stall():
-            self._learned_s = -LEARN_EVERY_S
-            if self.policy.by_step and (stall_s := self._stall.value) is not None:
-                self.policy.learn(Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s))
-        if self.policy.by_step or now_s - self._learned_s < LEARN_EVERY_S:
+        by_step = self.policy.by_step
+        if self._stalled_s >= 0:  # the optimizer step after the last one has waited for the rest of the copy
+            self.blocked.observe(self._stalled_s)
+            self._stall.add(self._stalled_s)
+            self._stalled_s = -1.0
+        elif by_step or now_s - self._learned_s < LEARN_EVERY_S:
             return
         self._rate.ran(now_s - self._ran_until_s)
         self._learned_s = self._ran_until_s = now_s
-        stall_s = self._stall.value
-        if stall_s is not None:
-            costs = Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s, tiers=tiers(), total_steps=self._total_steps)
+        if (stall_s := self._stall.value) is not None:
+            paces = () if by_step else tiers()
+            costs = Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s, tiers=paces, total_steps=self._total_steps)
             self.policy.learn(costs)
 
     def _apart(self, step: int) -> int:
-        """Steps until rank 0 speaks again: half of the way to where a snapshot is due.
+        """Steps until the next announcement: half of the way to where a snapshot is due.
 
         As fast as steps were so far, or as slow as they have become.
         """
         now_s = time.monotonic()
-        step_s = max(self._step_s(step, now_s), *self._laps_s)
-        if not step_s:
-            return 1
+        step_s = max((now_s - self._begun[1]) / max(1, step - self._begun[0]), *self._laps_s, 1e-9)
         wait_s = self.policy.wait_s(step, now_s)
         wait_s = wait_s / 2 if wait_s > 0 else _RETRY_S  # due, but there is no slot yet
         return max(1, min(_MOST_STEPS_APART, int(wait_s / step_s)))
-
-    def _step_s(self, step: int, now_s: float) -> float:
-        """Seconds that a step takes, 0 before there was any."""
-        steps = step - self._begun[0]
-        return max((now_s - self._begun[1]) / steps, 1e-9) if steps > 0 else 0.0
 
 
 class Readings:
     """Means of the training loss over short times, or the values of a logged metric.
 
-    On a GPU a value stays there, and its copy to the host is looked at when it has arrived: some steps later.
+    On a GPU a value stays there: its copy to the host is looked at when it has arrived, some steps later. One is under
+    way at a time.
 
     Args:
         device: calls the GPUs.
@@ -367,8 +361,7 @@ class Readings:
         self._count = 0
         self._read_s = time.monotonic()
         self._value: float | None = None
-        self._arriving: deque[tuple[int, torch.Tensor, Any]] = deque()
-        self._sent: tuple[torch.Tensor, int] | None = None
+        self._arriving: tuple[int, torch.Tensor, Any] | None = None
 
     def add(self, outputs: Any, step: int) -> Reading | None:
         """The outputs of a training step; returns a step and the mean loss around it when there is a new one."""
@@ -380,26 +373,18 @@ class Readings:
         self._count += 1
         if not self._is_time():
             return None
-        mean, self._sum, count, self._count = self._sum, None, self._count, 0
-        mean = mean.double() / count
-        if not _is_on_gpu(mean):
-            return step, float(mean)
-        arrived = self._arrived()
-        self._send(mean, step)
-        return arrived
+        mean, self._sum, self._count = self._sum.double() / self._count, None, 0
+        return self._read(mean, step)
 
     def read_at_times(self, read: Callable[[], torch.Tensor | float | None], step: int) -> Reading | None:
         """A logged metric, looked at as often as the loss; a value that was read before is no new reading."""
-        if not self._is_time():
+        if not self._is_time() or (value := read()) is None:
             return None
-        value = read()
-        if not isinstance(value, torch.Tensor) or not _is_on_gpu(value):
-            return self._new(None if value is None else (step, float(value)))
-        arrived = self._arrived()
-        if self._sent is None or self._sent[0] is not value or self._sent[1] != writes_of(value):
-            self._sent = value, writes_of(value)
-            self._send(value, step)
-        return self._new(arrived)
+        reading = self._read(value, step)
+        if reading is None or reading[1] == self._value:
+            return None
+        self._value = reading[1]
+        return reading
 
     def _is_time(self) -> bool:
         now_s = time.monotonic()
@@ -408,22 +393,18 @@ class Readings:
         self._read_s = now_s
         return True
 
-    def _send(self, value: torch.Tensor, step: int) -> None:
-        if len(self._arriving) < _MOST_ARRIVING:
-            self._arriving.append((step, *self._device.to_host(value.detach())))
-
-    def _arrived(self) -> Reading | None:
-        """The next one of those that were sent, if it is there."""
-        if not self._arriving or not self._device.is_over(self._arriving[0][2]):
-            return None
-        step, host, _ = self._arriving.popleft()
-        return step, float(host)
-
-    def _new(self, reading: Reading | None) -> Reading | None:
-        if reading is None or reading[1] == self._value:
-            return None
-        self._value = reading[1]
-        return reading
+    def _read(self, value: torch.Tensor | float, step: int) -> Reading | None:
+        """A value; of those on a GPU, the one before it, if that has arrived."""
+        if not isinstance(value, torch.Tensor) or not _is_on_gpu(value):
+            return step, float(value)
+        arrived: Reading | None = None
+        if self._arriving is not None:
+            of_step, host, copied = self._arriving
+            if not self._device.is_over(copied):
+                return None
+            arrived = of_step, float(host)
+        self._arriving = (step, *self._device.to_host(value.detach()))
+        return arrived
 
 
 def _is_on_gpu(value: torch.Tensor) -> bool:
@@ -462,7 +443,6 @@ class Snapshotter(OfTrainer):
         self._seen_step = -1
         self._steps_itself = self.has_begun = False
         self._has_counted = self._has_stepped = False  # whether global_step has moved; an optimizer, in this batch
-        self._unknown, self._has_said_unknown = "", False  # class of an optimizer that Lightning was not given
         self._has_said_first = False
         self._uncounted = 0  # batches in which an optimizer stepped, before global_step has moved
         self._patches = Patches()
@@ -503,13 +483,25 @@ class Snapshotter(OfTrainer):
         trained = {id(parameter) for parameter in trainer.lightning_module.parameters()}
         is_automatic = trainer.lightning_module.automatic_optimization
 
+        @cache
+        def say_unknown(kind: str) -> None:  # unless the module may save it by itself
+            if not namespaces.overrides(trainer.lightning_module, "on_save_checkpoint"):
+                say(
+                    logging.WARNING,
+                    "optimizer-not-returned",
+                    "{about} updates weights of the model, and configure_optimizers does not return it. No snapshot has"
+                    " its state: a resume starts it again. Return it there",
+                    about=kind,
+                    only_rank_zero=True,
+                )
+
         def steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
                 return  # of an inner loop, or of another training
             self._has_stepped = True
             is_known = _is_of(trainer, optimizer)
             if not is_known:
-                self._unknown = type(optimizer).__qualname__
+                say_unknown(type(optimizer).__qualname__)
             if not (is_automatic and is_known):  # of which Lightning's own hook comes behind the backward pass
                 self.before_step()
 
@@ -596,8 +588,6 @@ class Snapshotter(OfTrainer):
         """Take a snapshot if one is due. What fails costs it; but of several ranks, others may wait for what comes."""
         trainer = self._trainer
         stepped, self._has_stepped = self._has_stepped, False
-        if self._unknown and not self._has_said_unknown:
-            self._say_unknown()
         if trainer.global_step == self._seen_step:
             self._uncounted += stepped and not self._has_counted
             if self._uncounted == _UNCOUNTED_BATCHES:
@@ -609,19 +599,6 @@ class Snapshotter(OfTrainer):
             step()
         elif not self.best_effort.run("taking a snapshot", step, False) and self.writing.attempt is not None:
             self.writing.attempt.count_failure()
-
-    def _say_unknown(self) -> None:
-        """Say that a resume has nothing of an optimizer, unless the module may save it by itself."""
-        self._has_said_unknown = True
-        if not namespaces.overrides(self._trainer.lightning_module, "on_save_checkpoint"):
-            say(
-                logging.WARNING,
-                "optimizer-not-returned",
-                "{about} updates weights of the model, and configure_optimizers does not return it. No snapshot has its"
-                " state: a resume starts it again. Return it there",
-                about=self._unknown,
-                only_rank_zero=True,
-            )
 
     def _say_uncounted(self) -> None:
         """Say that no snapshots are taken, since Lightning counts no steps.
