@@ -134,31 +134,26 @@ class FitSession(PerTrainer):
         """Say early, before ``ModelCheckpoint`` has chosen one, that what is saved at a notice will not be found again.
 
         Of a ``ModelCheckpoint`` that is given none, the folder is the logger's, which is another one in each start. In
-        a bucket, Lightning does not find what is there.
+        a bucket, Lightning does not find what is there: it looks for it on the disk.
         """
         found, loggers = _model_checkpoint(self._trainer), self._trainer.loggers
-        if found is not None and "://" in str(found.dirpath or ""):
-            # Lightning takes the scheme off what it lists, and looks for it on the disk.
-            say(
-                logging.WARNING,
-                "last-not-found",
-                "fit(ckpt_path='last') finds nothing in {about}: Lightning looks on the disk. After a notice, pass"
-                " ckpt_path={path!r}; or use SpotCheckpoint, which resumes by itself",
-                about=found.dirpath,
-                only_rank_zero=True,
-                path=_preempted(found),
-            )
-        if found is None or found.dirpath or not loggers:
+        if found is None:
             return
-        kinds = namespaces.classes("loggers", "CSVLogger", "TensorBoardLogger")
-        if isinstance(loggers[0], kinds) and isinstance(loggers[0].version, str):
-            return  # the user has named it: those that the logger counts are numbers
+        if "://" in str(found.dirpath or ""):
+            where, instead = "in a bucket, and Lightning looks on the disk", f"pass ckpt_path={_preempted(found)!r}"
+        elif found.dirpath or not loggers or isinstance(getattr(loggers[0], "version", None), str):
+            return  # the user has named a version: those that a logger counts are numbers
+        else:
+            where, instead = "in the logger's folder, which changes at each start", "set dirpath, or the version"
         say(
             logging.WARNING,
-            "folder-changes",
-            "ModelCheckpoint has no dirpath and writes to the logger's folder, which changes at each start. After a"
-            " notice, fit(ckpt_path='last') finds nothing. Set dirpath, or the logger's version",
+            "last-not-found",
+            "ModelCheckpoint writes {where}: after a notice, fit(ckpt_path='last') finds nothing. Then {instead}; or"
+            " use SpotCheckpoint, which resumes by itself",
+            about=found.dirpath,
             only_rank_zero=True,
+            where=where,
+            instead=instead,
         )
 
     def warn_of_local_dirpath(self, cloud: str) -> None:
@@ -400,6 +395,8 @@ def secure(
 ) -> str:
     """Bring the training state of all ranks to safety: an urgent snapshot if there is something new and time.
 
+    What each rank does by itself is agreed on: where it fails on one, the others would wait in what follows.
+
     Args:
         trainer: that fits.
         snapshotter: takes its snapshots.
@@ -410,34 +407,41 @@ def secure(
     Returns:
         one line on what is safe where, on rank 0; empty on the others.
     """
-    writing, ranks, step = snapshotter.writing, Agreement(trainer), trainer.global_step
-    attempt = writing.attempt
-    # What each rank does by itself is agreed on: where it fails on one, the others would wait in what follows.
+    ranks, attempt = Agreement(trainer), snapshotter.writing.attempt
     ranks.together(partial(_stand_still, snapshotter))
-    taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
+    dump = _not_taken_yet(trainer, snapshotter, ranks, seam, deadline)
+    plan = ranks.on_rank_zero(lambda: attempt.safety.plan(deadline) if attempt is not None else None)
+    is_time = ranks.tell(plan is not None and plan.take)
+    again = _take_urgent(snapshotter.writing, ranks, dump, deadline) if dump is not None and is_time else None
+    return attempt.safety.bring(deadline, plan, cut_short, again) if attempt is not None and plan is not None else ""
+
+
+def _not_taken_yet(
+    trainer: pl.Trainer, snapshotter: Snapshotter, ranks: Agreement, seam: StepBoundary, deadline: Deadline
+) -> Dump | None:
+    """The newest state of this rank if all ranks have one that no snapshot has, and can write one; else ``None``."""
+    writing, step = snapshotter.writing, trainer.global_step
+    is_taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
     # Of several files, or several ranks': what places have of the snapshot of a step would get into a second one.
     is_one = (ranks.size > 1 or is_sharded(trainer)) and writing.begun_step == step
-    dump = _newest(snapshotter, ranks, seam) if not taken and not is_one else None
-    if not all(ranks.gather(dump is not None)):
-        dump = None
-    plan = ranks.on_rank_zero(lambda: attempt.safety.plan(deadline) if attempt is not None else None)
-    take = ranks.tell(plan is not None and plan.take)
-    again: Callable[[], None] | None = None
-    if dump is not None and take:
-        ranks.together(writing.warm)  # of a run that was resumed in front of a validation there was no step yet
-        former = writing.committed
-        write = partial(writing.write, dump, writing.decide_last(urgent=True), wait_s=deadline.wait_s)
+    dump = _newest(snapshotter, ranks, seam) if not is_taken and not is_one else None
+    return dump if all(ranks.gather(dump is not None)) else None
+
+
+def _take_urgent(writing: Coordinator, ranks: Agreement, dump: Dump, deadline: Deadline) -> Callable[[], None] | None:
+    """Take an urgent snapshot. Returns what takes it again, should the server be lost that has it; of one rank only."""
+    ranks.together(writing.warm)  # of a run that was resumed in front of a validation there was no step yet
+    former, attempt = writing.committed, writing.attempt
+    write = partial(writing.write, dump, writing.decide_last(urgent=True), wait_s=deadline.wait_s)
+    write()
+    writing.copied()
+    if ranks.size > 1 or attempt is None:
+        return None
+    # The server was lost, or more was found that differs.
+    if not _has_taken(writing, writing.begun_step, deadline.left_s) or writing.committed is former:
+        attempt.writer.link.wait(deadline.left_s)
         write()
-        writing.copied()
-        if ranks.size == 1 and attempt is not None:
-            again = write
-            # The server was lost, or more was found that differs.
-            if not _has_taken(writing, step, deadline.left_s) or writing.committed is former:
-                attempt.writer.link.wait(deadline.left_s)
-                write()
-    if attempt is None or plan is None:
-        return ""
-    return attempt.safety.bring(deadline, plan, cut_short, again)
+    return write
 
 
 def _stand_still(snapshotter: Snapshotter) -> None:
