@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_spot.callbacks.auto_resume import AutoResume
 from lightning_spot.callbacks.fit_callback import move_to_the_end
@@ -38,6 +39,8 @@ from lightning_spot.store.retention import Keep
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+Part = TypeVar("Part", bound=SpotCallback)
 
 
 class SpotCheckpoint(SpotCallback):
@@ -160,42 +163,13 @@ class SpotCheckpoint(SpotCallback):
         copy_mode: CopyMode = "auto",
         device_buffer: str | float | None = DEVICE_BUFFER,
     ) -> None:
+        given = locals()
         super().__init__()
         check_flag("resume", resume)
         check_flag("log_goodput", log_goodput)
-        self.snapshots = RemoteSnapshot(
-            dirpath,
-            servers=servers,
-            local_server=local_server,
-            replicas=replicas,
-            run_name=run_name,
-            interval=interval,
-            keep=keep,
-            slots=slots,
-            memory_limit=memory_limit,
-            on_full=on_full,
-            min_upload_interval_s=min_upload_interval_s,
-            compression=compression,
-            lossy=lossy,
-            upload_timeout_s=upload_timeout_s,
-            server_idle_timeout_s=server_idle_timeout_s,
-            server_call_timeout_s=server_call_timeout_s,
-            on_error=on_error,
-            on_event=on_event,
-            webhook=webhook,
-            copy_mode=copy_mode,
-            device_buffer=device_buffer,
-        )
-        # Both are made in any case: what cannot be used is an error also where it would not be used.
-        resumes = AutoResume(
-            dirpath,
-            servers=servers,
-            local_server=local_server,
-            run_name=run_name,
-            data_resume=data_resume,
-            on_resume_failure=on_resume_failure,
-        )
-        guard = PreemptionGuard(notices, grace_period_s=grace_period_s)
+        self.snapshots = _with_its_own(RemoteSnapshot, given)
+        # All are made in any case: what cannot be used is an error also where it would not be used.
+        resumes, guard = _with_its_own(AutoResume, given), _with_its_own(PreemptionGuard, given)
         self._resume = resumes if resume else None
         self._guard = guard if notices is not None else None
         self._goodput = GoodputMonitor(log_every_s=60.0 if log_goodput else None)
@@ -268,6 +242,11 @@ class SpotCheckpoint(SpotCallback):
             self.on_train_start(trainer, pl_module)
         for part in self.parts:
             part.on_train_batch_start(trainer, pl_module, *batch)
+
+
+def _with_its_own(kind: type[Part], given: Mapping[str, Any]) -> Part:
+    """A part, with those of the arguments that it takes."""
+    return kind(**{name: given[name] for name in inspect.signature(kind).parameters})
 
 
 _FORWARDED = (

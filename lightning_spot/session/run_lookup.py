@@ -8,12 +8,9 @@ ended is not counted: the next one goes on from there, and says so.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import multiprocessing
-import os
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -68,8 +65,6 @@ def what_interrupted(named: Location) -> str | None:
 def server_was_left(location: Location, attempt: int, error: BaseException) -> None:
     """A server stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
     if location.has_local_server and not isinstance(error, (PreemptedError, KeyboardInterrupt)):
-        if not _servers:
-            atexit.register(_at_exit, os.getpid())
         _servers[location.url] = (location, attempt)
 
 
@@ -125,17 +120,6 @@ def _tell_others(named: Location) -> None:
 
 def _note(record: ServerRecord) -> Path:
     return record.folder / f"{record.key}.fits"
-
-
-def _at_exit(pid: int) -> None:
-    """Where an exception ends the program, it will be started again, and goes on from the memory of its server.
-
-    Args:
-        pid: of the program: the end of a forked child is not its own.
-    """
-    if os.getpid() == pid and getattr(sys, "last_value", None) is None:
-        while _servers:
-            _let_go(*_servers.popitem()[1])
 
 
 def _let_go(location: Location, attempt: int) -> None:

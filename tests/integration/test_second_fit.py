@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from lightning_spot import AutoResume, EverySteps, GoodputMonitor, RemoteSnapsho
 from lightning_spot.errors import ModelChangedError
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
-from lightning_spot.session import run_lookup
 from lightning_spot.session.resume import other_hyperparameters
 from lightning_spot.store.local import LocalStore
 from tests.support.said import informed, keys, said, said_about
@@ -211,20 +209,6 @@ def test_a_server_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> No
     fold(tmp_path / "two", start=0.0)
     until(lambda: not record.running(), "the server of the first trial to end")
     assert LocalStore(tmp_path / "one" / "run").survey().manifests[0].step == 4
-
-
-def test_servers_end_with_a_program_unless_an_exception_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path, local_server=True), StopAt(5)).fit(Net(), data(6))
-    record = find_record(str(tmp_path / "run"))
-    monkeypatch.setattr("sys.last_value", Stop(), raising=False)
-    run_lookup._at_exit(os.getpid())
-    assert run_lookup._servers
-    monkeypatch.delattr("sys.last_value")
-    run_lookup._at_exit(os.getpid())
-    until(lambda: not record.running(), "the server to end")
 
 
 class Tuned(Net):
