@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +14,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import unexpected
-from lightning_spot.capture.schedule import Schedule
-from lightning_spot.capture.unexpected import BestEffort, UnexpectedFailures, failure_of, is_of_user
+from lightning_spot.capture.unexpected import UnexpectedFailures, failure_of, is_of_user
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.store.local import LocalStore
 from tests.support.program import run
@@ -161,15 +159,6 @@ def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> Non
         )
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
-def test_what_is_no_error_passes(end: type[BaseException]) -> None:
-    def ends() -> None:
-        raise end
-
-    with pytest.raises(end):
-        BestEffort().run("it", ends, None)
-
-
 def test_whose_error_it_is() -> None:
     def users() -> None:
         raise ValueError("of a test")
@@ -188,26 +177,6 @@ def test_whose_error_it_is() -> None:
     left = unexpected.as_failure(MemoryError())
     assert FailureReason.UNEXPECTED.caused(left)
     assert str(left) == "MemoryError"
-
-
-def test_copying_is_not_spread_any_more_where_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def release(self, place: int) -> None:
-            raise AssertionError("nobody releases it")
-
-    schedule = Schedule("asymmetric")
-    schedule.begin(lambda: [])
-    schedule.attach(Broken())
-    schedule.iteration_begins()
-    schedule._profiler = None
-    schedule._profile = None
-    schedule._is_open = True
-    with caplog.at_level(logging.WARNING):
-        schedule.turn_off(MemoryError("none is left"))
-        schedule.batch_begins()
-    assert schedule.mode == "eager"
-    assert schedule.timetable([1], [2**30]) is None
-    assert [facts["error"] for facts in said(caplog, "copying-at-once")] == ["MemoryError: none is left"]
 
 
 SHARED = [

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -30,34 +29,6 @@ from tests.support.server import MIB, served
 from tests.support.trainer import Unhurried, data, digest_of, trainer
 
 pytestmark = pytest.mark.guarantee("G3")
-
-
-class Averages(pl.Callback):
-    """Puts averages in the place of the weights while a validation runs, also of a parameter that came later."""
-
-    def __init__(self) -> None:
-        self.averages: dict[str, torch.Tensor] = {}
-        self.swaps = 0
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            self.averages.setdefault(name, parameter.clone()).lerp_(parameter, 0.1)
-
-    @torch.no_grad()
-    def _swap(self, pl_module: pl.LightningModule) -> None:
-        self.swaps += 1
-        for name, parameter in pl_module.named_parameters():
-            if (average := self.averages.get(name)) is not None:
-                current = parameter.clone()
-                parameter.copy_(average)
-                average.copy_(current)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._swap(pl_module)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._swap(pl_module)
 
 
 @dataclass
@@ -125,14 +96,13 @@ STEPS = [pytest.param(24), pytest.param(1000, marks=[pytest.mark.soak, pytest.ma
 def trained(
     root: Path, kind: type[Adapted], steps: int, caplog: pytest.LogCaptureFixture, **how: Any
 ) -> dict[int, str]:
-    """Train with a snapshot at every step, waiting for slots only, and swaps; the digests of what each is to be."""
-    averages, unhurried = Averages(), Unhurried()
+    """Train with a snapshot at every step, waiting for slots only; the digests of what each is to be."""
+    unhurried = Unhurried()
     snapshots = RemoteSnapshot(str(root / "run"), interval=EverySteps(1), on_full="wait", **how)
     with caplog.at_level(logging.WARNING):
-        trainer(averages, snapshots, unhurried, max_epochs=1, val_check_interval=5).fit(kind(), data(steps), data(2))
+        trainer(snapshots, unhurried, max_epochs=1, val_check_interval=5).fit(kind(), data(steps), data(2))
     each = {step: one for step, one in unhurried.digests.items() if step}
     assert len(each) == steps
-    assert averages.swaps == 2 * (1 + steps // 5)  # also in the sanity check
     assert snapshots.num_dropped == 0
     assert "was dropped" not in caplog.text
     assert LocalStore(root / "run").survey().manifests[0].complete

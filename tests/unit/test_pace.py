@@ -26,18 +26,27 @@ def errors_for(name: str, error: Exception) -> Callable[[str, Manifest], Excepti
     return lambda kind, manifest: error if name in f"{kind} {manifest.name}" else None
 
 
+def hold(bench: Bench, **settings: Any) -> None:
+    """Have the tier be at the first snapshot, until :func:`let_go`."""
+    bench.open(**settings)
+    bench.tier().open.clear()
+    bench.save(1)
+    until(lambda: bench.tier().tries, "the tier to be at it")
+
+
+def let_go(bench: Bench) -> None:
+    bench.tier().open.set()
+    assert bench.flush() == []
+
+
 # -- the newest when it is free ---------------------------------------------------------------------------------------
 
 
 def test_a_slow_tier_takes_the_newest_when_it_is_free(bench: Bench) -> None:
-    bench.open(keep=Keep(newest=50))
-    bench.tier().open.clear()
-    bench.save(1)
-    until(lambda: bench.tier().tries, "the tier to be at it")
+    hold(bench, keep=Keep(newest=50))
     for step in range(2, 21):
         bench.save(step)  # no slot is ever missing
-    bench.tier().open.set()
-    assert bench.flush() == []
+    let_go(bench)
     assert bench.tier().puts() == [1, 20]
     for manifest in bench.tier().survey().manifests:  # and what was in flight was not torn
         buffer = bytearray(manifest.nbytes)
@@ -48,47 +57,35 @@ def test_a_slow_tier_takes_the_newest_when_it_is_free(bench: Bench) -> None:
 def test_the_end_of_a_run_and_files_are_owed_for_ever(bench: Bench, tmp_path: Path) -> None:
     bench.close()
     bench = Bench(tmp_path, slots=6)
-    bench.open()
-    bench.tier().open.clear()
-    bench.save(1)
-    until(lambda: bench.tier().tries, "the tier to be at it")
+    hold(bench)
     bench.save(2, complete=True)
     bench.file("best.ckpt", 3)
     bench.save(4)
     bench.save(5)
-    bench.tier().open.set()
-    assert bench.flush() == []
+    let_go(bench)
     assert bench.tier().puts() == [1, 2, 5]
     assert "put best.ckpt" in bench.tier().tries
     bench.close()
 
 
 def test_the_newest_of_another_lineage_is_owed_too(bench: Bench) -> None:
-    bench.open()
-    bench.tier().open.clear()
-    bench.save(1)
-    until(lambda: bench.tier().tries, "the tier to be at it")
+    hold(bench)
     bench.save(90, lineage="2" * 12)
     bench.open(attempt=2)
     bench.save(3, attempt=2, lineage="3" * 12)  # a fresh start
-    bench.tier().open.set()
-    assert bench.flush() == []
+    let_go(bench)
     assert bench.tier().puts() == [1, 90, 3, 1]  # the first try was on behalf of the attempt before
 
 
 def test_a_damaged_newest_makes_the_one_before_it_owed_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "CHECKED_S", 0.0)  # as if it had waited for the tier
-    bench.open()
-    bench.tier().open.clear()
-    bench.save(1)
-    until(lambda: bench.tier().tries, "the tier to be at it")
+    hold(bench)
     bench.save(2)
     bench.save(3)
     slot = bench.server.ring.find(RUN_ID, snapshot_name(3, 1))
     with slot.view() as image:
         image[7] ^= 1
-    bench.tier().open.set()
-    assert bench.flush() == []
+    let_go(bench)
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [2, 1]
 
 
@@ -210,24 +207,6 @@ def test_an_earlier_deletion_spares_a_file_written_again(bench: Bench) -> None:
     bench.tier().fail(None)
     assert bench.flush() == []
     assert (Path(bench.tier().url) / "last.ckpt").exists()
-
-
-def test_a_deletion_waits_for_what_was_committed_before_it(bench: Bench) -> None:
-    """What replaces a file was still in memory alone when the old one was deleted at the tier."""
-    bench.open()
-    bench.file("old.ckpt", 1)
-    assert bench.flush() == []
-    tier = bench.tier()
-    tier.errors = errors_for("put new.ckpt", TierError("the disk fails"))
-    bench.file("new.ckpt", 2)
-    bench.server.remove(RUN, "old.ckpt")
-    until(lambda: tier.tries.count("put new.ckpt") >= 2, "the new one to fail twice")
-    assert "delete old.ckpt" not in tier.tries
-    assert (Path(tier.url) / "old.ckpt").exists()
-    tier.fail(None)
-    assert bench.flush() == []
-    assert tier.tries.index("delete old.ckpt") > tier.tries.index("put new.ckpt")
-    assert not (Path(tier.url) / "old.ckpt").exists()
 
 
 def test_a_failed_retention_is_retried_without_a_new_snapshot(bench: Bench) -> None:
