@@ -132,35 +132,30 @@ def found(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, str], dict[int, st
 Found = tuple[dict[int, str], dict[int, str]]
 
 
-def check(root: Path, found: Found, steps: int, model: pl.LightningModule, *callbacks: pl.Callback, **more: Any) -> Any:
-    """Train with a snapshot at every step, each of which becomes durable, and compare them but for the last."""
-    unhurried, (_, durable) = Unhurried(), found
-    each: dict[str, Any] = {"interval": EverySteps(1), "on_full": "wait", "min_upload_interval_s": 0.0}
-    snapshots = RemoteSnapshot(str(root / "run"), local_server=False, keep=2, **each)
-    fit = trainer(*callbacks, snapshots, EachDurable(root / "run", 1), unhurried, max_epochs=1, **more)
-    fit.fit(model, data(steps), data(2))
+def trained(root: Path, model: pl.LightningModule, steps: int, *callbacks: pl.Callback, **more: Any) -> dict[int, str]:
+    """Train with a snapshot at every step; the digests of what each is to be."""
+    unhurried = Unhurried()
+    trainer(*callbacks, unhurried, max_epochs=1, **more).fit(model, data(steps), data(2))
     truth = {step: one for step, one in unhurried.digests.items() if step}
     assert len(truth) == steps
-    last = max(truth)
-    assert {step: one for step, one in durable.items() if step < last} == {n: truth[n] for n in truth if n < last}
-    return durable[last] == truth[last]
+    return truth
 
 
-STEPS = [pytest.param(16), pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+def at_every_step(root: Path, **more: Any) -> RemoteSnapshot:
+    return RemoteSnapshot(str(root / "run"), local_server=False, interval=EverySteps(1), on_full="wait", keep=2, **more)
 
 
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("kind", [Adapted, RunsAhead])
-def test_every_snapshot_is_its_step(tmp_path: Path, found: Found, kind: type[Adapted], steps: int) -> None:
-    assert check(tmp_path, found, steps, kind())
-    assert LocalStore(tmp_path / "run").survey().manifests[0].complete
+def many(steps: int) -> list[Any]:
+    """So few steps, or very many."""
+    return [pytest.param(16), pytest.param(steps, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 
 
-@pytest.mark.parametrize("steps", STEPS)
-def test_every_snapshot_is_its_step_with_swapped_averages(
-    tmp_path: Path, found: Found, steps: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steps", many(500))
+@pytest.mark.parametrize("kind", [Adapted, RunsAhead, OfOneSize])
+def test_every_snapshot_is_its_step(
+    tmp_path: Path, found: Found, steps: int, kind: type[Adapted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each validation swaps them, right after a snapshot has begun."""
+    """Also where each validation swaps averages, right after a snapshot has begun. Each becomes durable."""
     swaps: list[int] = []
     swap = WeightAveraging._swap_models
 
@@ -169,31 +164,30 @@ def test_every_snapshot_is_its_step_with_swapped_averages(
         swap(self, module)
 
     monkeypatch.setattr(WeightAveraging, "_swap_models", counted)
-    check(tmp_path, found, steps, OfOneSize(), EMAWeightAveraging(decay=0.9), val_check_interval=3)
-    assert set(swaps) >= set(range(3, steps, 3))
+    is_swapped = kind is OfOneSize
+    averages: list[pl.Callback] = [EMAWeightAveraging(decay=0.9)] if is_swapped else []
+    callbacks = (*averages, at_every_step(tmp_path, min_upload_interval_s=0.0), EachDurable(tmp_path / "run", 1))
+    truth = trained(tmp_path, kind(), steps, *callbacks, **({"val_check_interval": 3} if is_swapped else {}))
+    _, durable = found
+    if is_swapped:
+        assert set(swaps) >= set(range(3, steps, 3))
+        truth.pop(steps), durable.pop(steps)  # at the end, the averages are put in
+    assert durable == truth
+    assert LocalStore(tmp_path / "run").survey().manifests[0].complete
 
 
-UNHURRIED = [pytest.param(16), pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+BESIDE = [(Adapted, "backward"), (RunsAhead, "eager"), pytest.param(Adapted, "auto", marks=pytest.mark.soak)]
 
 
-SOAK = [pytest.mark.soak]
-BESIDE = [(Adapted, "backward"), (RunsAhead, "eager"), pytest.param(Adapted, "auto", marks=SOAK)]
-
-
-@pytest.mark.parametrize("steps", UNHURRIED)
+@pytest.mark.parametrize("steps", many(1000))
 @pytest.mark.parametrize(("kind", "copy_mode"), BESIDE)
 def test_every_snapshot_is_its_step_while_training_continues(
     tmp_path: Path, found: Found, caplog: pytest.LogCaptureFixture, kind: type[Adapted], copy_mode: Any, steps: int
 ) -> None:
     """Nobody waits for a copy, a commit or the disk: slots are used again while others are written and read."""
-    unhurried, (committed, durable) = Unhurried(), found
-    snapshots = RemoteSnapshot(
-        str(tmp_path / "run"), local_server=False, interval=EverySteps(1), on_full="wait", copy_mode=copy_mode
-    )
+    committed, durable = found
     with caplog.at_level(logging.WARNING):
-        trainer(snapshots, unhurried, max_epochs=1).fit(kind(), data(steps), data(2))
-    each = {step: one for step, one in unhurried.digests.items() if step}
-    assert len(each) == steps
+        each = trained(tmp_path, kind(), steps, at_every_step(tmp_path, copy_mode=copy_mode))
     assert committed == each
     assert durable.items() <= each.items()
     assert max(durable) == max(each)
@@ -212,7 +206,9 @@ class LooksOn(pl.Callback):
 
 
 ON_GPUS = [
-    pytest.param(kind, copy_mode, buffer, marks=[] if (kind, copy_mode) == (RunsAhead, "asymmetric") else SOAK)
+    pytest.param(
+        kind, copy_mode, buffer, marks=[] if (kind, copy_mode) == (RunsAhead, "asymmetric") else pytest.mark.soak
+    )
     for kind in (Adapted, RunsAhead, TwoOptimizers)
     for copy_mode, buffer in (("eager", 2000), ("asymmetric", 2000), ("backward", 10**6), ("backward", None))
 ]
@@ -228,19 +224,11 @@ def test_every_snapshot_is_its_step_on_gpus_whose_copies_lag(
     buffer: int | None,
 ) -> None:
     """The training thread waits for none of them."""
-    device, unhurried, (committed, _) = Emulated(), Unhurried(), found
+    device, (committed, _) = Emulated(), found
     monkeypatch.setattr(cuda, "Cuda", lambda: device)
-    looks_on = LooksOn(device)
-    snapshots = RemoteSnapshot(
-        str(tmp_path / "run"),
-        local_server=False,
-        interval=EverySteps(1),
-        on_full="wait",
-        copy_mode=copy_mode,
-        device_buffer=buffer,
-    )
-    trainer(snapshots, unhurried, looks_on, max_epochs=1).fit(kind(), data(12), data(2))
-    assert committed == {step: one for step, one in unhurried.digests.items() if step}
+    looks_on, snapshots = LooksOn(device), at_every_step(tmp_path, copy_mode=copy_mode, device_buffer=buffer)
+    truth = trained(tmp_path, kind(), 12, snapshots, looks_on)
+    assert committed == truth
     assert snapshots.num_dropped == 0
     assert looks_on.waited  # the background does
     assert threading.current_thread() not in looks_on.waited
