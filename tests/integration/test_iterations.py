@@ -17,17 +17,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_spot import EverySteps, RemoteSnapshot, SpotCheckpoint
+from lightning_spot import EverySteps, RemoteSnapshot
 from lightning_spot.capture import attempt, schedule
 from lightning_spot.capture.copier import Copier, CopyJob
 from lightning_spot.capture.schedule import PlaceKind, Profile, Schedule, Timetable
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.server.host import InProcessHost, Lease
-from lightning_spot.session import coordinator
+from lightning_spot.session import coordinator, snapshotter
 from lightning_spot.snapshot.manifest import Manifest
 from tests.support.said import said
-from tests.support.trainer import At, Net, Probe, TwoOptimizers, data, equal, state_of, trainer
+from tests.support.trainer import At, Net, Probe, Stop, StopIn, TwoOptimizers, data, equal, state_of, trainer
 
 MODES = ("eager", "asymmetric", "backward", "blocking", "auto")
 
@@ -36,8 +36,7 @@ class Seen:
     """What was committed, read out of the slots, and what was planned for it."""
 
     def __init__(self) -> None:
-        self.images: dict[int, bytes] = {}
-        self.unended: dict[int, bytes] = {}  # without those of the end
+        self.images: dict[int, bytes] = {}  # of one step, the first: not that of the end
         self.timetables: list[tuple[Profile, Timetable]] = []
         self.released: list[int] = []
 
@@ -59,9 +58,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     def seal(self: InProcessHost, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> Any:
         done = real_seal(self, lease, manifest, *more, **named)
-        found.images[manifest.step] = image = bytes(lease.map[: manifest.nbytes])
-        if not manifest.complete:
-            found.unended[manifest.step] = image
+        found.images.setdefault(manifest.step, bytes(lease.map[: manifest.nbytes]))
         return done
 
     def timetable(self: Schedule, *pieces: Any) -> Timetable | None:
@@ -81,10 +78,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return found
 
 
-def spot(root: Path, copy_mode: str, every: int = 1) -> RemoteSnapshot:
+def spot(root: Path, copy_mode: Any, every: int = 1) -> RemoteSnapshot:
     return RemoteSnapshot(
         str(root / "run"), local_server=False, interval=EverySteps(every), on_full="wait", copy_mode=copy_mode
-    )  # type: ignore[arg-type]
+    )
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -154,7 +151,6 @@ def test_callbacks_at_an_epochs_end_write_after_its_snapshots(
     module, batches, steps, more = ENDS[how]
     probe, others = Probe(), [Stops()] if how == "should_stop" else []
     trainer(probe, *others, WritesWhereAnEpochEnds(), spot(tmp_path, "eager"), **more).fit(module(), data(batches))
-    seen.images = seen.unended
     assert set(seen.images) == set(range(1, steps + 1))
     seen.check(probe)
 
@@ -307,16 +303,10 @@ def test_the_model_can_be_copied_in_mid_training(tmp_path: Path, seen: Seen) -> 
     assert [hooks_of(made) for made in copies.copies] == [[]] * 4
 
 
-class Fails(pl.Callback):
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 12:
-            raise RuntimeError("as it happens")
-
-
 def test_after_an_exception_nothing_is_left_on_the_model(tmp_path: Path, seen: Seen) -> None:
     model, probe = Net(), Probe()
-    with pytest.raises(RuntimeError, match="as it happens"):
-        trainer(spot(tmp_path, "backward"), probe, Fails()).fit(model, data())
+    with pytest.raises(Stop):
+        trainer(spot(tmp_path, "backward"), probe, StopIn("on_train_batch_start", 13)).fit(model, data())
     assert hooks_of(model) == []
     assert max(seen.images) == 12  # what was held is copied, and committed
     seen.check(probe)
@@ -324,46 +314,35 @@ def test_after_an_exception_nothing_is_left_on_the_model(tmp_path: Path, seen: S
 
 def test_a_budget_makes_the_interval_grow(tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training waits 2 s for each snapshot, on a clock that goes on by 1 s a step: every 20th step is taken then."""
-    from lightning_spot.session import snapshotter
-
     now_s = 0.0
     monkeypatch.setattr(snapshotter.time, "monotonic", lambda: now_s)
 
-    class Ticks(pl.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
+    class Slow(RemoteSnapshot):
+        def on_train_batch_start(self, *arguments: Any) -> None:
             nonlocal now_s
             now_s += 1.0
+            super().on_train_batch_start(*arguments)
 
-    class Slow(RemoteSnapshot):
-        def on_before_optimizer_step(self, *_: Any) -> None:
+        def on_before_optimizer_step(self, trainer: pl.Trainer, *arguments: Any) -> None:
             nonlocal now_s
             with self.snapshotter.pacing.stalling():
-                now_s += 2.0 if self.snapshotter.writing.begun_step == self.snapshotter._trainer.global_step else 0.0
-            super().on_before_optimizer_step(*_)
+                now_s += 2.0 * (self.begun_step == trainer.global_step)
+            super().on_before_optimizer_step(trainer, *arguments)
 
-    callback = Slow(
-        str(tmp_path / "run"),
-        local_server=False,
-        interval=EverySteps(1, max_overhead=0.1),
-        on_full="wait",
-        copy_mode="eager",
-    )
-    trainer(callback, Ticks(), max_epochs=5).fit(Net(), data())
-    steps = sorted(seen.images)[:-1]
-    assert steps[:2] == [1, 19]
-    assert steps[1:] == list(range(19, 100, 18))
+    interval, run = EverySteps(1, max_overhead=0.1), str(tmp_path / "run")
+    callback = Slow(run, local_server=False, interval=interval, on_full="wait", copy_mode="eager")
+    trainer(callback, max_epochs=5).fit(Net(), data())
+    assert sorted(seen.images)[:-1] == [1, *range(19, 100, 18)]
 
 
 def test_snapshots_that_find_no_slot_are_counted_and_said_once(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real, busy = InProcessHost.lease, range(4, 10)
-    callback = SpotCheckpoint(
-        str(tmp_path / "run"), local_server=False, interval=EverySteps(1), on_full="skip", notices=None
-    )
+    callback = RemoteSnapshot(str(tmp_path / "run"), local_server=False, interval=EverySteps(1))
 
     def lease(self: InProcessHost, *arguments: Any, **named: Any) -> Lease:
-        if callback.snapshots.begun_step in busy:
+        if callback.begun_step in busy:
             raise SnapshotFailedError("every slot is busy", reason=FailureReason.RING_FULL)
         return real(self, *arguments, **named)
 
