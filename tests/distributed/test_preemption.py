@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, RemoteSnapshot, SpotCheckpoint
+from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, SpotCheckpoint
 from lightning_spot.capture.ending import Ending
 from lightning_spot.errors import TierError
 from lightning_spot.interval.deadline import plan_urgent
@@ -36,7 +37,7 @@ from tests.support.exact_cases import CASES, KillAt, Model, loader, train, train
 from tests.support.metadata_server import MetadataServer
 from tests.support.program import Outcome, run, start
 from tests.support.said import said
-from tests.support.trainer import At, Net, data, trainer
+from tests.support.trainer import At, Net, Stop, StopAt, data, trainer
 from tests.support.waiting import lives, until
 
 pytestmark = pytest.mark.guarantee("G26")
@@ -72,46 +73,52 @@ class Program:
     def noted(self, rank: int, phase: str) -> int:
         return next(number for name, number in self.notes(rank) if name == phase)
 
-    def end(self) -> int:
-        """Wait for all ranks: the first one leaves before the others, and is the one whose code launchers see."""
+    def stopped_at(self) -> int:
+        """The step of all ranks, once they have ended: the first one before the others, whose code launchers see."""
         try:
             code = self.process.wait(120)
         finally:
             self.process.kill()
         pids = [self.noted(rank, "pid") for rank in range(1, self.ranks)]
         until(lambda: not any(lives(pid) for pid in pids), f"the other ranks {pids} to end")
-        return code
+        assert code == 143, self.outcome.log[-3000:]
+        (step,) = {self.noted(rank, "stopped-by-PreemptedError") for rank in range(self.ranks)}
+        return step
 
 
-def check_cell(python: str, root: Path, twin: Twin, ranks: int, phase: str, who: str, gap_s: float) -> None:
-    program = Program(python, root, ranks, pace_s=0.04)
+EVERYDAY = [
+    (2, "forward", "last", 0.0),
+    (2, "optimizer", "all", 0.07),
+    (2, "validation", "first", 0.0),
+    (2, "sanity-batch", "last", 0.0),
+]
+CELLS = itertools.product(
+    (2, 4),
+    ("forward", "backward", "optimizer", "validation", "sanity-batch"),
+    (("first", 0.0), ("last", 0.0), ("all", 0.0), ("all", 0.07)),
+)
+EVERY_CELL = [(ranks, phase, *told) for ranks, phase, told in CELLS]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "phase", "who", "gap_s"),
+    [pytest.param(*cell, marks=[] if cell in EVERYDAY else pytest.mark.soak) for cell in EVERY_CELL],
+)
+def test_all_ranks_stop_at_one_step(
+    warm_python: str, tmp_path: Path, twin: Twin, ranks: int, phase: str, who: str, gap_s: float
+) -> None:
+    program = Program(warm_python, tmp_path, ranks, pace_s=0.04)
     targets = {"first": [0], "last": [ranks - 1], "all": list(range(ranks))}[who]
     program.wait_for(phase, 0 if phase == "sanity-batch" else 14 // ranks, targets[0])  # in the middle of the run
     started = time.monotonic()
     for rank in targets:
         program.signal(rank)
         time.sleep(gap_s)
-    assert program.end() == 143, program.outcome.log[-3000:]
+    step = program.stopped_at()
     assert time.monotonic() - started < LATEST_S
-    (step,) = {program.noted(rank, "stopped-by-PreemptedError") for rank in range(ranks)}
     held = program.outcome.snapshots
     assert held[0].step == step if held else step == 0  # all were in the sanity check still: nothing was trained
-    run(python, train_ranks, root, ranks=ranks, seed=5).check_end(twin(train_ranks, ranks=ranks))
-
-
-PHASES = [
-    ("forward", "last", 0.0),
-    ("optimizer", "all", 0.07),
-    ("validation", "first", 0.0),
-    ("sanity-batch", "last", 0.0),
-]
-
-
-@pytest.mark.parametrize(("phase", "who", "gap_s"), PHASES)
-def test_two_ranks_stop_at_one_step(
-    warm_python: str, tmp_path: Path, twin: Twin, phase: str, who: str, gap_s: float
-) -> None:
-    check_cell(warm_python, tmp_path / "r", twin, 2, phase, who, gap_s)
+    run(warm_python, train_ranks, tmp_path, ranks=ranks, seed=5).check_end(twin(train_ranks, ranks=ranks))
 
 
 def test_the_guard_alone_stops_both_ranks_if_the_second_is_told(warm_python: str, tmp_path: Path, twin: Twin) -> None:
@@ -119,23 +126,12 @@ def test_the_guard_alone_stops_both_ranks_if_the_second_is_told(warm_python: str
     program = Program(warm_python, tmp_path, 2, pace_s=0.04, guard=True)
     program.wait_for("forward", 7, 1)
     program.signal(1)
-    assert program.end() == 143, program.outcome.log[-3000:]
-    (step,) = {program.noted(rank, "stopped-by-PreemptedError") for rank in range(2)}
+    step = program.stopped_at()
     assert torch.load(tmp_path / "best" / "last-preempted.ckpt", weights_only=True)["global_step"] == step
     run(warm_python, train_ranks, tmp_path, guard=True, seed=5)
     ends = torch.load(tmp_path / "final.ckpt", weights_only=True), twin(train_ranks, ranks=2).final()
     for part in ("state_dict", "optimizer_states", "global_step"):
         assert list(differences(ends[0][part], ends[1][part])) == []
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("who", "gap_s"), [("first", 0.0), ("last", 0.0), ("all", 0.0), ("all", 0.07)])
-@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "validation", "sanity-batch"])
-def test_every_cell(
-    warm_python: str, tmp_path: Path, twin: Twin, ranks: int, who: str, gap_s: float, phase: str
-) -> None:
-    check_cell(warm_python, tmp_path / "r", twin, ranks, phase, who, gap_s)
 
 
 @pytest.mark.slow
@@ -197,6 +193,15 @@ def term() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@contextlib.contextmanager
+def handling_term(handler: Any) -> Iterator[None]:
+    former = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
 def snapshots(root: Path) -> list[Manifest]:
     return Outcome(root).snapshots
 
@@ -255,19 +260,13 @@ def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch:
     def bring(*_: Any) -> None:
         raise TierError("the disk is gone", tier="here")
 
-    def stop() -> None:
-        raise KeyError("of the user's")
-
     monkeypatch.setattr(Ending, "bring", bring)
-    handler = signal.getsignal(signal.SIGTERM)
     spot = stopping(tmp_path, local_server=False, on_error="raise")
-    try:
+    with handling_term(signal.SIG_DFL):  # Lightning's own stays where a callback raises
         with pytest.raises(TierError, match="the disk is gone") as raised:
-            trainer(At(1, stop), spot).fit(Net(), data())
+            trainer(StopAt(1), spot).fit(Net(), data())
         left = signal.getsignal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, handler)  # Lightning's own stays where a callback raises
-    assert isinstance(raised.value.__context__, KeyError)
+    assert isinstance(raised.value.__context__, Stop)
     assert not getattr(left, "__module__", "").startswith("lightning_spot")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("spot-notice")]
 
@@ -285,8 +284,6 @@ def test_a_late_signal_waits_until_the_last_snapshot_is_safe(
         assert may_be_safe.wait(120)
         return put(*arguments, **more)
 
-    monkeypatch.setattr(LocalStore, "put", put_then)
-
     def passed_on(*_: Any) -> None:
         there.append([manifest.complete for manifest in snapshots(tmp_path)])
         may_be_safe.set()
@@ -296,13 +293,11 @@ def test_a_late_signal_waits_until_the_last_snapshot_is_safe(
             term()
         return bring(self, wait_s)
 
+    monkeypatch.setattr(LocalStore, "put", put_then)
     monkeypatch.setattr(Ending, "bring", slow)
-    former = signal.signal(signal.SIGTERM, passed_on)
-    try:
+    with handling_term(passed_on):
         trainer(stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
         assert signal.getsignal(signal.SIGTERM) == passed_on
-    finally:
-        signal.signal(signal.SIGTERM, former)
     assert there == [[True]] if signals == 1 else there == [[]]  # of two, the second does not wait
 
 
@@ -316,60 +311,44 @@ def test_a_signal_at_the_end_is_passed_on_after_the_first_rank(
     """
     came: list[Any] = []
     monkeypatch.setattr(Ranks, "part", lambda *_: came.append("the first rank is done"))
-    former = signal.signal(
-        signal.SIGTERM, lambda *_: came.append([manifest.complete for manifest in snapshots(tmp_path)])
-    )
     at_end = LambdaCallback(on_train_end=lambda *_: term() if told else None)
-    try:
+    with handling_term(lambda *_: came.append([manifest.complete for manifest in snapshots(tmp_path)])):
         trainer(at_end, stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
-    finally:
-        signal.signal(signal.SIGTERM, former)
     assert came == (["the first rank is done", [True]] if told else [])
 
 
 def test_a_second_signal_cuts_the_waiting_short(tmp_path: Path) -> None:
-    def twice() -> None:
-        term()
-        term()
-
     started = time.monotonic()
     with pytest.raises(SystemExit):
-        trainer(At(7, twice), stopping(tmp_path)).fit(Net(), data())
+        trainer(At(7, lambda: (term(), term())), stopping(tmp_path)).fit(Net(), data())
     assert time.monotonic() - started < LATEST_S
     manifest = snapshots(tmp_path)[0]
     manifest.verify((tmp_path / "run" / manifest.data_path).read_bytes(), "here")
 
 
 def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> None:
-    spot = stopping(tmp_path, interval=EverySteps(3), notices=lambda: 0.0 if late else None)
     late: list[int] = []
+    spot = stopping(tmp_path, interval=EverySteps(3), notices=lambda: 0.0 if late else None)
 
-    class Wait(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 8:
-                until(
-                    lambda: (
-                        spot.snapshots.snapshotter.writing.attempt is not None
-                        and spot.snapshots.snapshotter.writing.attempt.writer.host.safe_step() == 6
-                    ),
-                    "step 6 to be safe",
-                )
-                late.append(1)
-                until(lambda: spot._guard._watcher.notice, "the notice")
+    def wait() -> None:
+        host = spot.snapshots.snapshotter.writing.attempt.writer.host
+        until(lambda: host.safe_step() == 6, "step 6 to be safe")
+        late.append(1)
+        until(lambda: spot._guard._watcher.notice, "the notice")
 
     with pytest.raises(SystemExit):
-        trainer(Wait(), spot).fit(Net(), data())
+        trainer(At(8, wait, "on_train_batch_start"), spot).fit(Net(), data())
     assert snapshots(tmp_path)[0].step == 6
 
 
 def test_should_stop_and_an_exception_at_the_same_moment(tmp_path: Path) -> None:
-    def both(trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 5:
-            trainer.should_stop = True
-            term()
+    def both() -> None:
+        run.should_stop = True
+        term()
 
+    run = trainer(At(5, both, "on_train_batch_end"), stopping(tmp_path))
     with pytest.raises(SystemExit):
-        trainer(LambdaCallback(on_train_batch_end=both), stopping(tmp_path)).fit(Net(), data())
+        run.fit(Net(), data())
     assert snapshots(tmp_path)[0].step == 5
 
     def broken(*_: Any) -> None:
@@ -443,15 +422,11 @@ def test_a_bucket_lightning_cannot_search_is_named_with_a_fix(s3: str, caplog: p
 def test_advice_raises_the_rate_and_does_not_stop(tmp_path: Path) -> None:
     advice = Notice(source="aws", kind="advice", text="EC2 recommends to rebalance", seen_s=0.0)
     spot = stopping(tmp_path, notices=lambda: advice)
-
-    class Wait(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            until(lambda: spot._guard._watcher.advice, "the advice")
-
-    snapshots = trainer(Wait(), spot)
-    snapshots.fit(Net(), data())
+    heard = At(0, lambda: until(lambda: spot._guard._watcher.advice, "the advice"), "on_train_batch_start")
+    run = trainer(heard, spot)
+    run.fit(Net(), data())
     assert spot.snapshots.snapshotter.pacing._rate.mtbf_s == 600.0
-    assert snapshots.global_step == 40
+    assert run.global_step == 40
 
 
 def test_a_local_dirpath_on_a_vm_of_a_cloud_is_warned_of_once(
@@ -478,9 +453,3 @@ def test_planning_against_a_deadline() -> None:
     assert plan_urgent(10_000, None, {"slow": 1.0}).take
     assert plan_urgent(10_000, 5.0, {}).take
     assert not plan_urgent(10_000, 0.0, {}).take
-
-
-def test_remote_snapshot_alone_has_no_guard(tmp_path: Path) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    trainer(RemoteSnapshot(str(tmp_path / "run"), interval=EverySteps(5)), max_epochs=1).fit(Net(), data())
-    assert signal.getsignal(signal.SIGTERM) == handler
