@@ -56,6 +56,34 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     go.set()
 
 
+def step_in(path: Path) -> int:
+    return int(torch.load(path, weights_only=True)["global_step"])
+
+
+def in_the_way(path: Path) -> None:
+    """Nothing can be written there until this is removed."""
+    path.mkdir(parents=True)
+    (path / "in-the-way").touch()
+
+
+def saved_by_one_that_is_killed(python: str, path: Path) -> None:
+    """What another process has saved, which then is killed."""
+    code = (
+        "import os, torch; from lightning_spot import SpotCheckpointIO\n"
+        f"SpotCheckpointIO().save_checkpoint({{'global_step': 5, 'w': torch.ones(10**6)}}, {str(path)!r})\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([python, "-c", code], check=False).returncode == -9
+
+
+def small(**settings: Any) -> SpotCheckpointIO:
+    """In this process, with memory for small checkpoints only; ``LARGE`` goes past it."""
+    return SpotCheckpointIO(local_server=False, memory_limit="4MiB", **settings)
+
+
+LARGE = {"w": torch.ones(2_000_000)}
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
@@ -103,15 +131,9 @@ def test_a_resumed_run_reads_what_its_server_has_saved(s3: str) -> None:
 
 
 def test_saved_means_committed_even_if_the_trainer_is_killed(tmp_path: Path, warm_python: str) -> None:
-    code = (
-        "import os, torch; from lightning_spot import SpotCheckpointIO\n"
-        "plugin = SpotCheckpointIO()\n"
-        f"plugin.save_checkpoint({{'global_step': 5, 'w': torch.ones(10**6)}}, {str(tmp_path / 'x.ckpt')!r})\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    assert subprocess.run([warm_python, "-c", code], check=False).returncode == -9
+    saved_by_one_that_is_killed(warm_python, tmp_path / "x.ckpt")
     until((tmp_path / "x.ckpt").exists, "the server to write what was saved")
-    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 5
+    assert step_in(tmp_path / "x.ckpt") == 5
 
 
 @pytest.mark.parametrize("local_server", [True, False])
@@ -145,8 +167,7 @@ def test_the_best_one_stays_until_the_one_after_it_is_there(
         plugin.save_checkpoint({"global_step": step}, tmp_path / "other.ckpt")
         plugin.save_checkpoint({"global_step": step}, tmp_path / "another.ckpt")
         plugin.load_checkpoint(tmp_path / "other.ckpt")
-    new.mkdir()  # in the way: the new one cannot be written yet
-    (new / "in-the-way").touch()
+    in_the_way(new)
     plugin.save_checkpoint({"global_step": 2}, new)
     plugin.remove_checkpoint(old)
     (writer,) = plugin._writers.values()
@@ -154,7 +175,7 @@ def test_the_best_one_stays_until_the_one_after_it_is_there(
     assert old.exists()
     shutil.rmtree(new)
     plugin.teardown()
-    assert torch.load(new, weights_only=True)["global_step"] == 2
+    assert step_in(new) == 2
     assert not old.exists()
 
 
@@ -170,8 +191,7 @@ def test_many_saves_wait_for_clean_slots(tmp_path: Path) -> None:
 def test_a_failed_flush_shows_at_the_next_save_and_at_the_end(tmp_path: Path) -> None:
     plugin = SpotCheckpointIO(upload_timeout_s=1.0)
     folder = tmp_path / "mine"
-    (folder / "x.ckpt").mkdir(parents=True)  # a directory where the file should go
-    (folder / "x.ckpt" / "in-the-way").touch()
+    in_the_way(folder / "x.ckpt")
     plugin.save_checkpoint({"global_step": 1}, folder / "x.ckpt")
     (writer,) = plugin._writers.values()
     host = writer.host
@@ -195,7 +215,7 @@ def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, local_server: bool
         plugin.save_checkpoint({"global_step": step, "w": torch.full((elements,), step)}, path)
         assert plugin.load_checkpoint(path)["global_step"] == step  # a slow disk is not at it any more
     plugin.teardown()
-    assert torch.load(path, weights_only=True)["global_step"] == 2
+    assert step_in(path) == 2
     check_archive(path)
 
 
@@ -203,7 +223,7 @@ def test_an_older_pending_file_does_not_fail_a_save_past_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a slow disk, what is in memory came to its place in the moment in which the newer one was committed there."""
-    plugin, path = SpotCheckpointIO(local_server=False, memory_limit="4MiB"), tmp_path / "x.ckpt"
+    plugin, path = small(), tmp_path / "x.ckpt"
     plugin.save_checkpoint({"global_step": 0}, path)
     assert plugin.load_checkpoint(path)["global_step"] == 0
     late, sync = [path.read_bytes()], tier_files.sync_directory
@@ -214,69 +234,55 @@ def test_an_older_pending_file_does_not_fail_a_save_past_memory(
         sync(folder)
 
     monkeypatch.setattr(tier_files, "sync_directory", come_late)
-    plugin.save_checkpoint({"global_step": 1, "w": torch.ones(2_000_000)}, path)
+    plugin.save_checkpoint({"global_step": 1, **LARGE}, path)
     plugin.teardown()
     assert not late
-    assert torch.load(path, weights_only=True)["global_step"] == 1
+    assert step_in(path) == 1
 
 
 def test_a_dead_trainer_never_puts_an_older_file_over_a_newer(
     tmp_path: Path, runtime_dir: Path, warm_python: str
 ) -> None:
     """Its server went on trying, and replaced what the next trainer had saved meanwhile."""
-    folder = tmp_path / "mine"
-    code = (
-        "import os, torch; from lightning_spot import SpotCheckpointIO\n"
-        "plugin = SpotCheckpointIO()\n"
-        f"plugin.save_checkpoint({{'global_step': 5}}, {str(folder / 'last.ckpt')!r})\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    (folder / "last.ckpt").mkdir(parents=True)  # in the way: the server of the one that dies has to try again
-    (folder / "last.ckpt" / "in-the-way").touch()
-    assert subprocess.run([warm_python, "-c", code], check=False).returncode == -9
+    path = tmp_path / "mine" / "last.ckpt"
+    in_the_way(path)  # the server of the one that dies has to try again
+    saved_by_one_that_is_killed(warm_python, path)
     time.sleep(1.1)  # attempts are told apart by seconds
     plugin = SpotCheckpointIO(local_server=False)
-    shutil.rmtree(folder / "last.ckpt")
-    plugin.save_checkpoint({"global_step": 9}, folder / "last.ckpt")
+    shutil.rmtree(path)
+    plugin.save_checkpoint({"global_step": 9}, path)
     plugin.teardown()
     (http,) = runtime_dir.glob("*.http")  # the dead one's server, which now tries again
     ServerClient(Address(socket_path=str(http))).call("POST", "/v1/flush", {"wait_s": 10.0})
-    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 9
+    assert step_in(path) == 9
 
 
 @pytest.mark.parametrize("local_server", [True, False])
-def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, local_server: bool) -> None:
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, local_server: bool, is_repeated: bool) -> None:
     """Another process had saved to its place meanwhile; that was said with the next save only, if there was one."""
+    path = tmp_path / "two.ckpt"
     first = SpotCheckpointIO(local_server=local_server, slots=2, wait_timeout_s=20.0)
-    first.save_checkpoint({"global_step": 1}, tmp_path / "two.ckpt")
-    first.load_checkpoint(tmp_path / "two.ckpt")
+    first.save_checkpoint({"global_step": 1}, path)
+    first.load_checkpoint(path)
     second = SpotCheckpointIO(local_server=False)
-    second.save_checkpoint({"global_step": 2}, tmp_path / "two.ckpt")
+    second.save_checkpoint({"global_step": 2}, path)
     second.teardown()
-    first.save_checkpoint({"global_step": 3}, tmp_path / "two.ckpt")
+    first.save_checkpoint({"global_step": 3}, path)
     with pytest.raises(TierError, match=r"two\.ckpt of step 3 is not in"):
-        first.load_checkpoint(tmp_path / "two.ckpt")
-    assert first.load_checkpoint(tmp_path / "two.ckpt")["global_step"] == 2
+        first.load_checkpoint(path)
+    assert first.load_checkpoint(path)["global_step"] == 2
     for name in ("a", "b", "c"):  # the slot of what was refused is free again
         first.save_checkpoint({"global_step": 4}, tmp_path / name)
-    with pytest.raises(TierError, match=r"not at their path: two\.ckpt of step 3 is not in"):
+    if is_repeated:
+        second.remove_checkpoint(path)
+        first.save_checkpoint({"global_step": 4}, path)
         first.teardown()
+        assert step_in(path) == 4
+    else:
+        with pytest.raises(TierError, match=r"not at their path: two\.ckpt of step 3 is not in"):
+            first.teardown()
     assert files(tmp_path) == ["a", "b", "c", "two.ckpt"]
-
-
-def test_a_refused_save_that_is_repeated_raises_no_error(tmp_path: Path) -> None:
-    first, second = SpotCheckpointIO(local_server=False), SpotCheckpointIO(local_server=False)
-    first.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
-    first.load_checkpoint(tmp_path / "x.ckpt")
-    second.save_checkpoint({"global_step": 2}, tmp_path / "x.ckpt")
-    second.teardown()
-    first.save_checkpoint({"global_step": 3}, tmp_path / "x.ckpt")
-    with pytest.raises(TierError, match="of step 3"):
-        first.load_checkpoint(tmp_path / "x.ckpt")
-    second.remove_checkpoint(tmp_path / "x.ckpt")
-    first.save_checkpoint({"global_step": 4}, tmp_path / "x.ckpt")
-    first.teardown()
-    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 4
 
 
 @pytest.mark.parametrize("nbytes", [10, 2_000_000])
@@ -285,7 +291,7 @@ def test_half_written_files_of_a_kill_go_with_the_next_save(tmp_path: Path, nbyt
     left.parent.mkdir()
     left.write_text("half")
     os.utime(left, (1.0, 1.0))
-    plugin = SpotCheckpointIO(local_server=False, memory_limit="4MiB")
+    plugin = small()
     plugin.save_checkpoint({"global_step": 1, "w": torch.zeros(nbytes)}, tmp_path / "x.ckpt")
     plugin.teardown()
     assert [path.name for path in (tmp_path / OWN_DIR).iterdir()] == ["x.ckpt.manifest.json"]
@@ -305,29 +311,29 @@ def test_of_very_many_files_none_fences_who_saves_next(tmp_path: Path) -> None:
 def test_removing_an_earlier_file_spares_one_saved_past_memory(tmp_path: Path, gate: Any) -> None:
     """Its deletion was still waiting for another file, and took the new one."""
     begun, go = gate
-    plugin = SpotCheckpointIO(local_server=False, memory_limit="4MiB")
+    plugin = small()
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
     plugin.load_checkpoint(tmp_path / "x.ckpt")
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
     assert begun.wait(120)
     plugin.remove_checkpoint(tmp_path / "x.ckpt")
-    plugin.save_checkpoint({"global_step": 2, "w": torch.zeros(2_000_000)}, tmp_path / "x.ckpt")
+    plugin.save_checkpoint({"global_step": 2, **LARGE}, tmp_path / "x.ckpt")
     go.set()
     plugin.teardown()
-    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 2
+    assert step_in(tmp_path / "x.ckpt") == 2
     assert files(tmp_path) == ["held.ckpt", "x.ckpt"]
 
 
 def test_a_file_past_memory_is_newer_than_the_one_still_in_it(tmp_path: Path, gate: Any) -> None:
     """The older one was tried for ever, and the end said that it could not be written."""
     begun, go = gate
-    plugin = SpotCheckpointIO(local_server=False, memory_limit="4MiB", upload_timeout_s=20.0)
+    plugin = small(upload_timeout_s=20.0)
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
     assert begun.wait(120)
-    plugin.save_checkpoint({"global_step": 2, "w": torch.zeros(2_000_000)}, tmp_path / "held.ckpt")
+    plugin.save_checkpoint({"global_step": 2, **LARGE}, tmp_path / "held.ckpt")
     go.set()
     plugin.teardown()
-    assert torch.load(tmp_path / "held.ckpt", weights_only=True)["global_step"] == 2
+    assert step_in(tmp_path / "held.ckpt") == 2
 
 
 def test_outside_of_training_a_saved_file_is_there(tmp_path: Path) -> None:
@@ -339,7 +345,7 @@ def test_outside_of_training_a_saved_file_is_there(tmp_path: Path) -> None:
     assert files(own) == ["before.ckpt"]
     run.fit(Net(), data())
     run.save_checkpoint(own / "after.ckpt")
-    assert torch.load(own / "after.ckpt", weights_only=True)["global_step"] == run.global_step
+    assert step_in(own / "after.ckpt") == run.global_step
     assert sorted(path.name for path in own.iterdir()) == [OWN_DIR, "after.ckpt", "before.ckpt"]
     assert not plugin._writers
 
