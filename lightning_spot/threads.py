@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,5 @@ def all_at_once(actions: Sequence[Callable[[], T]], name: str, most: int = 8) ->
 
 def both(first: Callable[[], T], second: Callable[[], U], name: str) -> tuple[T, U]:
     """Do two such things, see :func:`all_at_once`."""
-    one: list[T] = []
-    other: list[U] = []
-    all_at_once((lambda: one.append(first()), lambda: other.append(second())), name)
-    return one[0], other[0]
+    either: Sequence[Callable[[], T | U]] = (first, second)
+    return cast(tuple[T, U], tuple(all_at_once(either, name)))

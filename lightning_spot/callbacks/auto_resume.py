@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_spot.callbacks.fit_callback import FitCallback
 from lightning_spot.config import check_choice, check_flag
@@ -11,7 +11,7 @@ from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location
 from lightning_spot.session.preflight import takes_part
 from lightning_spot.session.resume import Resume
-from lightning_spot.session.selection import OnResumeFailure, ResumedFrom, check_on_resume_failure
+from lightning_spot.session.selection import OnResumeFailure, ResumedFrom
 from lightning_spot.session.session import FitSession
 from lightning_spot.state.dataloader import DATA_RESUMES, DataResume
 from lightning_spot.state.fit_state import FitState
@@ -54,7 +54,8 @@ class AutoResume(FitCallback):
         check_choice("data_resume", data_resume, DATA_RESUMES)
         self.data_resume: DataResume = data_resume
         check_flag("local_server", local_server)
-        self.on_resume_failure = check_on_resume_failure(on_resume_failure)
+        check_choice("on_resume_failure", on_resume_failure, get_args(OnResumeFailure))
+        self.on_resume_failure = on_resume_failure
         self.location = self._named = Location.of(
             dirpath, servers=servers, local_server=local_server, run_name=run_name
         )

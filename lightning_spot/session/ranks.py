@@ -181,22 +181,16 @@ def end_restarts_here() -> None:
     if restarter is None:
         return
     own = os.getpid()
+    text = "process {about} is not told that this machine goes ({why}). Let what starts the training set its number"
 
     def tell() -> None:
         if os.getpid() != own:  # a forked child
             return
         try:
-            if own in descendants(restarter):  # looked at when the state is secured: it takes time, and may fail
-                os.kill(restarter, signal.SIGTERM)
-            else:  # its number is another process' by now, or here, in a container
-                say(
-                    logging.WARNING,
-                    "not-the-restarter",
-                    "LIGHTNING_SPOT_RESTARTER_PID={about} names no parent of this process, which is not told that this"
-                    " machine is taken away. Let what starts the training set it, as lightning-spot run does",
-                    about=restarter,
-                )
+            if own not in descendants(restarter):  # looked at when the state is secured: it takes time, and may fail
+                raise ProcessLookupError("it is no parent of this process")  # another one, or that of a container
+            os.kill(restarter, signal.SIGTERM)
         except OSError as error:
-            logger.debug("process %d was not told that its machine will be taken away: %s", restarter, error)
+            say(logging.WARNING, "not-the-restarter", text, about=restarter, why=error)
 
     atexit.register(tell)

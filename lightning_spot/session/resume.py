@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_spot import retry
 from lightning_spot.capture.tensors import shape_of
-from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.starting import attach
 from lightning_spot.config import format_names
 from lightning_spot.errors import (
@@ -431,7 +430,7 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
 
 
 def _late(location: Location) -> list[str]:
-    """What the local server has not brought below in time, one line each."""
+    """What the local server has not brought below in time, one line each; waited for as long as nothing fails."""
     try:
         host = attach(location.url, location.name)
     except (SpotError, OSError) as error:
@@ -441,22 +440,17 @@ def _late(location: Location) -> list[str]:
         return []
     if host is None:
         return []
+    deadline_s, late = time.monotonic() + _LONGEST_S, list[str]()
     try:
-        return _flushed(host)
+        while host.owes():  # what hosts bring together is not: no host has all of it
+            late = host.flush(retry.DEFAULT_POLICY.answer_s)
+            if not late or time.monotonic() > deadline_s or any(tier.error for tier in host.tiers().values()):
+                return late
+        return []
     except SpotError as error:
         return [str(error)]
     finally:
         host.disconnect()
-
-
-def _flushed(host: EmbeddedHost) -> list[str]:
-    """Have a server bring what it owes; what is late is waited for as long as nothing fails."""
-    deadline_s, late = time.monotonic() + _LONGEST_S, list[str]()
-    while host.owes():  # what hosts bring together is not: no host has all of it
-        late = host.flush(retry.DEFAULT_POLICY.answer_s)
-        if not late or time.monotonic() > deadline_s or any(tier.error for tier in host.tiers().values()):
-            return late
-    return []
 
 
 # -- what the user has changed since a snapshot was taken -------------------------------------------------------------

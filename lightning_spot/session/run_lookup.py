@@ -109,13 +109,8 @@ def _tell_others(named: Location) -> None:
         with find_record(named.canonical).opened() as record:
             replace_file(_note(record), json.dumps(kept).encode())
     except (OSError, SettingsError) as error:
-        say(
-            logging.WARNING,
-            "fit-not-noted",
-            "the next fit of this program at {about} is taken for this one ({error}). Give it a dirpath of its own",
-            about=named.url,
-            error=error,
-        )
+        text = "the next fit of this program at {about} is taken for this one ({error}). Give it a dirpath of its own"
+        say(logging.WARNING, "fit-not-noted", text, about=named.url, error=error)
 
 
 def _note(record: ServerRecord) -> Path:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -410,18 +410,6 @@ def _file(image: Image, manifest: Manifest, name: str) -> memoryview:
 
 
 OnResumeFailure = Literal["error", "older"]
-
-
-def check_on_resume_failure(value: object) -> OnResumeFailure:
-    """Check what the user gave.
-
-    Raises:
-        SettingsError: if it is no choice.
-    """
-    choices = get_args(OnResumeFailure)
-    if value not in choices:
-        raise SettingsError(f"on_resume_failure={value!r}: it is one of {', '.join(map(repr, choices))}")
-    return value  # type: ignore[return-value] # one of them
 
 
 def without_failed(found: Survey, attempt: int, on_failure: OnResumeFailure) -> Survey:
