@@ -139,6 +139,9 @@ class SpotCheckpointIO(SpotIO):
                 raise
             text = "{error}. {path} is written directly to storage; training waits"
             say(logging.WARNING, "saved-past-memory", text, about=parent, error=error, path=path)
+            late = self._try_flush(parent, writer)  # what is on its way is older
+            if late and error.reason is FailureReason.TOO_LARGE:
+                raise TierError("; ".join(late), tier=parent) from error
             writer.write_past_memory(checkpoint, manifest, open_store(parent))
         if not trains:
             self._flush(parent)
@@ -375,7 +378,6 @@ class FolderWriter(SnapshotWriter):
         self._folder = folder
         self._first_attempt = info.attempt
         self._refused: dict[str, Manifest] = {}
-        self._stored_past: dict[str, int] = {}  # attempt of what went past the ring, by name
         self._warned_of: set[tuple[str, float]] = set()
 
     def write(self, checkpoint: dict[str, Any], manifest: Manifest, wait_s: float) -> None:
@@ -388,24 +390,15 @@ class FolderWriter(SnapshotWriter):
         self.forget(manifest.name)
 
     def write_past_memory(self, checkpoint: dict[str, Any], manifest: Manifest, store: Store) -> None:
-        """Store a file from this process, under an attempt of its own: what is still in memory is older.
+        """Store a file from this process, under an attempt of its own: what a lost server still has is older.
 
         Raises:
             SpotError: if it is not there in the end.
         """
         self.info = replace(self.info, attempt=self.info.attempt + 1)
-        newer = replace(manifest, attempt=self.info.attempt)
-        try:
-            self.store_past_memory(checkpoint, newer, store)
-        except TierError as error:
-            if error.reason is not TierReason.OVERTAKEN:
-                raise
-            # By what is in memory: that was on its way before this attempt was begun, and now is over.
-            self.store_past_memory(checkpoint, newer, store)
+        write_now(checkpoint, replace(manifest, attempt=self.info.attempt), store)
         self.forget(manifest.name)
-        self._stored_past[manifest.name] = self.info.attempt
         self.link.ask(lambda host: host.open_run(self.info), None)
-        _sweep(store)
 
     def forget(self, name: str) -> None:
         """A file was saved anew, or is to be removed: nothing is to be said of what was saved before."""
@@ -415,7 +408,7 @@ class FolderWriter(SnapshotWriter):
         """What was refused at its place for good, one line a file; what was said before only with ``again``."""
         nothing: list[Manifest] = []
         for manifest in self.link.ask(lambda host: host.refused(), nothing):
-            if manifest.attempt >= max(self._first_attempt, self._stored_past.get(manifest.name, 0)):
+            if manifest.attempt >= self._first_attempt:
                 self._refused[manifest.name] = manifest
         lines = []
         for manifest in self._refused.values():

@@ -64,9 +64,6 @@ class TierReason(Reason):
     UNCLAIMED = "unclaimed"
     """The attempt has not claimed the run's directory yet: nothing is written or deleted there for it."""
 
-    OVERTAKEN = "overtaken"
-    """An earlier writer replaced a file while it was committed. Write it again."""
-
     NO_CREDENTIALS = "no-credentials"
     """No credentials were found for an object store."""
 

@@ -78,9 +78,5 @@ class YoungDaly(OverheadBudget):
 
         Training waits once for a snapshot, whatever the number of tiers, so the optimum for one tier holds for several.
         """
-        return max(YoungDaly.wanted_s(self, step), super().interval_s(step))
-
-    def wanted_s(self, step: int) -> float:
-        """Daly's work between snapshots and the snapshot itself."""
-        costs = self._costs
-        return young_daly_s(costs.stall_s, costs.mtbf_s) + costs.stall_s if costs is not None else 0.0
+        costs, within_s = self._costs, super().interval_s(step)
+        return within_s if costs is None else max(young_daly_s(costs.stall_s, costs.mtbf_s) + costs.stall_s, within_s)

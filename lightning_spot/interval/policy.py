@@ -58,10 +58,6 @@ class IntervalPolicy(Protocol):
         """Seconds from one snapshot to the next that the budget for waiting asks for at least; 0 without one."""
         return 0.0
 
-    def wanted_s(self, step: int) -> float:
-        """Seconds from one snapshot to the next, were there no budget; 0 where that is not known."""
-        return 0.0
-
     def progress(self, step: int, value: float) -> None:
         """The monitored metric at a step; any float, also NaN."""
         return

@@ -20,7 +20,7 @@ from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, BestEffort, f
 from lightning_spot.config import format_bytes, format_seconds
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
-from lightning_spot.interval.policy import IntervalPolicy
+from lightning_spot.interval.policy import ByTime, IntervalPolicy
 from lightning_spot.patches import Patches
 from lightning_spot.run.choice import say_what_is_left
 from lightning_spot.run.identity import starts_between
@@ -309,8 +309,8 @@ class Pacing:
     @property
     def interval(self) -> str:
         """The interval between snapshots at present, for people."""
-        seconds = max(self.policy.wanted_s(self._seen_step), self.policy.shortest_s())
-        return format_seconds(seconds) if seconds > 0 else repr(self.policy)
+        policy = self.policy
+        return format_seconds(policy.interval_s(self._seen_step)) if isinstance(policy, ByTime) else repr(policy)
 
     @property
     def blocked_each_s(self) -> float:

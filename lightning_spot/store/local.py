@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spot.config import PART_BYTES
-from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError, TierReason
+from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
 from lightning_spot.say import say
 from lightning_spot.snapshot.files import FileSpan, cut, is_own_file, pieces
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, Order, snapshot_order
@@ -303,11 +303,7 @@ class LocalStore(FileStore):
             posix.sync_directory(self.root)
         for place, span in zip(places, manifest.spans, strict=True):
             if os.stat(place).st_size != span.nbytes:
-                raise TierError(
-                    f"{place} was changed while it was committed; it is written again",
-                    tier=self.url,
-                    reason=TierReason.OVERTAKEN,
-                )
+                raise TierError(f"{place} was changed while it was committed; it is written again", tier=self.url)
 
     def _delete_file(self, manifest: Manifest) -> None:
         noted = self._manifest_at(manifest)

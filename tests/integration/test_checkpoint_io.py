@@ -30,7 +30,6 @@ from lightning_spot.protocol.wire import Address
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.snapshot.manifest import OWN_DIR, Manifest
 from lightning_spot.state.checkpoint import checkpoint_of
-from lightning_spot.store import posix as tier_files
 from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.trainer import Net, data, trainer
@@ -219,27 +218,6 @@ def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, local_server: bool
     check_archive(path)
 
 
-def test_an_older_pending_file_does_not_fail_a_save_past_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a slow disk, what is in memory came to its place in the moment in which the newer one was committed there."""
-    plugin, path = small(), tmp_path / "x.ckpt"
-    plugin.save_checkpoint({"global_step": 0}, path)
-    assert plugin.load_checkpoint(path)["global_step"] == 0
-    late, sync = [path.read_bytes()], tier_files.sync_directory
-
-    def come_late(folder: Path) -> None:
-        if late and path.stat().st_size != len(late[0]):
-            path.write_bytes(late.pop())
-        sync(folder)
-
-    monkeypatch.setattr(tier_files, "sync_directory", come_late)
-    plugin.save_checkpoint({"global_step": 1, **LARGE}, path)
-    plugin.teardown()
-    assert not late
-    assert step_in(path) == 1
-
-
 def test_a_dead_trainer_never_puts_an_older_file_over_a_newer(
     tmp_path: Path, runtime_dir: Path, warm_python: str
 ) -> None:
@@ -308,8 +286,9 @@ def test_of_very_many_files_none_fences_who_saves_next(tmp_path: Path) -> None:
     assert folder_info(str(tmp_path), now_unix_s=0.0).attempt == 3
 
 
-def test_removing_an_earlier_file_spares_one_saved_past_memory(tmp_path: Path, gate: Any) -> None:
-    """Its deletion was still waiting for another file, and took the new one."""
+@pytest.mark.parametrize("name", ["x.ckpt", "held.ckpt"])
+def test_a_save_past_memory_comes_after_what_is_on_its_way(tmp_path: Path, gate: Any, name: str) -> None:
+    """A deletion that waited for another file took the new one; or an older one of that name was tried for ever."""
     begun, go = gate
     plugin = small()
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
@@ -317,23 +296,22 @@ def test_removing_an_earlier_file_spares_one_saved_past_memory(tmp_path: Path, g
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
     assert begun.wait(120)
     plugin.remove_checkpoint(tmp_path / "x.ckpt")
-    plugin.save_checkpoint({"global_step": 2, **LARGE}, tmp_path / "x.ckpt")
-    go.set()
+    threading.Timer(0.1, go.set).start()
+    plugin.save_checkpoint({"global_step": 2, **LARGE}, tmp_path / name)
+    assert step_in(tmp_path / name) == 2
     plugin.teardown()
-    assert step_in(tmp_path / "x.ckpt") == 2
-    assert files(tmp_path) == ["held.ckpt", "x.ckpt"]
+    assert files(tmp_path) == sorted({"held.ckpt", name})
+    assert step_in(tmp_path / name) == 2
 
 
-def test_a_file_past_memory_is_newer_than_the_one_still_in_it(tmp_path: Path, gate: Any) -> None:
-    """The older one was tried for ever, and the end said that it could not be written."""
-    begun, go = gate
-    plugin = small(upload_timeout_s=20.0)
-    plugin.save_checkpoint({"global_step": 1}, tmp_path / "held.ckpt")
-    assert begun.wait(120)
-    plugin.save_checkpoint({"global_step": 2, **LARGE}, tmp_path / "held.ckpt")
-    go.set()
-    plugin.teardown()
-    assert step_in(tmp_path / "held.ckpt") == 2
+def test_a_save_past_memory_fails_with_what_is_before_it(tmp_path: Path) -> None:
+    plugin = small(upload_timeout_s=0.5)
+    in_the_way(tmp_path / "x.ckpt")
+    plugin.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
+    with pytest.raises(TierError, match=r"x\.ckpt"):
+        plugin.save_checkpoint({"global_step": 2, **LARGE}, tmp_path / "y.ckpt")
+    with pytest.raises(TierError, match="not at their path"):
+        plugin.teardown()
 
 
 def test_outside_of_training_a_saved_file_is_there(tmp_path: Path) -> None:
