@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -212,52 +213,41 @@ def test_for_a_word_that_is_too_long_all_ranks_wait(group: Any) -> None:
     assert group.waited == 1
 
 
+def taken_by(ranks: int, every: int, steps: list[int], lasts: float = 0.0) -> tuple[list[int], int]:
+    """At which steps so many ranks take snapshots, each of which is under way for so long; and how often they wait."""
+    trainer, pacing, over, taken = cast(Any, Ranks(ranks)), Pacing(EverySteps(every)), 0.0, list[int]()
+    pacing.begin(trainer, 1, None)
+
+    def can_begin() -> str:
+        return "alone" if trainer.global_step >= over else ""
+
+    for trainer.global_step in steps:
+        if pacing.due(trainer, can_begin, tuple):
+            taken.append(trainer.global_step)
+            pacing.taken(trainer.global_step)
+            over = trainer.global_step + lasts
+        pacing.look_ahead(trainer, can_begin)
+    return taken, trainer.waited
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_an_early_broadcast_changes_no_snapshot_step(seed: int) -> None:
-    """Also where ``global_step`` moves on by more than one between two seams (several optimizers)."""
+    """Also where ``global_step`` moves on by more than one between two step boundaries (several optimizers)."""
     dice = random.Random(seed)
-    steps, every = [0], dice.randint(1, 6)
-    while len(steps) < 60:
-        steps.append(steps[-1] + dice.choice((1, 1, 2, 3)))
-    taken: dict[int, list[int]] = {}
-    for world_size in (1, 2):
-        trainer = cast(Any, Ranks(world_size))
-        pacing = Pacing(EverySteps(every))
-        pacing.begin(trainer, 1, None)
-        taken[world_size] = []
-        for step in steps[1:]:
-            trainer.global_step = step
-            if pacing.due(trainer, lambda: "alone", tuple):
-                taken[world_size].append(step)
-                pacing.taken(step)
-            pacing.look_ahead(trainer, lambda: "alone")
-        assert trainer.waited <= len(taken[world_size]) * (world_size - 1)
-    assert taken[1] == taken[2]
-    assert len(taken[1]) >= steps[-1] // (2 * max(every, 3))
+    every, steps = dice.randint(1, 6), list(itertools.accumulate(dice.choice((1, 1, 2, 3)) for _ in range(60)))
+    (alone, _), (together, waited) = taken_by(1, every, steps), taken_by(2, every, steps)
+    assert alone == together
+    assert waited <= len(together)
+    assert len(alone) >= steps[-1] // (2 * max(every, 3))
 
 
 @pytest.mark.parametrize(("every", "lasts"), [(1, 0.5), (2, 1.5), (1, 3.5)])
 def test_a_snapshot_that_has_ended_does_not_delay_the_next(every: int, lasts: float) -> None:
     """Nor do ranks wait at every step for one that takes several."""
-    taken: dict[int, list[int]] = {}
-    for world_size in (1, 2):
-        trainer, over = cast(Any, Ranks(world_size)), [0.0]
-        pacing = Pacing(EverySteps(every))
-        pacing.begin(trainer, 1, None)
-        taken[world_size] = []
-
-        def can_begin(trainer: Any = trainer, over: list[float] = over) -> str:
-            return "alone" if trainer.global_step >= over[0] else ""
-
-        for step in range(1, 41):
-            trainer.global_step = step
-            if pacing.due(trainer, can_begin, tuple):
-                taken[world_size].append(step)
-                pacing.taken(step)
-                over[0] = step + lasts
-            pacing.look_ahead(trainer, can_begin)
-        assert trainer.waited <= (40 + len(taken[world_size])) * (world_size - 1)
+    steps = list(range(1, 41))
+    (alone, _), (together, waited) = taken_by(1, every, steps, lasts), taken_by(2, every, steps, lasts)
+    assert waited <= 40 + len(together)
     if lasts < every:
-        assert taken[2] == taken[1] == list(range(every, 41, every))
+        assert together == alone == list(range(every, 41, every))
     else:
-        assert len(taken[2]) >= 8  # of 10: what is over is seen a step later
+        assert len(together) >= 8  # of 10: what is over is seen a step later

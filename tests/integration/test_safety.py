@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,32 @@ from tests.support.trainer import Net, Stop, data, trainer
 pytestmark = pytest.mark.guarantee("G13")
 
 
+class Noticed(pl.Callback):
+    """A notice comes after step 3 of a training, which is stopped for it.
+
+    Args:
+        snapshots: of the training.
+        before: what happens just before.
+        wait_s: seconds until the deadline.
+    """
+
+    def __init__(
+        self, snapshots: RemoteSnapshot, before: Callable[[], object] = lambda: None, wait_s: float = 60.0
+    ) -> None:
+        self.snapshots, self.before, self.wait_s, self.said = snapshots, before, wait_s, ""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self.secure(trainer, StepBoundary.AFTER_BATCH)
+
+    def secure(self, trainer: pl.Trainer, boundary: StepBoundary) -> None:
+        self.before()
+        assert self.snapshots.snapshotter is not None
+        deadline = Deadline.of(None, self.wait_s)
+        self.said = secure(trainer, self.snapshots.snapshotter, boundary, deadline, lambda: False)
+        raise Stop
+
+
 def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It did for server_call_timeout_s, also where the deadline was nearer."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
@@ -48,55 +74,40 @@ def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, mo
         begun.set()
         real_settle(self, wait_s)
 
-    class Notice(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 3:
-                assert callback.snapshotter is not None
-                deadline = Deadline.of(None, 60.0)
-                said.append(secure(trainer, callback.snapshotter, StepBoundary.AFTER_BATCH, deadline, lambda: False))
-                raise Stop
-
     monkeypatch.setattr(InProcessHost, "seal", seal)
     monkeypatch.setattr(InProcessHost, "server_call_timeout_s", 60.0)
     monkeypatch.setattr(SnapshotWriter, "settle", settle)
-    said: list[str] = []
     root = str(tmp_path / "run")
     callback = RemoteSnapshot(root, local_server=False, interval=EverySteps(2), on_full="wait", copy_mode="blocking")
+    noticed = Noticed(callback)
     with pytest.raises(Stop):
-        trainer(callback, Notice()).fit(Net(), data())
-    assert "step 3" in said[0]
-    assert "is safe in" in said[0]
+        trainer(callback, noticed).fit(Net(), data())
+    assert "step 3" in noticed.said
+    assert "is safe in" in noticed.said
     assert stood == [False]
 
 
 def test_a_fenced_trainer_does_not_wait_at_a_notice(tmp_path: Path) -> None:
     """It did, for all of `upload_timeout_s`: no tier would ever have what it had taken."""
-    root = tmp_path / "run"
 
-    class TakenOver(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 3:
-                store = LocalStore(root)
-                mine = store.newest_claim()
-                store.claim(replace(mine, attempt=mine.attempt + 1, digest="of another host"))
-                assert callback.snapshotter is not None
-                deadline = Deadline.of(None, 15.0)
-                said.append(secure(trainer, callback.snapshotter, StepBoundary.AFTER_BATCH, deadline, lambda: False))
-                raise Stop
+    def take_over() -> None:
+        store = LocalStore(tmp_path / "run")
+        mine = store.newest_claim()
+        store.claim(replace(mine, attempt=mine.attempt + 1, digest="of another host"))
 
-    said: list[str] = []
-    callback = RemoteSnapshot(str(root), local_server=False, interval=EverySteps(1000))
+    callback = RemoteSnapshot(str(tmp_path / "run"), local_server=False, interval=EverySteps(1000))
+    noticed = Noticed(callback, take_over, wait_s=15.0)
     with pytest.raises(Stop):
-        trainer(callback, TakenOver()).fit(Net(), data())
-    assert "step 3" in said[0]
-    assert "was refused (attempt 1 of run 'run' may no longer write: attempt 2 has taken over" in said[0]
+        trainer(callback, noticed).fit(Net(), data())
+    assert "step 3" in noticed.said
+    assert "was refused (attempt 1 of run 'run' may no longer write: attempt 2 has taken over" in noticed.said
 
 
-class InValidation(pl.Callback):
-    """A notice comes in the middle of a validation, of a training that is stopped for it."""
+class InValidation(Noticed):
+    """It comes in the middle of a validation."""
 
     def __init__(self, snapshots: RemoteSnapshot) -> None:
-        self.snapshots, self.said = snapshots, ""
+        super().__init__(snapshots)
         self.seen: list[int] = []  # part of its state, as it is
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,12 +116,13 @@ class InValidation(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         FitSession.of(trainer).expect_stop()
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Not yet."""
+
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.seen.append(trainer.global_step)
-        if not trainer.sanity_checking and self.snapshots.snapshotter is not None:
-            deadline = Deadline.of(None, 60.0)
-            self.said = secure(trainer, self.snapshots.snapshotter, StepBoundary.VALIDATION, deadline, lambda: False)
-            raise Stop
+        if not trainer.sanity_checking:
+            self.secure(trainer, StepBoundary.VALIDATION)
 
 
 class Averaged(InValidation):
