@@ -1,6 +1,6 @@
 """How each part of a snapshot goes to a server: not at all, as what changed of it, whole, or as an approximation.
 
-With ``compression="auto"`` what changed is compressed where a byte of the snapshot before took long on a connection.
+With ``compression="auto"`` what changed is compressed where the snapshot before took long on its connections.
 
 With ``lossy="topk"`` what a server has of a run is kept here, too. The next snapshot is approximated from that:
 the numbers that it is most behind in are put there, and sent; everything that is no such number is put there, and sent,
@@ -65,34 +65,6 @@ def _stand_back() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-class CompressionRule:
-    """Decides for the snapshots that go to one server: what changed is packed while the link is slow.
-
-    Methods may be called from any thread.
-
-    Attributes:
-        packs: whether the present one is packed.
-    """
-
-    def __init__(self) -> None:
-        self.packs = False
-        self._sent_bytes, self._sent_s = 0, 0.0
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """A snapshot begins: it goes as the one before, of which enough was sent, says."""
-        with self._lock:
-            if self._sent_bytes:
-                self.packs = self._sent_s * SLOW_BYTES_PER_S > self._sent_bytes
-                self._sent_bytes, self._sent_s = 0, 0.0
-
-    def sent(self, nbytes: int, seconds: float) -> None:
-        """Note that ``nbytes`` took ``seconds`` on a connection, until they had arrived."""
-        with self._lock:
-            self._sent_bytes += nbytes
-            self._sent_s += seconds
-
-
 @dataclass(frozen=True, slots=True)
 class OutgoingPart:
     """A part as it is sent.
@@ -126,8 +98,7 @@ class PartEncoder:
         base: the snapshot that the receiver holds, as it said; ``None`` for none.
         earlier: the same snapshot here, if it still is.
         packers: threads to pack on.
-        rule: decides what is packed; ``None`` for nothing.
-        always: whether all that can be is packed, whatever the rule says.
+        packs: whether what changed is packed, if the receiver can read that.
     """
 
     def __init__(
@@ -137,15 +108,14 @@ class PartEncoder:
         base: BaseInfo | None,
         earlier: Glance | None,
         packers: Executor,
-        rule: CompressionRule | None,
         *,
-        always: bool = False,
+        packs: bool = False,
     ) -> None:
         self._image = image
         self._base = base if base is not None and base.part_bytes == part_bytes else None
         self._earlier = earlier if self._base is not None and _is(earlier, self._base) else None
-        self._rule = rule if base is not None and base.unpacks and can_pack() else None
-        self._packers, self._always = packers, always
+        self._packs = packs and base is not None and base.unpacks and can_pack()
+        self._packers = packers
 
     def whole(self, part: Part) -> OutgoingPart:
         """A part to be sent whole, because anything else went wrong."""
@@ -163,11 +133,6 @@ class PartEncoder:
             return self.whole(part)
         return delta
 
-    def sent(self, part: OutgoingPart, wire_s: float) -> None:
-        """Note that a part was under way for ``wire_s`` seconds."""
-        if self._rule is not None and len(part.content) >= LEAST_BYTES:
-            self._rule.sent(len(part.content), wire_s)
-
     def _delta(self, part: Part, earlier: Glance) -> OutgoingPart | None:
         """What changed of a part; ``None`` if that is nearly all of it and not worth packing."""
         from lightning_spot.snapshot.delta import Coding, changed_ranges, encode, part_of  # numpy: not needed before
@@ -176,7 +141,7 @@ class PartEncoder:
         new, base = self._image[start:stop], part_of(earlier.image, start, stop)
         ranges = changed_ranges(new, base)
         changed = sum(end - begin for begin, end in ranges)
-        if self._rule is not None and changed >= LEAST_BYTES and (self._always or self._rule.packs):
+        if self._packs and changed >= LEAST_BYTES:
             packed = self._packers.submit(encode, new, base, ranges, Coding.PACKED).result()
             if len(packed) < min(changed, len(new) * WORTH):
                 return OutgoingPart(start, len(new), digest, PartKind.DELTA, packed)
@@ -320,7 +285,7 @@ class ApproximateEncoder(PartEncoder):
     def __init__(
         self, manifest: Manifest, image: memoryview, changes: dict[int, Change], base: BaseInfo, threads: Executor
     ) -> None:
-        super().__init__(image, manifest.part_bytes, base, None, threads, None)
+        super().__init__(image, manifest.part_bytes, base, None, threads)
         self._changes = changes
 
     def encode(self, part: Part) -> OutgoingPart:

@@ -43,11 +43,14 @@ class PartStream:
     Raises:
         ServerUnreachableError: if no server answers.
         SpotError: whatever the server answered with.
+
+    Attributes:
+        busy_s: seconds that were spent on sending, and on waiting for answers.
     """
 
     def __init__(self, client: ServerClient, upload: str) -> None:
         self._name = str(client.address)
-        self._busy_s = self._lap_s = 0.0
+        self.busy_s = 0.0
         self._socket: BoundedSocket = client.upgraded(f"/v1/uploads/{upload}/stream")
 
     def send(self, parts: Iterable[OutgoingPart]) -> Iterator[tuple[OutgoingPart, str]]:
@@ -69,11 +72,6 @@ class PartStream:
             why = f"the connection to {self._name} broke ({plain(error)})"
             raise ServerUnreachableError(why, tier=self._name) from error
 
-    def lap(self) -> float:
-        """Seconds that were spent on sending, and on waiting for answers, since this was asked last."""
-        lap_s, self._lap_s = self._busy_s - self._lap_s, self._busy_s
-        return lap_s
-
     def cut(self) -> None:
         """End the connection from another thread: what waits for it fails at once."""
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -90,14 +88,14 @@ class PartStream:
         for piece in (frame, *(content[start : start + SEND_BYTES] for start in range(0, len(content), SEND_BYTES))):
             self._socket.deadline_s = time.monotonic() + REPLY_TIMEOUT_S
             self._socket.sendall(piece)
-        self._busy_s += time.perf_counter() - began_s
+        self.busy_s += time.perf_counter() - began_s
 
     def _digest(self) -> str:
         began_s = time.perf_counter()
         buffer = bytearray(DIGEST_BYTES)
         self._socket.deadline_s = time.monotonic() + REPLY_TIMEOUT_S
         fill(self._socket, memoryview(buffer), REPLY_TIMEOUT_S)
-        self._busy_s += time.perf_counter() - began_s
+        self.busy_s += time.perf_counter() - began_s
         return buffer.hex()
 
 
@@ -188,12 +186,12 @@ class _Sender:
         self._stream = stream = PartStream(self._client, self._upload)
         try:
             for part, digest in stream.send(self._outgoing()):
-                self._encoder.sent(part, stream.lap())
                 self._note(part)
                 if digest == part.digest:
                     del self._again[part.start]
                     self._parts.arrived_s = time.monotonic()
         finally:
+            self._sent.wire_s += stream.busy_s
             stream.close()
 
     def _note(self, part: OutgoingPart) -> None:

@@ -11,9 +11,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_spot.client.encoding import (
+    LEAST_BYTES,
+    SLOW_BYTES_PER_S,
     ApproximateEncoder,
     Approximation,
-    CompressionRule,
     PartEncoder,
     packers,
 )
@@ -62,7 +63,7 @@ class ServerStore:
         self.run = path.rpartition("/")[2]
         self.client = ServerClient(address)
         self.sent = Sent()
-        self._rule = CompressionRule()
+        self._is_slow = False
         self._approximation = Approximation()
         self._info: RunInfo | None = None
 
@@ -210,7 +211,6 @@ class ServerStore:
         threads = packers()
         try:
             manifest, encoder = prepare(threads)
-            self._rule.begin()
             sent = send_parts(self.client, self.url, upload, manifest, encoder)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
@@ -219,6 +219,8 @@ class ServerStore:
             raise
         threads.shutdown(wait=False, cancel_futures=True)  # what is packed still is thrown away
         self.sent.add(sent)
+        if sent.bytes >= LEAST_BYTES:
+            self._is_slow = sent.wire_s * SLOW_BYTES_PER_S > sent.bytes
         logger.debug("%s went to %s as %d of %d bytes", manifest.name, self.url, sent.bytes, manifest.nbytes)
         return manifest
 
@@ -290,8 +292,7 @@ class ServerStore:
             base,
             held,
             threads,
-            self._rule if compression != "off" else None,
-            always=compression == "always",
+            packs=compression == "always" or (compression == "auto" and self._is_slow),
         )
 
 

@@ -23,17 +23,20 @@ class Sent:
         whole_bytes: of parts that were sent whole.
         delta_bytes: that were sent for parts of which only what changed was.
         same_bytes: of parts that were not sent, since the server had them.
+        wire_s: seconds that connections took to send, and to have it acknowledged.
     """
 
     whole_bytes: int = 0
     delta_bytes: int = 0
     same_bytes: int = 0
+    wire_s: float = 0.0
 
     def add(self, other: Sent) -> None:
         """Count more."""
         self.whole_bytes += other.whole_bytes
         self.delta_bytes += other.delta_bytes
         self.same_bytes += other.same_bytes
+        self.wire_s += other.wire_s
 
     @property
     def bytes(self) -> int:

@@ -251,7 +251,7 @@ def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as packing:
         taken = _upgraded_and_left(listener)
         client = ServerClient(Address("127.0.0.1", listener.getsockname()[1]))
-        encoder = PartEncoder(image, len(image), None, None, packing, None)
+        encoder = PartEncoder(image, len(image), None, None, packing)
         began_s = time.monotonic()
         with pytest.raises(ServerUnreachableError):
             send_parts(client, "spot://gone", "upload", iter([(0, len(image), checksum(image))]), 1, encoder)

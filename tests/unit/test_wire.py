@@ -12,7 +12,7 @@ import pytest
 from lightning_spot import SpotCheckpoint
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
-from lightning_spot.client.encoding import SLOW_BYTES_PER_S, CompressionRule
+from lightning_spot.client import remote
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
 from lightning_spot.run.location import Location
@@ -119,29 +119,15 @@ def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> Non
     assert known.compression == "off"
 
 
-# -- when packing pays -------------------------------------------------------------------------------------------------
-
-
-PART = 8 * 2**20
-
-
-def sent(rule: CompressionRule, bytes_per_s: float) -> bool:
-    """Whether a snapshot is packed of which each part goes that fast."""
-    rule.begin()
-    for _ in range(4):
-        rule.sent(PART, PART / bytes_per_s)
-    return rule.packs
-
-
-def test_a_link_that_becomes_fast_or_slow_is_noticed() -> None:
-    rule = CompressionRule()
-    slow, fast = SLOW_BYTES_PER_S / 2, SLOW_BYTES_PER_S * 2
-    assert [sent(rule, speed) for speed in (slow, slow, fast, fast, slow)] == [False, True, True, False, False]
-
-
-def test_a_snapshot_with_few_changes_leaves_the_choice_as_it_was() -> None:
-    rule = CompressionRule()
-    sent(rule, SLOW_BYTES_PER_S / 2)
-    rule.begin()
-    rule.begin()  # all was there
-    assert rule.packs
+@needs_zstd
+def test_a_link_that_becomes_slow_or_fast_is_noticed(
+    pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.open()
+    image, packed = floats(1, MIB), []
+    for step, fast_bytes_per_s in enumerate((1e15, 1e15, 0.0, 0.0), 1):  # as which a link counts as fast
+        monkeypatch.setattr(remote, "SLOW_BYTES_PER_S", fast_bytes_per_s)
+        pair.near.bring(step, image := trained(image))
+        packed.append(kinds["PACKED"])
+    pair.check(4, image)
+    assert packed == [0, 1, 2, 2]
