@@ -107,10 +107,7 @@ async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> by
     async for piece in request.content.iter_any():
         body += piece
         if (more := len(body) - counted) > 0:
-            if not held.enter_context(bodies.holding(client, more)):
-                raise ServerRefusedError(
-                    "this client has its share of the requests that this server reads at once", status=503
-                )
+            held.enter_context(bodies.holding(client, more))
             counted += more
         if len(body) > most_bytes:
             raise ServerRefusedError(f"the request's body is longer than {most_bytes} bytes", status=413)

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from lightning_spot.errors import FailureReason, ServerRefusedError, SnapshotFailedError, TierReason
 from lightning_spot.protocol.listening import CountedLog
 from lightning_spot.protocol.ownership import is_own_user, peer_of
 
@@ -316,10 +317,12 @@ class Quota:
 
     Args:
         most: of all clients together.
+        what: is shared, for people.
+        reason: of the error for who has its share.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, what: str, reason: TierReason | FailureReason = TierReason.REFUSED) -> None:
+        self._most, self._what, self._reason = most, what, reason
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
 
@@ -342,14 +345,21 @@ class Quota:
             self._held -= Counter({client: amount})  # which forgets who holds nothing
 
     @contextmanager
-    def holding(self, client: str, amount: int = 1) -> Iterator[bool]:
-        """Let a client have more for a while; whether it may."""
-        may = self.take(client, amount)
+    def holding(self, client: str, amount: int = 1) -> Iterator[None]:
+        """Let a client have more for a while.
+
+        Raises:
+            SpotError: if it has its share.
+        """
+        if not self.take(client, amount):
+            text = f"this client has its share of the {self._what} that this server bears at once"
+            if isinstance(self._reason, FailureReason):
+                raise SnapshotFailedError(text, reason=self._reason)
+            raise ServerRefusedError(text, status=503, reason=self._reason)
         try:
-            yield may
+            yield
         finally:
-            if may:
-                self.give_back(client, amount)
+            self.give_back(client, amount)
 
 
 def client_at(connection: Any) -> str:

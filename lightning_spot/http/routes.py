@@ -111,7 +111,7 @@ from lightning_spot.protocol.wire import (
 from lightning_spot.say import say
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import Figures, RunInfo, parse_run
-from lightning_spot.server.slots import Held, Slot
+from lightning_spot.server.slots import Held
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
@@ -198,13 +198,13 @@ class Service:
         self._uploads, self._sessions = UploadRequests(server), Sessions(server)
         self._page = Page(server, functools.partial(not_ready, server), clock)
         self._connections: Connections | None = None
-        self._flushing, self._flush_threads = Quota(_FLUSHES), ThreadPoolExecutor(_FLUSHES, "spot-flush")
+        self._flushing, self._flush_threads = Quota(_FLUSHES, "flushes"), ThreadPoolExecutor(_FLUSHES, "spot-flush")
 
     def application(self) -> web.Application:
         """The aiohttp application."""
         files, runs = Files(self.server), RunRequests(self.server)
         app = web.Application(middlewares=[self._guard])
-        app[BODIES] = Quota(BODIES_BYTES)
+        app[BODIES] = Quota(BODIES_BYTES, "requests")
         app.on_response_prepare.append(_name_protocol)
         app.add_routes([web.get("/healthz", self._healthy), web.get(_METRICS, self._metrics)])
         if self._only_metrics:
@@ -454,11 +454,7 @@ class Service:
                 raise ServerRefusedError("this token is for some runs only: name the one to flush", status=403)
             self._check_covers(scope, run)
         wait_s = seconds(body, "wait_s", 60.0, LONGEST_WAIT_S)
-        with self._flushing.holding(client_of(request)) as may:
-            if not may:
-                raise ServerRefusedError(
-                    "this client has its share of the flushes that this server waits for", status=503
-                )
+        with self._flushing.holding(client_of(request)):
             gone, loop = request[GONE], asyncio.get_running_loop()
             deadline_s = loop.time() + wait_s
             while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
@@ -602,7 +598,7 @@ class Files:
     """
 
     def __init__(self, server: SnapshotServer) -> None:
-        self._server, self._looking = server, Quota(_LOOKS)
+        self._server, self._looking = server, Quota(_LOOKS, "deletions")
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """``GET``."""
@@ -656,33 +652,21 @@ class Files:
     async def _send(
         self, request: web.Request, response: web.StreamResponse, held: Held, image: Image, start: int, stop: int
     ) -> None:
-        """Send bytes of slots: by ``sendfile``, which copies nothing, or in pieces where the transport cannot."""
-        for slot, first, last in held.pieces(start, stop):
-            end = start + last - first
-            start += await self._send_file(request.transport, slot, first, last)
-            for place in range(start, end, SEND_BYTES):
-                # A copy: the transport may keep what it could not send at once, the slot may not be kept.
-                data = bytes(image[place : min(place + SEND_BYTES, end)])
+        """Send bytes of slots: in clear by ``sendfile``, which copies nothing."""
+        if request.secure:
+            for place in range(start, stop, SEND_BYTES):  # copies: the transport may keep what it could not send
+                data = bytes(image[place : min(place + SEND_BYTES, stop)])
                 await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
-            start = end
-
-    async def _send_file(self, transport: asyncio.Transport | None, slot: Slot, start: int, stop: int) -> int:
-        """Send bytes of a slot by ``sendfile``, if they are many and go in clear; how many were sent."""
-        if transport is not None and transport.get_extra_info("sslcontext") is not None:
-            return 0
-        fd = self._server.ring.descriptor(slot) if stop - start > SEND_BYTES and transport is not None else None
-        if transport is None or fd is None:
-            return 0
-        sent, loop = 0, asyncio.get_running_loop()
-        with open(fd, "rb", buffering=0) as file:
-            try:
-                while start + sent < stop:
-                    count = min(_SENDFILE_BYTES, stop - start - sent)
-                    sending = loop.sendfile(transport, file, start + sent, count, fallback=False)
-                    sent += await asyncio.wait_for(sending, _SEND_TIMEOUT_S)
-            except (NotImplementedError, asyncio.SendfileNotAvailableError):
-                logger.debug("this transport has no sendfile")
-        return sent
+            return
+        loop, transport = asyncio.get_running_loop(), request.transport
+        assert isinstance(transport, asyncio.Transport)
+        for slot, first, last in held.pieces(start, stop):
+            if (fd := self._server.ring.descriptor(slot)) is None:
+                raise SnapshotNotFoundError("it has left the memory")
+            with open(fd, "rb", buffering=0) as file:
+                for place in range(first, last, _SENDFILE_BYTES):
+                    sending = loop.sendfile(transport, file, place, min(_SENDFILE_BYTES, last - place))
+                    await asyncio.wait_for(sending, _SEND_TIMEOUT_S)
 
     # -- removing -------------------------------------------------------------------------------------------------
 
@@ -693,9 +677,7 @@ class Files:
         """
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
         key = self._server.registry.key(text)
-        with self._looking.holding(client_of(request)) as may:
-            if not may:
-                raise ServerRefusedError("this client has its share of the deletions under way at once", status=503)
+        with self._looking.holding(client_of(request)):
             await asyncio.to_thread(self._server.check_owner, key)
         if (await json_body(request)).get("unseen") is True:
             await asyncio.to_thread(self._server.remove, text, path, unseen=True)

@@ -1,6 +1,6 @@
 """Requests that fill a slot: wait for one, receive the parts of a snapshot into it, make it one, wait until it counts.
 
-However many trainers wait on the event loop, they hold no thread.
+Those that wait do so on threads of their own: what else is asked is answered meanwhile.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 from aiohttp import hdrs, web
@@ -25,7 +25,6 @@ from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
     ServerRefusedError,
-    SnapshotFailedError,
     SnapshotNotFoundError,
     SpotError,
     TierReason,
@@ -63,117 +62,14 @@ from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.ranges import read_floats
-from lightning_spot.snapshot.shards import Status
 from lightning_spot.untrusted import MOST_BYTES, integer, plain, text
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1024
-"""Requests that wait at a time, shared by who sends them."""
-
-_LEASE_THREADS = 32  # of their own: memory is made on them, for seconds, and what else is asked is answered meanwhile
-_LOOK_S = 1.0  # how often who waits for a snapshot to count looks by itself
-_LOOK_AGAIN_S = 0.02  # what changes often is looked at now and then
-
-
-class Waiting:
-    """Who waits for something of a server. Methods are called on the event loop.
-
-    Args:
-        server: whose.
-    """
-
-    def __init__(self, server: SnapshotServer) -> None:
-        self._server = server
-        self._count, self._places = 0, Quota(MOST_WAITING)
-        self._woken = False
-        self._changed: asyncio.Future[None] | None = None
-        self._threads = ThreadPoolExecutor(_LEASE_THREADS, thread_name_prefix="spot-lease")
-        server.ring.watch(self._notice)
-
-    async def lease(self, request: web.Request, run: str, wait_s: float, ask: Callable[[], Upload]) -> Upload:
-        """Take a slot, see :meth:`Uploads.lease`.
-
-        Args:
-            request: of whoever asks; once that has hung up, nothing is taken.
-            run: the run.
-            wait_s: how long to wait.
-            ask: takes one, if there is one.
-
-        Raises:
-            SnapshotFailedError: if no slot became free in time, or too many wait.
-            ConnectionResetError: if nobody waits for the answer any more.
-        """
-        deadline_s, gone = time.monotonic() + wait_s, request[GONE]
-        with self._place(request, run):
-            while True:
-                changed = self._change()
-                try:
-                    upload = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
-                    break
-                except SnapshotFailedError as error:
-                    left_s = deadline_s - time.monotonic()
-                    if error.reason is not FailureReason.RING_FULL or left_s <= 0 or gone.done():
-                        raise
-                await asyncio.wait([gone, changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                await asyncio.sleep(_LOOK_AGAIN_S)
-        if gone.done():
-            self._server.abort(upload.id)  # nobody will ever fill it
-            raise ConnectionResetError("the trainer has gone")
-        return upload
-
-    async def awaited(self, request: web.Request, run: str, name: str, wait_s: float) -> tuple[Status, str]:
-        """What has become of a snapshot, as soon as it counts or never will, see :meth:`SnapshotServer.status_of`.
-
-        Args:
-            request: of whoever asks.
-            run: the run.
-            name: of the snapshot.
-            wait_s: how long to wait.
-        """
-        deadline_s, gone = time.monotonic() + wait_s, request[GONE]
-        with self._place(request, run):
-            while True:
-                changed = self._change()
-                found, left_s = self._server.status_of(run, name), deadline_s - time.monotonic()
-                if found[0] is not Status.PENDING or left_s <= 0 or gone.done():
-                    return found
-                await asyncio.wait([gone, changed], timeout=min(left_s, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
-
-    @contextmanager
-    def _place(self, request: web.Request, run: str) -> Iterator[None]:
-        """A place among those who wait: each address has a share for one run, by whatever name it calls that."""
-        with self._places.holding(f"{client_of(request)} {self._server.registry.key(run)}") as may:
-            if not may:
-                raise SnapshotFailedError(
-                    f"{self._count} requests wait for a slot already, and this client has its share of them",
-                    reason=FailureReason.RING_FULL,
-                )
-            self._count += 1
-            try:
-                yield
-            finally:
-                self._count -= 1
-
-    def _change(self) -> asyncio.Future[None]:
-        """Done once something changes at the ring from now on."""
-        if self._changed is None:
-            self._changed = asyncio.get_running_loop().create_future()
-        return self._changed
-
-    def _notice(self) -> None:
-        """Something changed at the ring. Called on any thread."""
-        changed = self._changed
-        if changed is not None and not self._woken and not changed.get_loop().is_closed():
-            self._woken = True
-            changed.get_loop().call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        self._woken = False
-        changed, self._changed = self._changed, None
-        if changed is not None:
-            changed.set_result(None)
-
+"""Requests that wait at a time, shared by who sends them: each address has a share for one run."""
 
 FRAME_WAIT_S = 60.0
 """A sender that begins no frame for so long, or sends one more slowly than the rate below, is hung up on."""
@@ -229,8 +125,12 @@ def _take(
         if frame.kind is PartKind.WHOLE:
             digest = _receive(connection, server, upload, frame)
         else:
-            with scratch.holding(client, _scratch_bytes(frame, upload)) as has_room:
+            needed = _scratch_bytes(frame, upload)
+            has_room = scratch.take(client, needed)
+            try:
                 digest = _make(connection, server, upload, frame, has_room=has_room)
+            finally:
+                scratch.give_back(client, needed if has_room else 0)
     finally:
         upload.received.end(frame.start, digest if digest == frame.digest != NO_DIGEST else None)
     return digest
@@ -402,10 +302,13 @@ class UploadRequests:
 
     def __init__(self, server: SnapshotServer) -> None:
         self.asked_s = 0.0
-        self._server, self._waiting = server, Waiting(server)
+        self._server = server
+        self._waiting = Quota(MOST_WAITING, "requests that wait", FailureReason.RING_FULL)
+        self._waiting_threads = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="spot-wait")
         self._streams: Counter[str] = Counter()  # of each upload
         self._stream_threads = ThreadPoolExecutor(MOST_STREAM_THREADS, thread_name_prefix="spot-stream")
-        self._threads, self._scratch = Quota(MOST_STREAM_THREADS), Quota(SCRATCH_BYTES)
+        self._threads = Quota(MOST_STREAM_THREADS, "streams", TierReason.TOO_MANY_STREAMS)
+        self._scratch = Quota(SCRATCH_BYTES, "memory beside the slots")
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are asked."""
@@ -420,7 +323,8 @@ class UploadRequests:
 
     def close(self) -> None:
         """Stop receiving parts. Call it once the uploads were given up."""
-        self._stream_threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._stream_threads, self._waiting_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def lease(self, request: web.Request) -> web.Response:
         """Take a slot."""
@@ -439,17 +343,28 @@ class UploadRequests:
             making=making(body) if near else Making.NOW,
             writer=integer(body, "writer", 0, 0, MOST_WRITERS) if near else 0,
             committed=committed(body, attempt),
+            wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
+            cancelled=request[GONE].done,
         )
-        upload = await self._waiting.lease(request, run, seconds(body, "wait_s", 0.0, LONGEST_WAIT_S), ask)
+        upload = await self._wait(request, ask)
+        if request[GONE].done():
+            self._server.abort(upload.id)  # nobody will ever fill it
         return web.json_response({**leased(self._server, upload), "base": base_info(upload)})
 
     async def awaited(self, request: web.Request) -> web.Response:
         """Wait until a snapshot counts, or never will (this host only)."""
         only_same_host(request)
         run, body = request.match_info["run"], await json_body(request)
-        wait_s = seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
-        status, why = await self._waiting.awaited(request, run, text(body, "name"), wait_s)
+        name, wait_s = text(body, "name"), seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
+        ask = functools.partial(self._server.awaited, run, name, wait_s, request[GONE].done)
+        status, why = await self._wait(request, ask)
         return web.json_response({"status": status.value, "why": why})
+
+    async def _wait(self, request: web.Request, ask: Callable[[], Answer]) -> Answer:
+        """Ask the server for something on a thread; a run is one that is waited for by whatever name it is called."""
+        whose = f"{client_of(request)} {self._server.registry.key(request.match_info['run'])}"
+        with self._waiting.holding(whose):
+            return await asyncio.get_running_loop().run_in_executor(self._waiting_threads, ask)
 
     async def fail(self, request: web.Request) -> web.Response:
         """A writer will never have its shard of a snapshot."""
@@ -461,25 +376,19 @@ class UploadRequests:
         """Hand the connection over to a thread that receives straight into the slot."""
         upload = self._server.find_upload(request.match_info["upload"])
         self._check_streams(upload.id)
-        client = client_of(request)
-        if not self._threads.take(client):
-            raise ServerRefusedError(
-                "this client has its share of the streams that this server serves at once",
-                reason=TierReason.TOO_MANY_STREAMS,
-            )
-        loop = asyncio.get_running_loop()
-        self._streams[upload.id] += 1
-        try:
-            async with switched(request) as connection:
-                with self._server.streaming(upload, connection):
-                    await loop.run_in_executor(
-                        self._stream_threads, receive_parts, connection, client, self._server, upload, self._scratch
-                    )
-        except (OSError, SpotError) as error:
-            logger.debug("a stream of parts ended: %s", error)
-        finally:
-            self._streams -= Counter([upload.id])  # which forgets who has none
-            self._threads.give_back(client)
+        client, loop = client_of(request), asyncio.get_running_loop()
+        with self._threads.holding(client):
+            self._streams[upload.id] += 1
+            try:
+                async with switched(request) as connection:
+                    with self._server.streaming(upload, connection):
+                        await loop.run_in_executor(
+                            self._stream_threads, receive_parts, connection, client, self._server, upload, self._scratch
+                        )
+            except (OSError, SpotError) as error:
+                logger.debug("a stream of parts ended: %s", error)
+            finally:
+                self._streams -= Counter([upload.id])  # which forgets who has none
         return web.Response()
 
     def _check_streams(self, upload_id: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,7 +12,7 @@ from lightning_spot.server.runs import Figures, Opened, RunInfo
 from lightning_spot.server.slots import Making
 from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.server.uploads import LOOK_S, writer_of
+from lightning_spot.server.uploads import writer_of
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Status, failed
@@ -248,13 +247,7 @@ class InProcessHost:
 
     def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
         """See :meth:`Host.awaited`."""
-        key, ring, deadline_s = self._server.registry.key(self.run), self._server.ring, time.monotonic() + wait_s
-        with ring.changed:
-            while True:
-                found, left_s = ring.status_of(key, name), deadline_s - time.monotonic()
-                if found[0] is not Status.PENDING or left_s <= 0:
-                    return found
-                ring.changed.wait(min(left_s, LOOK_S))
+        return self._server.awaited(self.run, name, wait_s)
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""

@@ -22,7 +22,7 @@ from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import Figures, Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
 from lightning_spot.server.slots import Slot, Tiers
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.server.uploads import Uploads
+from lightning_spot.server.uploads import LOOK_S, Uploads
 from lightning_spot.server.worker import Reconciler
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
 from lightning_spot.snapshot.shards import Status
@@ -165,9 +165,24 @@ class SnapshotServer:
         """Slots with the committed snapshots and files of a run, newest first."""
         return self.ring.committed(self.registry.key(run))
 
-    def status_of(self, run: str, name: str) -> tuple[Status, str]:
-        """What has become of a snapshot, as far as is known here, and why it is aborted, for people."""
-        return self.ring.status_of(self.registry.key(run), name)
+    def awaited(
+        self, run: str, name: str, wait_s: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> tuple[Status, str]:
+        """What has become of a snapshot, as soon as it counts or never will, and why it is aborted, for people.
+
+        Args:
+            run: the run, as in URLs.
+            name: of the snapshot.
+            wait_s: how long to wait.
+            cancelled: asked while waiting: whether nobody wants to know any more.
+        """
+        key, deadline_s = self.registry.key(run), time.monotonic() + wait_s
+        with self.ring.changed:
+            while True:
+                found, left_s = self.ring.status_of(key, name), deadline_s - time.monotonic()
+                if found[0] is not Status.PENDING or left_s <= 0 or cancelled() or self.uploads.closing:
+                    return found
+                self.ring.changed.wait(min(left_s, LOOK_S))
 
     def destinations(self, run: str) -> list[str]:
         """URLs of a run at the snapshot servers that its snapshots go to at present; none if they go to storage."""

@@ -122,7 +122,7 @@ def status_of(connection: socket.socket, within_s: float = 30.0) -> int:
 
 @given(st.integers(1, 200), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans()), max_size=200))
 def test_whoever_comes_new_finds_room_beside_the_greedy(most: int, moves: list[tuple[int, int, bool]]) -> None:
-    quota, held = Quota(most), [0] * 6
+    quota, held = Quota(most, "places"), [0] * 6
     for who, amount, takes in moves:
         if takes and quota.take(str(who), amount):
             held[who] += amount
@@ -137,13 +137,13 @@ def test_whoever_comes_new_finds_room_beside_the_greedy(most: int, moves: list[t
 
 
 def test_a_lone_client_has_half() -> None:
-    quota = Quota(1024)
+    quota = Quota(1024, "places")
     assert sum(quota.take("one") for _ in range(2000)) == 512
     assert sum(quota.take("another") for _ in range(2000)) == 256
-    with quota.holding("third", 300) as may:
-        assert not may
-    with quota.holding("third", 100) as may:
-        assert may
+    with pytest.raises(ServerRefusedError, match="its share of the places"), quota.holding("third", 300):
+        pytest.fail("it may not")
+    with quota.holding("third", 100):
+        assert quota.held == 868
     assert quota.held == 768
 
 
