@@ -34,9 +34,6 @@ BODIES = web.AppKey("bodies", Quota)
 STILL_MAY = web.RequestKey("still_may", functools.partial)
 """Raises if the attempt that a request has shown does not hold its run any more."""
 
-GONE: web.RequestKey[asyncio.Future[None]] = web.RequestKey("gone", asyncio.Future)
-"""Done once whoever sent a request has hung up."""
-
 BODIES_BYTES = 512 * 1024 * 1024
 
 LONGEST_WAIT_S = 3600.0

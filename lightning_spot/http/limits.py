@@ -79,7 +79,6 @@ class Connections:
         most_strangers: by TLS, connections at most that have shown no token. A new one takes the place of the oldest
             one of the address that has most of them.
         head_timeout_s: see :data:`HEAD_TIMEOUT_S`.
-        server_idle_timeout_s: see :data:`SERVER_IDLE_TIMEOUT_S`.
         tls: how to speak TLS, asked for each connection; ``None`` for plain connections.
         counted: what strangers do.
     """
@@ -93,42 +92,32 @@ class Connections:
         most: int = MOST_CONNECTIONS,
         most_strangers: int = MOST_STRANGERS,
         head_timeout_s: float = HEAD_TIMEOUT_S,
-        server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S,
     ) -> None:
         self.head_timeout_s = head_timeout_s
-        self.server_idle_timeout_s = server_idle_timeout_s
         self.tls, self.counted = tls, counted
         self._make_handler = make_handler
         self._most, self._most_strangers = most, most_strangers
-        self._open: dict[asyncio.BaseTransport, Accepted] = {}
+        self._open: set[Accepted] = set()
         self._strangers: dict[str, dict[Accepted, None]] = {}  # by address, in the order in which they came
 
     def __call__(self) -> Accepted:
         """The protocol of a new connection, as ``loop.create_server`` wants it."""
         return Accepted(self, self._make_handler())
 
-    def of(self, transport: asyncio.BaseTransport | None) -> Accepted | None:
-        """The connection of a transport, if it is open."""
-        return self._open.get(transport) if transport is not None else None
+    def __contains__(self, accepted: object) -> bool:
+        return accepted in self._open
 
-    def opened(self, transport: asyncio.BaseTransport, accepted: Accepted) -> None:
+    def opened(self, accepted: Accepted) -> None:
         """A connection was made; if there are too many now, the one that has been idle longest goes."""
-        self._open[transport] = accepted
+        self._open.add(accepted)
         if self.tls is not None:
             self._strangers.setdefault(accepted.client, {})[accepted] = None
             if sum(map(len, self._strangers.values())) > self._most_strangers:
                 of_greediest = max(self._strangers.values(), key=len)
                 next(iter(of_greediest)).drop()
         if len(self._open) > self._most:
-            idle = [each for each in self._open.values() if not each.busy]
+            idle = [each for each in self._open if not each.busy]
             min(idle, key=lambda each: each.idle_since_s, default=accepted).drop()
-
-    def secured(self, plain: asyncio.BaseTransport, transport: asyncio.BaseTransport) -> bool:
-        """A connection goes on by TLS, over another transport; whether it has not been closed meanwhile."""
-        accepted = self._open.pop(plain, None)
-        if accepted is not None:
-            self._open[transport] = accepted
-        return accepted is not None
 
     def admitted(self, accepted: Accepted) -> None:
         """A connection has shown a token, or has ended: it is no stranger's any more."""
@@ -137,14 +126,14 @@ class Connections:
         if not of_client:
             self._strangers.pop(accepted.client, None)
 
-    def closed(self, transport: asyncio.BaseTransport, accepted: Accepted) -> None:
+    def closed(self, accepted: Accepted) -> None:
         """A connection has ended."""
-        self._open.pop(transport, None)
+        self._open.discard(accepted)
         self.admitted(accepted)
 
 
 class Accepted(asyncio.Protocol):
-    """One connection: hands everything on to its HTTP protocol and keeps the time.
+    """One connection: hands everything on to its HTTP protocol, and keeps the time until a request's head is there.
 
     Attributes:
         busy: whether a request of it is being handled.
@@ -163,26 +152,19 @@ class Accepted(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.client = ""
         self._timer: asyncio.TimerHandle | None = None
-        self._head_begun = self._lingers = False
+        self._head_begun = False
         self.busy = False
         self.idle_since_s = self._loop.time()
         self.gone: asyncio.Future[None] = self._loop.create_future()
 
     def begin_request(self) -> None:
         """The headers of a request are there: its handler keeps the time now."""
-        self.busy = True
-        self._head_begun = self._lingers = False
+        self.busy, self._head_begun = True, False
         self._stop_timer()
 
-    def end_request(self, *, is_whole: bool = True) -> None:
-        """The request was handled; another one may follow.
-
-        Args:
-            is_whole: whether all of it has come. What is still on its way of one that was refused is no head: the HTTP
-                protocol drops it for a while, since a client that is hung up on meanwhile never reads why.
-        """
-        self.busy, self.idle_since_s, self._lingers = False, self._loop.time(), not is_whole
-        self._start_timer(self._connections.server_idle_timeout_s if is_whole else self._connections.head_timeout_s)
+    def end_request(self) -> None:
+        """The request was handled; another one may follow. aiohttp hangs up where none does."""
+        self.busy, self.idle_since_s = False, self._loop.time()
 
     def admit(self) -> None:
         """It has shown that it may ask for something."""
@@ -191,7 +173,7 @@ class Accepted(asyncio.Protocol):
     def drop(self) -> None:
         """Close the connection without a word. It counts no more at once: the next to come is to displace another."""
         if self._transport is not None:
-            self._connections.closed(self._transport, self)
+            self._connections.closed(self)
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -200,8 +182,7 @@ class Accepted(asyncio.Protocol):
         self._transport = transport
         sock = transport.get_extra_info("socket")
         self.client = client_at(sock)
-        self._head_begun = True
-        self._start_timer(self._connections.head_timeout_s)
+        self._begin_head()
         if self._connections.tls is None:
             self._handle(transport)
         else:
@@ -210,7 +191,7 @@ class Accepted(asyncio.Protocol):
         if sock is not None and sock.family == socket.AF_UNIX and not is_own_user(sock):
             self.drop()
         else:
-            self._connections.opened(transport, self)
+            self._connections.opened(self)
 
     async def _secure(self, plain: asyncio.Transport, context: ssl.SSLContext) -> None:
         """Begin to speak TLS. The time for the head of the first request runs already."""
@@ -226,20 +207,17 @@ class Accepted(asyncio.Protocol):
                 ssl_handshake_timeout=self._connections.head_timeout_s,
                 ssl_shutdown_timeout=_SHUTDOWN_S,
             )
-        if secured is None:  # it was dropped, or the client has gone
+        if secured is None or self not in self._connections:  # it was dropped, or the client has gone
             if self._connections.counted is not None:
                 self._connections.counted.add("TLS handshakes that failed", self.client)
-            plain.abort()
+            (secured or plain).abort()
             self.connection_lost(None)
             return
         self._transport = secured
-        if not self._connections.secured(plain, secured):
-            self.drop()
-        else:
-            self._handle(secured)
-            if early := self._early:
-                self._early = b""
-                self.data_received(early)
+        self._handle(secured)
+        if early := self._early:
+            self._early = b""
+            self.data_received(early)
 
     def _handle(self, transport: asyncio.Transport) -> None:
         self._is_handled = True
@@ -254,9 +232,8 @@ class Accepted(asyncio.Protocol):
         if not self._is_handled:
             self._early += data
             return
-        if not (self.busy or self._lingers or self._head_begun):
-            self._head_begun = True
-            self._start_timer(self._connections.head_timeout_s)
+        if not (self.busy or self._head_begun):
+            self._begin_head()
             if data.startswith(_HELLO):
                 data += b"\r\n\r\n"  # else the client would wait for an answer
         self._receiver.data_received(data)
@@ -276,8 +253,7 @@ class Accepted(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See :class:`asyncio.Protocol`."""
         self._stop_timer()
-        if self._transport is not None:
-            self._connections.closed(self._transport, self)
+        self._connections.closed(self)
         if not self.gone.done():
             self.gone.set_result(None)
         if self._receiver is not self._handler:
@@ -290,9 +266,9 @@ class Accepted(asyncio.Protocol):
         # asyncio and aiohttp look at attributes of a transport's protocol, which is this object and not the handler.
         return getattr(self._handler, name)
 
-    def _start_timer(self, within_s: float) -> None:
-        self._stop_timer()
-        self._timer = self._loop.call_later(within_s, self.drop)
+    def _begin_head(self) -> None:
+        self._head_begun = True
+        self._timer = self._loop.call_later(self._connections.head_timeout_s, self.drop)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -64,7 +64,6 @@ from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNot
 from lightning_spot.http.fields import (
     BODIES,
     BODIES_BYTES,
-    GONE,
     LONGEST_WAIT_S,
     SMALL_BODY_BYTES,
     STILL_MAY,
@@ -83,6 +82,7 @@ from lightning_spot.http.limits import (
     MOST_STRANGERS,
     SERVER_IDLE_TIMEOUT_S,
     THIS_HOST,
+    Accepted,
     Connections,
     Handler,
     Quota,
@@ -197,7 +197,6 @@ class Service:
         self._secrets = secrets
         self._uploads, self._sessions = UploadRequests(server), Sessions(server)
         self._page = Page(server, functools.partial(not_ready, server), clock)
-        self._connections: Connections | None = None
         self._flushing, self._flush_threads = Quota(_FLUSHES, "flushes"), ThreadPoolExecutor(_FLUSHES, "spot-flush")
 
     def application(self) -> web.Application:
@@ -232,10 +231,7 @@ class Service:
         strangers = min(
             MOST_STRANGERS, most // 2
         )  # else, where few files may be open, they displace those with a token
-        self._connections = Connections(
-            make_handler, tls=tls, counted=self.counted, most=most, most_strangers=strangers
-        )
-        return self._connections
+        return Connections(make_handler, tls=tls, counted=self.counted, most=most, most_strangers=strangers)
 
     def runner(self, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
         """What runs the application, with bounds on what a connection may cost before its token is looked at."""
@@ -267,11 +263,12 @@ class Service:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        accepted = self._connections.of(request.transport) if self._connections is not None else None
-        if accepted is not None:
-            accepted.begin_request()
-            request[ACCEPTED] = accepted
-        request[GONE] = accepted.gone if accepted is not None else asyncio.get_running_loop().create_future()
+        if request.transport is None:
+            return web.Response(status=400)  # who asked has gone
+        accepted = request.transport.get_protocol()
+        assert isinstance(accepted, Accepted)
+        accepted.begin_request()
+        request[ACCEPTED] = accepted
         try:
             is_refused = _is_of_a_person(request) and not self._page.admits(request)
             response = self._refusal(request) if is_refused else await self._answer(request, handler)
@@ -300,8 +297,7 @@ class Service:
             )
             response = web.json_response(error_body(failure), status=error_status(failure))
         finally:
-            if accepted is not None:
-                accepted.end_request(is_whole=request.content.is_eof())
+            accepted.end_request()
         if isinstance(response, web.Response) and isinstance(response.body, bytes) and not response.prepared:
             response.headers[DIGEST_HEADER] = checksum(response.body)
         return response
@@ -315,8 +311,7 @@ class Service:
                 self.last_request_s = time.monotonic()
             if not is_admitted:
                 self._check_token(request)
-            if ACCEPTED in request:
-                request[ACCEPTED].admit()
+            request[ACCEPTED].admit()
             _check_protocol(request)
             _check_target(request)
             self._check_scope(request)
@@ -455,7 +450,7 @@ class Service:
             self._check_covers(scope, run)
         wait_s = seconds(body, "wait_s", 60.0, LONGEST_WAIT_S)
         with self._flushing.holding(client_of(request)):
-            gone, loop = request[GONE], asyncio.get_running_loop()
+            gone, loop = request[ACCEPTED].gone, asyncio.get_running_loop()
             deadline_s = loop.time() + wait_s
             while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
                 for_s = max(0.0, min(_FLUSH_TURN_S, deadline_s - loop.time()))

@@ -30,7 +30,6 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.http.fields import (
-    GONE,
     LONGEST_WAIT_S,
     MANIFEST_BODY_BYTES,
     attempt_of,
@@ -344,10 +343,10 @@ class UploadRequests:
             writer=integer(body, "writer", 0, 0, MOST_WRITERS) if near else 0,
             committed=committed(body, attempt),
             wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
-            cancelled=request[GONE].done,
+            cancelled=request[ACCEPTED].gone.done,
         )
         upload = await self._wait(request, ask)
-        if request[GONE].done():
+        if request[ACCEPTED].gone.done():
             self._server.abort(upload.id)  # nobody will ever fill it
         return web.json_response({**leased(self._server, upload), "base": base_info(upload)})
 
@@ -356,7 +355,7 @@ class UploadRequests:
         only_same_host(request)
         run, body = request.match_info["run"], await json_body(request)
         name, wait_s = text(body, "name"), seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
-        ask = functools.partial(self._server.awaited, run, name, wait_s, request[GONE].done)
+        ask = functools.partial(self._server.awaited, run, name, wait_s, request[ACCEPTED].gone.done)
         status, why = await self._wait(request, ask)
         return web.json_response({"status": status.value, "why": why})
 

@@ -360,7 +360,7 @@ def test_those_without_a_token_displace_each_other_only(certs: Path, monkeypatch
             return reader
 
         admitted = await connect("127.0.0.2")
-        next(iter(connections._open.values())).admit()
+        next(iter(connections._open)).admit()
         alone = await connect("127.0.0.3")
         flood = [await connect("127.0.0.2") for _ in range(20)]
         for reader in flood[:-2]:
@@ -380,7 +380,7 @@ def test_where_few_files_may_be_open_a_token_keeps_its_place(certs: Path, monkey
         connections = Service(Mock(), None).connections(Silent, context_of(certs))
         server, port = await _serving(connections)
         ends = [await asyncio.open_connection("127.0.0.1", port, ssl=client_context())]
-        next(iter(connections._open.values())).admit()
+        next(iter(connections._open)).admit()
         for _ in range(8):
             ends.append(await asyncio.open_connection("127.0.0.1", port))
             await asyncio.sleep(0.05)
