@@ -68,8 +68,7 @@ class KeyValueServer:
         for writer in self._writers:
             writer.write(b'{"over": true}\n')  # so short a line goes out at once
 
-    async def _talk(self, connection: socket.socket, _greeting: dict[str, Any]) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection)
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answers: set[asyncio.Task[None]] = set()
         self._writers.add(writer)
         try:
@@ -83,7 +82,6 @@ class KeyValueServer:
             for task in answers:
                 task.cancel()
             self._writers.discard(writer)
-            writer.transport.abort()
 
     async def _publish(self, key: str, value: Any) -> None:
         async with self._changed:

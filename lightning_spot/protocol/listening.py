@@ -1,8 +1,8 @@
 """A server of the other ranks within a trainer: on a thread of its own, for those who know its secret.
 
 All ports that a trainer opens are here. A connection begins with a greeting, one line of JSON that holds the secret,
-and is answered by one byte. Until then it is a stranger's: it has ten seconds and a kilobyte, and gives way to others
-where there are too many.
+and is answered by one byte. Until then it is a stranger's: it has ten seconds and 16 KiB, and gives way to others where
+there are too many.
 
 Ranks may be silent for hours, and what is between two hosts (address translation, a firewall) forgets connections that
 are, without a word to either. So the kernel asks now and then whether the other end is there: :func:`keep_alive`.
@@ -28,8 +28,7 @@ from lightning_spot.untrusted import read_object
 
 logger = logging.getLogger(__name__)
 
-Talk = Callable[[socket.socket, dict[str, Any]], Coroutine[Any, Any, None]]
-
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 LOOPBACK = "127.0.0.1"
 
@@ -38,10 +37,10 @@ GREETING_S = 10.0
 
 _PROBES = 3
 _UNLIMITED = 2**30
-_AGAIN_S = 0.1
+_AT_ONCE = 4  # accepted in one turn: however many come, each is read before many others are taken
 _STRANGERS = 16  # that may be there besides two connections of each rank
 _BACKLOG = 256
-_LONGEST_GREETING = 1024
+_LONGEST_LINE = 16 * 1024
 _WELCOME = b"\n"
 _TRIES = 3
 
@@ -89,13 +88,12 @@ def tcp_listener(host: str, silent_s: float) -> socket.socket:
     return listener
 
 
-def greeted(connect: Callable[[], socket.socket], secret: str, **more: Any) -> socket.socket:
+def greeted(connect: Callable[[], socket.socket], secret: str) -> socket.socket:
     """Connect to one who is :class:`Listening`, and be let in.
 
     Args:
         connect: makes a connection, with its timeout.
         secret: to greet with.
-        more: what else the greeting says.
 
     Raises:
         OSError: if nobody is there, or the secret is another one.
@@ -104,7 +102,7 @@ def greeted(connect: Callable[[], socket.socket], secret: str, **more: Any) -> s
     while True:
         connection = connect()
         try:
-            connection.sendall(json.dumps({"secret": secret, **more}).encode() + b"\n")
+            connection.sendall(json.dumps({"secret": secret}).encode() + b"\n")
             if connection.recv(len(_WELCOME)) == _WELCOME:
                 return connection
             raise ConnectionResetError("the rank that listens has hung up")
@@ -116,26 +114,6 @@ def greeted(connect: Callable[[], socket.socket], secret: str, **more: Any) -> s
         except BaseException:
             connection.close()
             raise
-
-
-async def next_line(connection: socket.socket) -> bytes:
-    """The next line from a connection that does not block. Nothing may follow it: the other end awaits an answer.
-
-    Raises:
-        EOFError: if the other end hangs up.
-        ValueError: if it is no such line.
-    """
-    data = b""
-    while not data.endswith(b"\n"):
-        if len(data) >= _LONGEST_GREETING:
-            raise ValueError("a line is too long")
-        piece = await asyncio.get_running_loop().sock_recv(connection, _LONGEST_GREETING - len(data))
-        if not piece:
-            raise EOFError("the other end has hung up")
-        data += piece
-    if data.count(b"\n") > 1:
-        raise ValueError("more than one line came")
-    return data[:-1]
 
 
 def allow_descriptors(more: int) -> None:
@@ -178,8 +156,8 @@ class Listening:
 
     Args:
         listener: whose connections it takes; it is closed with this.
-        talk: with one who has greeted, on the thread of this: given the connection, which does not block, and the
-            greeting. The connection is closed when it returns; when this is closed, it is cancelled.
+        talk: with one who has greeted, on the thread of this. The connection is closed when it returns; when this is
+            closed, it is cancelled.
         name: of the thread.
         secret: that a greeting must hold.
         most: connections at a time. Beyond, the stranger who has waited longest gives way; where all have greeted,
@@ -194,13 +172,11 @@ class Listening:
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._counted = CountedLog(logger)
-        self._tasks: set[asyncio.Task[None]] = set()  # nothing else keeps them: the loop does not
-        self._let_in: set[asyncio.Task[None]] = set()
+        self._let_in: set[asyncio.Task[None]] = set()  # nothing else keeps them: the loop does not
         self._strangers: dict[asyncio.Task[None], None] = {}  # in the order in which they came
         self._listener = listener
-        listener.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.call(lambda: self._tasks.add(self._loop.create_task(self._accept())))
+        self._beginning = self._loop.create_task(self._begin())
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads can be had
@@ -242,59 +218,35 @@ class Listening:
             self._counted.write()
             self._loop.close()
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = await self._loop.sock_accept(self._listener)
-            except OSError as error:  # no descriptor can be had: those who connect wait
-                self._counted.add_error("connections had to wait", error)
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                self._begin(connection)
-                await asyncio.sleep(0)  # however many come at once, each is read before many others are taken
+    async def _begin(self) -> None:
+        await asyncio.start_server(self._serve, sock=self._listener, limit=_LONGEST_LINE, backlog=_AT_ONCE)
+        self._listener.listen(_BACKLOG)
 
-    def _begin(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        if len(self._strangers) + len(self._let_in) >= self._most:
-            if not self._strangers:
-                connection.close()
-                return
-            longest = next(iter(self._strangers))
-            del self._strangers[longest]
-            longest.cancel()
-        task = self._loop.create_task(self._serve(connection))
-        self._tasks.add(task)
-        self._strangers[task] = None
-        task.add_done_callback(lambda _: self._end(task, connection))
-
-    def _end(self, task: asyncio.Task[None], connection: socket.socket) -> None:
-        """Forget a connection: when its task has ended, for until then the loop may wait for its descriptor."""
-        self._strangers.pop(task, None)
-        self._let_in.discard(task)
-        self._tasks.discard(task)
-        connection.close()
-
-    async def _serve(self, connection: socket.socket) -> None:
-        try:
-            greeting = await asyncio.wait_for(self._greeting(connection), GREETING_S)
-        except (OSError, EOFError, ValueError, RecursionError):
-            return
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        if task is None or task not in self._strangers:  # it had to give way, just as it greeted
-            return
-        del self._strangers[task]
-        self._let_in.add(task)
+        assert task is not None
         try:
-            await self._loop.sock_sendall(connection, _WELCOME)
-            await self._talk(connection, greeting)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            self._strangers[task] = None
+            if len(self._strangers) + len(self._let_in) > self._most:
+                longest = next(iter(self._strangers))
+                del self._strangers[longest]
+                if longest is task:
+                    return
+                longest.cancel()
+            greeting = read_object(await asyncio.wait_for(reader.readline(), GREETING_S))
+            if not hmac.compare_digest(str(greeting.get("secret")).encode(), self._secret):
+                return
+            if task in self._strangers:  # else it had to give way, just as it greeted
+                del self._strangers[task]
+                self._let_in.add(task)
+                writer.write(_WELCOME)
+                await self._talk(reader, writer)
+        except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError, asyncio.CancelledError) as error:
             logger.debug("a rank has gone, or speaks another language: %s", error)
-
-    async def _greeting(self, connection: socket.socket) -> dict[str, Any]:
-        greeting = read_object(await next_line(connection))
-        if not hmac.compare_digest(str(greeting.get("secret")).encode(), self._secret):
-            raise ValueError("a stranger")
-        return greeting
+        finally:
+            self._strangers.pop(task, None)
+            self._let_in.discard(task)
+            writer.transport.abort()
 
 
 _EVERY_S = 60.0
