@@ -157,6 +157,10 @@ def _left(deadline_s: float) -> float:
     return max(0.001, min(CONNECT_TIMEOUT_S, deadline_s - time.monotonic()))
 
 
+forgetting: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What has connections that a forked child must not use: its ``forget()`` is called there."""
+
+
 class Pool:
     """Open connections to one server that nobody uses at the moment. May be used from any thread.
 
@@ -170,7 +174,7 @@ class Pool:
         self._taken: set[BoundedSocket] = set()
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._idle).atexit = False  # whoever only asks a server something lets it go
-        _pools.add(self)
+        forgetting.add(self)
 
     def take(self, deadline_s: float) -> tuple[Connection, bool]:
         """An open connection, and whether it has been used before.
@@ -224,12 +228,9 @@ def _close_all(idle: list[Connection]) -> None:
         connection.close()
 
 
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
 def _forget_all() -> None:
-    for pool in list(_pools):
-        pool.forget()
+    for each in list(forgetting):
+        each.forget()
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from lightning_spot.client.connection import forgetting
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S, environment_to_hand_over
 from lightning_spot.errors import (
@@ -84,7 +84,7 @@ class Session:
             raise
         answer, _ = self._ask({})
         self.id = str(answer.get("session"))
-        _sessions.add(self)
+        forgetting.add(self)
 
     def map_slot(self, index: int, generation: int) -> mmap.mmap:
         """Map the memory of a leased slot into this process, shared and writable.
@@ -177,17 +177,6 @@ def _left(deadline: float) -> float:
 def _close_all(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for session in list(_sessions):
-        session.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 
 class EmbeddedHost:

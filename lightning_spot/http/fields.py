@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import re
 import socket
 from collections.abc import Mapping
@@ -13,14 +12,14 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_spot.config import HIGHEST_ATTEMPT, MOST_PART_BYTES
+from lightning_spot.config import HIGHEST_ATTEMPT, LARGEST, MOST_PART_BYTES
 from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
 from lightning_spot.http.limits import Quota, client_of
 from lightning_spot.protocol.wire import DIGEST_HEADER
 from lightning_spot.server.slots import Making
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
 from lightning_spot.snapshot.parts import checksum
-from lightning_spot.untrusted import integer, read_object, text
+from lightning_spot.untrusted import integer, number, read_object, text
 
 SMALL_BODY_BYTES = 256 * 1024
 """Longest JSON body of a request that carries no checksums."""
@@ -115,12 +114,9 @@ def seconds(fields: Mapping[str, Any], name: str, default: float, high: float) -
     """A duration in seconds; one beyond ``high`` is taken for ``high``.
 
     Raises:
-        SettingsError: if it is no number from 0.
+        MalformedError: if it is no number from 0.
     """
-    value = fields.get(name, default)
-    if type(value) not in (int, float) or math.isnan(value) or value < 0:
-        raise SettingsError(f"malformed request: {name} is no number of seconds")
-    return float(min(value, high))
+    return min(number(fields, name, default, 0, LARGEST), high)
 
 
 def identifier(fields: Mapping[str, Any], name: str) -> str:

@@ -21,7 +21,6 @@ from lightning_spot.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {"d": "a directory", "-": "a file", "l": "a link", "p": "a named pipe", "s": "a socket"}
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EACCES, errno.EPERM)
 _WRITABLE_BY_OTHERS = 0o022
 _CREDENTIALS = struct.Struct("3i")  # pid, user and group, see unix(7)
@@ -37,7 +36,7 @@ class OwnDirectory:
 
     Raises:
         FileNotFoundError: if nothing is there.
-        SettingsError: if something else is there; it says what.
+        SettingsError: if something else is there.
 
     Attributes:
         path: its name, for messages.
@@ -50,7 +49,7 @@ class OwnDirectory:
         except OSError as error:
             if error.errno not in (errno.ENOTDIR, *_NOT_A_FILE):
                 raise
-            raise SettingsError(f"{path} is {_what_is_at(path)}, no directory that this user can use") from error
+            raise SettingsError(f"{path} is no directory that this user can use") from error
         status = os.fstat(self._fd)
         if status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
             os.close(self._fd)
@@ -104,7 +103,7 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, linked: bool = False) -> 
         linked: whether it may have another name elsewhere; else that may be of a file that is none of our records.
 
     Raises:
-        SettingsError: if something else is there; it says what.
+        SettingsError: if something else is there.
         OSError: if it cannot be opened, such as ``FileNotFoundError``.
     """
     try:
@@ -112,11 +111,11 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, linked: bool = False) -> 
     except OSError as error:
         if error.errno not in _NOT_A_FILE:
             raise
-        raise _refusal(path, _what_is_at(path)) from error
+        raise _refusal(path) from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or (status.st_nlink > 1 and not linked):
         os.close(fd)
-        raise _refusal(path, _named(status))
+        raise _refusal(path)
     if flags & os.O_CREAT and stat.S_IMODE(status.st_mode) != 0o600:  # by a strange umask, or an earlier version
         os.fchmod(fd, 0o600)
     return fd
@@ -148,7 +147,7 @@ def read_file(path: Path, most_bytes: int, *, linked: bool = False) -> bytes:
     with open(open_file(path, linked=linked), "rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
-        raise _refusal(path, f"larger than {most_bytes} bytes")
+        raise _refusal(path, f", or larger than {most_bytes} bytes")
     return data
 
 
@@ -169,7 +168,7 @@ def remove_file(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError as error:
-        raise _refusal(path, _what_is_at(path)) from error
+        raise _refusal(path) from error
 
 
 def own_socket(path: Path) -> socket.socket:
@@ -225,20 +224,6 @@ def _names_in(folder: Path) -> list[str]:
     return []
 
 
-def _refusal(path: Path, what: str) -> SettingsError:
+def _refusal(path: Path, why: str = "") -> SettingsError:
     shown = os.path.join(os.path.realpath(path.parent), path.name)
-    return SettingsError(f"{shown} is {what}, no record of this user's. It is not used: remove it")
-
-
-def _what_is_at(path: Path) -> str:
-    try:
-        return _named(os.lstat(path))
-    except FileNotFoundError:
-        return "gone"
-
-
-def _named(status: os.stat_result) -> str:
-    kind = _KINDS.get(stat.filemode(status.st_mode)[0], "a device")
-    if status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
-        kind += f" with {status.st_nlink} names"
-    return kind if status.st_uid == os.geteuid() else f"{kind} of another user ({status.st_uid})"
+    return SettingsError(f"{shown} is no private file of this user{why}. It is not used: remove it")
