@@ -35,10 +35,10 @@ from lightning_spot.capture.tensors import Owners, by_storage, optimizer_owned, 
 from lightning_spot.capture.unexpected import Pause, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import read_environment, why_weak
-from lightning_spot.errors import FailureReason, SettingsError, SnapshotFailedError, SpotError
+from lightning_spot.errors import FailureReason, ServerUnreachableError, SettingsError, SnapshotFailedError, SpotError
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.location import Location
-from lightning_spot.say import say
+from lightning_spot.say import recovered, say
 from lightning_spot.server.host import Host
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
@@ -233,6 +233,18 @@ class Coordinator(OfTrainer):
         """On rank 0: begin the attempt."""
         host, self._host = self._host, None
         assert host is not None
+        try:
+            return self._attempt_at(host)
+        except ServerUnreachableError as error:  # the tiers were asked since it was opened
+            if not self._location.has_local_server:
+                raise
+            text = "the snapshot server on this host is lost ({error}). A new one is started"
+            say(logging.WARNING, "local-server-lost", text, url=self._location.url, error=error)
+            attempt = self._attempt_at(open_host(self._location, self._settings.ring))
+            recovered("local-server-lost", "a snapshot server runs on this host again")
+            return attempt
+
+    def _attempt_at(self, host: Host) -> Attempt:
         found, look, schedule = self._resume.found, self._resume.trial(), self.iterations.schedule
         assert found is not None
         return Attempt.begin(found, host, self._settings.ring, self._layouter, look, schedule)

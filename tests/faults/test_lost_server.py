@@ -34,8 +34,10 @@ from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import survey
+from lightning_spot.run.survey import Survey
 from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.session.coordinator import Coordinator
 from lightning_spot.snapshot.layout import lay_out
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
@@ -178,6 +180,24 @@ def test_of_a_server_that_is_lost_there_is_one_warning(
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == 1, lines
     assert len(said(caplog, "local-server-lost")) == 1
+
+
+def test_a_server_lost_before_the_attempt_begins_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    look, callback = Coordinator.look, spot(tmp_path, notices=None)
+
+    def kill_behind(beginning: Coordinator) -> Survey:
+        found = look(beginning)
+        server = find_record(callback.location.url).process()
+        assert server.kill(30.0)
+        return found
+
+    monkeypatch.setattr(Coordinator, "look", kill_behind)
+    probe = Probe()
+    trainer(callback, probe).fit(Net(), data())
+    assert check_all(tmp_path, probe)[0].complete
+    assert said(caplog, "local-server-lost")
 
 
 def test_a_hung_server_blocks_training_only_for_its_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
