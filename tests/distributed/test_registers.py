@@ -149,15 +149,6 @@ def test_a_shard_that_does_not_fit_is_no_register(ranks: Ranks, forged: dict[str
     assert ranks.names() == [snapshot_name(1, 1)]
 
 
-def test_failures_of_many_writers_take_the_room_of_one(ranks: Ranks) -> None:
-    for step in range(1, 41):
-        for writer in (0, 7, 1999):
-            ranks.server.fail(RUN, 1, failed_shard(step, writer, 2000))
-    assert len(ranks.server.ring.slots) < 20
-    assert ranks.status(40)[0] is Status.ABORTED
-    assert ranks.status(30)[0] is Status.ABORTED
-
-
 def test_registers_at_servers_that_do_not_fit_do_not_count() -> None:
     """What fits those at each server does not fit those of all."""
     urls = tuple(f"spot://10.0.0.{writer}:7070" for writer in range(3))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.errors import TierError
 from lightning_spot.server import reconcile, registry, runs
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -196,20 +195,6 @@ def test_no_host_waits_for_a_failure_that_a_server_brings(make: Callable[..., Ho
         until(lambda host=host: host.finished, f"host {number} to be needed no more")
 
 
-def test_a_server_that_comes_back_empty_is_sent_what_it_lost(make: Callable[..., Hosts]) -> None:
-    hosts = make(SERVERS[0])
-    hosts.write(1, persist=False)
-    hosts.wait_committed(1)
-    behind = hosts.behind[SERVERS[0]]
-    lost, behind.server = behind.server, None
-    lost.close()
-    until(lambda: all(host.tiers() for host in hosts.hosts), "both hosts to know their tiers")
-    behind.server = hosts._server(hosts.root)
-    until(lambda: hosts.at_servers(1) == {0, 1}, "all shards to be there again")
-    hosts.write(2)
-    hosts.wait_committed(2)
-
-
 def test_a_host_lost_before_all_shards_leaves_the_one_before(make: Callable[..., Hosts], left_soon: None) -> None:
     hosts = make(*SERVERS[:2], apart=True)
     hosts.write(1, persist=False)
@@ -269,20 +254,3 @@ def test_a_failure_is_told_by_storage(make: Callable[..., Hosts]) -> None:
     hosts.write(2)
     hosts.wait_committed(2)
     assert hosts.durable() == [2]
-
-
-def test_storage_that_fails_for_one_host_is_tried_again(make: Callable[..., Hosts]) -> None:
-    hosts = make()
-    hosts.write(1)
-    hosts.wait_committed(1)
-    gate, real = hosts.gates[1], hosts.gates[1].folder
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise TierError("the bucket is not there")
-
-    gate.folder = fail  # type: ignore[method-assign]
-    hosts.write(2)
-    until(lambda: hosts.hosts[1].tiers()[hosts.tier].error, "the failure to be seen")
-    assert hosts.status(2, 0) is Status.PENDING
-    gate.folder = real  # type: ignore[method-assign]
-    hosts.wait_committed(2)

@@ -309,14 +309,19 @@ def points(tmp_path: Path, runtime_dir: Path, servers: list[Server]) -> Points:
 
 
 def whole_steps(root: Path) -> list[int]:
-    """Steps the durable tier holds, newest first; every one that it lists must be whole."""
-    store = LocalStore(root / "durable")
-    found = store.survey().manifests
+    """Steps that storage holds, newest first; every one that it lists must be whole."""
+    store, writers = LocalStore(root / "durable"), range(shard_scenarios.WRITERS)
+    found = [manifest for manifest in store.survey().manifests if not manifest.shard]
     for manifest in found:
         buffer = bytearray(manifest.nbytes)
         store.fetch(manifest, memoryview(buffer))
         manifest.verify(memoryview(buffer), "durable")
-        assert bytes(buffer) == image_of(manifest.step)
+        if not manifest.run_id:
+            assert bytes(buffer) == image_of(manifest.step)
+            continue
+        shards = [sealed for sealed, _ in shard_scenarios.shards_of(manifest.step, writers)]
+        ranges = [sealed_shard(manifest.step, writer, len(writers)) for writer in writers]
+        assert manifest in (assemble(shards), assemble(ranges)), f"{manifest.name} is mixed"
     return [manifest.step for manifest in found]
 
 
@@ -351,18 +356,17 @@ def check_file(root: Path, told: dict[str, int]) -> None:
     assert path.read_bytes() == image_of(9)
 
 
-def check_server(root: Path, told: dict[str, int]) -> None:
+def check_heir(root: Path, told: dict[str, int], make: Callable[[], SnapshotServer], run: str) -> None:
     durable, committed = told.get("durable", 0), told.get("committed", 0)
     there = whole_steps(root)
     assert max(there, default=0) >= durable, "what was durable is lost with the machine"
-    with contextlib.closing(
-        SnapshotServer(slots=2, memory_bytes=2**26, open_store=LocalStore, allow=None, area=root / "area")
-    ) as heir:
-        held = heir.ring.readable("run")
-        for each, manifest in held:
+    with contextlib.closing(make()) as heir:
+        held = [(each, manifest) for each, manifest in heir.ring.readable(run) if not manifest.shard]
+        for each, manifest in held if run == "run" else ():
             with contextlib.suppress(SnapshotNotFoundError), heir.ring.reading(each) as view:
                 assert view == image_of(manifest.step), "other bytes"  # unless it is durable by now, and has left
         adopted = [manifest.step for _, manifest in held]
+        assert run == "run" or shard_scenarios.ABORTED not in adopted, "an aborted one counts"
         assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the server"
         assert heir.flush("run", 20.0) == [], "the heir does not flush"
     assert max(whole_steps(root), default=0) >= committed, "the heir lost what was committed"
@@ -370,46 +374,26 @@ def check_server(root: Path, told: dict[str, int]) -> None:
     assert left is None, f"memory is not given back: {left}"
 
 
-def shards_steps(root: Path) -> list[int]:
-    """Steps of which storage holds a snapshot of several writers, newest first; each must be whole."""
-    store = LocalStore(root / "durable")
-    found = [item for item in store.survey().manifests if not item.shard]
-    for manifest in found:
-        buffer = bytearray(manifest.nbytes)
-        store.fetch(manifest, memoryview(buffer))
-        manifest.verify(memoryview(buffer), "durable")
-        shards = [sealed for sealed, _ in shard_scenarios.shards_of(manifest.step, range(shard_scenarios.WRITERS))]
-        ranges = [sealed_shard(manifest.step, writer, shard_scenarios.WRITERS) for writer in range(len(shards))]
-        assert manifest in (assemble(shards), assemble(ranges)), f"{manifest.name} is mixed"
-    return [manifest.step for manifest in found]
+def check_server(root: Path, told: dict[str, int]) -> None:
+    settings = {"slots": 2, "memory_bytes": 2**26, "open_store": LocalStore, "allow": None}
+    check_heir(root, told, lambda: SnapshotServer(**settings, area=root / "area"), "run")
 
 
 def check_ranks(root: Path, told: dict[str, int]) -> None:
-    durable, committed = told.get("durable", 0), told.get("committed", 0)
-    there = shards_steps(root)
-    assert max(there, default=0) >= durable, "what was durable is lost with the machine"
-    with contextlib.closing(shard_scenarios.server_of(root)) as heir:
-        held = [manifest for _, manifest in heir.ring.readable(RUN_ID) if not manifest.shard]
-        adopted = [manifest.step for manifest in held]
-        assert shard_scenarios.ABORTED not in adopted, "an aborted one counts"
-        assert max([*adopted, *there], default=0) >= committed, "what was committed is lost with the server"
-        assert heir.flush("run", 20.0) == [], "the heir does not flush"
-    assert max(shards_steps(root), default=0) >= committed, "the heir lost what was committed"
-    left = [path.name for path in (root / "area").iterdir()] if (root / "area").exists() else None
-    assert left is None, f"memory is not given back: {left}"
+    check_heir(root, told, lambda: shard_scenarios.server_of(root), RUN_ID)
 
 
 def check_places(root: Path, told: dict[str, int]) -> None:
     store = LocalStore(root / "durable")
-    assert max(shards_steps(root), default=0) >= told.get("durable", 0), "what was durable is lost"
+    assert max(whole_steps(root), default=0) >= told.get("durable", 0), "what was durable is lost"
     shard_scenarios.claim(root)
     for place in (1, 0):  # their servers bring it once more
         shard_scenarios.bring(root, shard_scenarios.STEPS, place)
-    steps = shards_steps(root)
+    steps = whole_steps(root)
     assert steps[0] == shard_scenarios.STEPS, "another try does not commit it"
     assert shard_scenarios.ABORTED not in steps, "an aborted one counts"
     retain(store, Keep(newest=1), store.survey().manifests[0])
-    assert shards_steps(root) == [shard_scenarios.STEPS]
+    assert whole_steps(root) == [shard_scenarios.STEPS]
 
 
 def check_history(root: Path, told: dict[str, int]) -> None:

@@ -247,8 +247,15 @@ class Parts:
         return stored
 
 
-def told(durable: Path, *servers: str) -> RunInfo:
-    return RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(durable), servers=servers)
+def told(durable: Path, attempt: int = 1) -> RunInfo:
+    return RunInfo(name="run", id=RUN_ID, location="", attempt=attempt, token=f"{attempt}", durable_url=str(durable))
+
+
+def writer_of(host: Any, **fields: Any) -> Any:
+    """Stands in for a writer that has nothing under way."""
+    link = SimpleNamespace(ask=lambda question, _default: question(host))
+    plain = {"committed": None, "past_memory": None, "fence": None, "link": link, "settle": lambda _wait_s: None}
+    return SimpleNamespace(host=host, **{**plain, **fields})
 
 
 def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
@@ -264,16 +271,9 @@ def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
 
 def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The one that was started anew has nothing to flush, and says so."""
-    writer = SimpleNamespace(
-        committed=manifest_of(1, nbytes=5000),
-        fence=None,
-        host=None,
-        link=SimpleNamespace(
-            losses=1, wait=lambda _wait_s: None, close=lambda: None, ask=lambda _question, default: default
-        ),
-        settle=lambda _wait_s: None,
-    )
-    ending = Ending(cast(SnapshotWriter, writer), str(tmp_path / "durable"), told(tmp_path / "durable"), None)
+    link = SimpleNamespace(losses=1, wait=lambda _: None, close=lambda: None, ask=lambda _question, default: default)
+    writer = writer_of(None, committed=manifest_of(1, nbytes=5000), link=link)
+    ending = Ending(writer, str(tmp_path / "durable"), told(tmp_path / "durable"), None)
     assert ending.bring(0.1) is None
     (facts,) = said(caplog, "newest-lost")
     assert "lost with the snapshot server that had it" in facts["why"]
@@ -296,15 +296,11 @@ def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> 
     def broken_off() -> None:
         raise ServerUnreachableError("Remote end closed connection without response")
 
-    host = cast(
-        Host,
-        SimpleNamespace(
-            leave=leave, flush=lambda _wait_s: [], tiers=dict, server_call_timeout_s=5.0, disconnect=found.clear
-        ),
+    host: Any = SimpleNamespace(
+        leave=leave, flush=lambda _wait_s: [], tiers=dict, server_call_timeout_s=5.0, disconnect=found.clear
     )
     link = HostLink(host, lambda: cast(Host, found.append("a new server")))
-    writer = SimpleNamespace(host=host, link=link, committed=None, settle=lambda _wait_s: None)
-    ending = Ending(cast(SnapshotWriter, writer), str(tmp_path / "durable"), told(tmp_path / "durable"), None)
+    ending = Ending(writer_of(host, link=link), str(tmp_path / "durable"), told(tmp_path / "durable"), None)
     assert ending.bring(0.1) is None
     assert link.losses == 0
     assert not found
@@ -342,9 +338,7 @@ class Damaging:
         self.root = root / "run"
         self.store = GatedStore(str(self.root))
         self.host = InProcessHost(slots=4, memory_bytes=2**24, open_store=lambda _url: self.store)
-        self.info = RunInfo(
-            name="run", id=RUN_ID, location="", attempt=1, token="t", durable_url=str(self.root), compression="auto"
-        )
+        self.info = told(self.root)
         self.host.open_run(self.info)
         self.writer = SnapshotWriter(self.host)
         self.state = {"weights": torch.arange(100.0)}
@@ -473,9 +467,8 @@ def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
     """The ring knows nothing of it; it is said to be safe, and no urgent snapshot waits for it."""
     stored = manifest_of(7)
     host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict)
-    writer = SimpleNamespace(committed=stored, past_memory=stored, host=host, settle=lambda _wait_s: None)
-    writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
-    safety = Safety(cast(SnapshotWriter, writer))
+    writer = writer_of(host, committed=stored, past_memory=stored)
+    safety = Safety(writer)
     plan = safety.plan(None)
     assert "is safe in" in safety.bring(Deadline.of(None, 60.0), plan, lambda: False)
     writer.past_memory = None
@@ -494,10 +487,7 @@ def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) ->
         host.seal(lease, manifest_of(step, attempt, **fields), destinations)
 
     for attempt, step in ((1, 900), (2, 50)):
-        info = RunInfo(
-            name="run", id=RUN_ID, location=durable, attempt=attempt, token=f"{attempt}", durable_url=durable
-        )
-        host.open_run(info)
+        host.open_run(told(tmp_path / "run", attempt))
         save(step, attempt, lineage=str(attempt) * 12)
         if attempt == 1:
             assert host.flush(30.0) == []
@@ -508,9 +498,7 @@ def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) ->
     until(lambda: len([slot for slot in host._server.ring.committed() if slot.safe]) == 2, "the server to know")
     assert host.safe_step() is None
     newest = manifest_of(50, 2)
-    writer = SimpleNamespace(committed=newest, past_memory=None, host=host, settle=lambda _wait_s: None)
-    writer.link = SimpleNamespace(ask=lambda question, _default: question(host))
-    safety = Safety(cast(SnapshotWriter, writer))
+    safety = Safety(writer_of(host, committed=newest))
     assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), safety.plan(None), lambda: False)
     stores[durable].fail(None)
     assert host.flush(30.0) == []

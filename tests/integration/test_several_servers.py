@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import statistics
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +18,9 @@ import pytest
 
 from benchmarks import chain as benchmark
 from lightning_spot import SpotCheckpoint
-from lightning_spot.client import remote, starting
+from lightning_spot.client import remote
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.server_client import ServerClient
-from lightning_spot.errors import CorruptSnapshotError, FencedError, SettingsError, TierError
-from lightning_spot.protocol.wire import Address
+from lightning_spot.errors import FencedError, SettingsError, TierError
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run import attempts
 from lightning_spot.run.choice import open_newest
@@ -34,9 +32,10 @@ from lightning_spot.server.placement import placed
 from lightning_spot.server.runs import RunInfo, check_prefix, refusal
 from lightning_spot.server.slots import Commit, Mark, Slot, SlotState, View, reusable
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
+from tests.faults.test_crash import kill_server, newest_durable
+from tests.support.oracle import Server, check_checkpoint
 from tests.support.said import said, said_about
 from tests.support.server import (
     FIRST,
@@ -90,15 +89,10 @@ def test_where_a_run_goes_does_not_change_with_the_version() -> None:
     assert placed(SERVERS[:4], "1" * 12) == tuple(SERVERS[number] for number in (0, 1, 3, 2))
 
 
-@pytest.mark.parametrize("servers", [None, SERVERS[0], SERVERS[:1]])
+@pytest.mark.parametrize("servers", [None, SERVERS[0], SERVERS[:1], [SERVERS[0], SERVERS[0]]])
 def test_more_replicas_than_servers_are_refused(servers: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"replicas=2 .*servers"):
+    with pytest.raises(SettingsError, match=r"replicas=2 .*servers|twice"):
         SpotCheckpoint(str(tmp_path), servers=servers, replicas=2)
-
-
-def test_a_server_that_is_named_twice_is_no_second_one(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="twice"):
-        SpotCheckpoint(str(tmp_path), servers=[SERVERS[0], SERVERS[0]], replicas=2)
 
 
 def test_the_server_of_this_machine_is_no_replica(
@@ -183,22 +177,6 @@ def test_one_servers_failure_moves_its_work_to_the_next(with_servers: MakeWithSe
     bench.save(2)
     assert bench.flush() == []
     assert bench.by_server(SECOND).puts() == [1, 2]
-
-
-def test_a_server_that_lost_its_memory_is_sent_the_newest_again(with_servers: MakeWithServers, tmp_path: Path) -> None:
-    bench = with_servers()
-    bench.start(FIRST)
-    bench.by_server(FIRST).open.clear()
-    bench.save(1)
-    until(lambda: bench.servers[FIRST].committed(RUN), "the server to have it")
-    until(lambda: f"{FIRST}/{RUN}" in bench.server.committed(RUN)[0].safe, "the host to know")
-    lost, gate, bench.far[FIRST] = bench.servers[FIRST], bench.by_server(FIRST).open, {}
-    bench.servers[FIRST] = bench.behind[FIRST].server = bench.make_server(FIRST, [str(tmp_path)])
-    assert bench.flush() == []
-    assert bench.durable() == [1]
-    assert bench.tier().tries == []
-    gate.set()
-    lost.close()
 
 
 def test_a_server_is_asked_also_where_nothing_is_owed(with_servers: MakeWithServers) -> None:
@@ -460,25 +438,6 @@ def test_a_replica_keeps_nothing_below_itself(with_servers: MakeWithServers, tmp
         server.close()
 
 
-def test_a_chunk_damaged_on_its_way_to_a_replica_is_sent_again(with_servers: MakeWithServers) -> None:
-    bench = with_servers()
-    bench.start(FIRST, SECOND, replicas=2)
-    until(lambda: len(_used(bench)) == 2, "both servers")
-    real, refused = bench.behind[FIRST].send, []
-
-    def send(manifest: Manifest, image: memoryview, **more: Any) -> Manifest:
-        if not refused:
-            refused.append(manifest.step)
-            raise CorruptSnapshotError("part 0 arrives damaged")
-        return real(manifest, image, **more)
-
-    bench.behind[FIRST].send = send  # type: ignore[method-assign]
-    bench.save(1)
-    at_both(bench, 1)
-    assert refused == [1]
-    assert bench.flush() == []
-
-
 def _used(bench: WithServers) -> list[str]:
     states = bench.server.status()["runs"][RUN]["servers"]
     return [url for url, state in states.items() if state in ("carries it on", "holds it")]
@@ -585,71 +544,25 @@ def test_a_prefix_that_cannot_be_compared_is_an_error() -> None:
 
 # -- as processes -----------------------------------------------------------------------------------------------------
 
-TRAINER = """
-import sys
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
-from lightning_spot.client import starting
-from lightning_spot.server.runs import RunInfo
-from lightning_spot.store.local import LocalStore
-from tests.support.server import image_of, manifest_of, RUN_ID
-url, to, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-host = starting.start(url, f"run@{RUN_ID}", slots=4, memory_bytes=2**30, server_idle_timeout_s=60)
-info = RunInfo(name="run", id=RUN_ID, location="file://" + url, attempt=1, token="t", durable_url=url, servers=(to,))
-host.open_run(info)
-LocalStore(url).claim(info.claim())
-for line in sys.stdin:
-    step = int(line)
-    lease = host.lease(nbytes, 30.0)
-    lease.map[:nbytes] = image_of(step, nbytes)
-    host.seal(lease, manifest_of(step, 1, nbytes))
-    print(step, flush=True)
-"""
 
+def test_killed_the_moment_the_server_has_it(start_server: StartServer, tmp_path: Path, warm_python: str) -> None:
+    durable, server = tmp_path / "run-1", start_server("--allow-storage", str(tmp_path))
 
-class Trainer:
-    """A process that commits snapshots at the server of its host."""
+    def held() -> int:
+        runs = server.client().call("GET", "/v1/status")["runs"].values()
+        return max((run["newest"].get("committed", {"step": 0})["step"] for run in runs), default=0)
 
-    def __init__(self, durable: Path, server: str, nbytes: int) -> None:
-        command = [sys.executable, "-c", TRAINER, str(durable), server, str(nbytes)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            cwd=Path(__file__).parents[2],
-            text=True,
-        )
-        self.durable = durable
-
-    def order(self, step: int) -> None:
-        self.process.stdin.write(f"{step}\n")
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        """``kill -9`` for the trainer and for the server on its host."""
-        record = starting.find_record(str(self.durable))
-        server = ServerClient(Address(socket_path=str(record.http))).call("GET", "/v1/status")["pid"]
-        os.kill(server, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            stream.close()
-        until(lambda: not record.running(), "the local server to be gone")
-
-
-def test_killed_the_moment_the_server_has_it(start_server: StartServer, tmp_path: Path) -> None:
-    durable = tmp_path / "durable"
-    server = start_server("--allow-storage", str(tmp_path))
-    trainer = Trainer(durable, server.url, 8 * MIB)
-    trainer.order(1)
-    store = ServerStore(f"{server.url}/{RUN}")
-    until(lambda: _held(store), "the snapshot server to have it")
-    trainer.kill()
-    found = until(lambda: LocalStore(durable).survey().manifests, "the snapshot server to make it durable")
-    assert [manifest.name for manifest in found] == [snapshot_name(1, 1)]
-    buffer = bytearray(found[0].nbytes)
-    LocalStore(durable).fetch(found[0], memoryview(buffer))
-    found[0].verify(memoryview(buffer), "durable")
+    with contextlib.closing(Server("tests.support.crash_trainer", tmp_path / "trainers.log", warm_python)) as trainers:
+        request = {"dirpath": durable, "oracle": tmp_path / "oracle", "elements": 3000, "watched": True}
+        pid = trainers.spawn(**request, ballast=2_000_000, alarm_s=120, servers=[server.url])
+        step = until(held, "the snapshot server to have one")
+        os.kill(pid, signal.SIGKILL)
+        assert trainers.read() == "-9"
+        kill_server(durable)
+    until(lambda: newest_durable(durable) >= (1, step), "the snapshot server to make it durable")
+    newest = LocalStore(durable).survey().manifests[0]
+    with open(durable / newest.data_path, "rb") as file:
+        check_checkpoint(file, newest.step)
 
 
 def test_a_server_that_was_stopped_is_passed_over(
@@ -696,10 +609,3 @@ def test_one_gb_is_safe_as_soon_as_over_sockets_with_checksums() -> None:
     ratio = statistics.median(ratios)
     print(f"plain sockets {raw:.2f}, safe {safe:.2f} x bytes / bandwidth, {ratio:.2f} x sockets that check: {ratios}")
     assert ratio <= benchmark.TARGET
-
-
-def _held(store: ServerStore) -> Any:
-    try:
-        return store.listing()
-    except TierError:
-        return []

@@ -131,8 +131,11 @@ class Cluster:
         url = self.servers[host]
         return any(any(at.startswith(url) for at in slot["dirty"]) for slot in self.status().get("slots", ()))
 
-    def ends(self) -> None:
-        """Start again; the run must come to its end, and be durable."""
+    def goes_on(self, promised: int) -> None:
+        """Start again, from what was promised; lost once more, the run must come to its end, and be durable."""
+        self.train()
+        assert self.resumed() >= promised
+        self.lose(TRAINER)
         step = max(self.step(), self.reached)
         self.train(max_steps=step + 10)
         self.resumed()
@@ -183,11 +186,7 @@ def test_the_trainers_machine_and_perhaps_a_server_are_lost(
     phase(cluster)
     promised = max(promised, *(cluster.safe(host) for host in (LEFT, RIGHT) if host != also))
     cluster.lose(TRAINER, *([also] if also is not None else []))
-    cluster.train()
-    assert cluster.resumed() >= promised
-    cluster.trains_on()
-    cluster.lose(TRAINER)
-    cluster.ends()
+    cluster.goes_on(promised)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -211,10 +210,7 @@ def test_a_server_is_lost_and_comes_back(cluster: Cluster, phase: Callable[[Clus
     cluster.trains_on()
     promised = cluster.wait_safe(1, LEFT)
     cluster.lose(TRAINER, RIGHT)  # the one that came back has it all by itself now
-    cluster.train()
-    assert cluster.resumed() >= promised
-    cluster.lose(TRAINER)
-    cluster.ends()
+    cluster.goes_on(promised)
 
 
 def test_the_trainers_link_is_cut(cluster: Cluster) -> None:
@@ -227,10 +223,7 @@ def test_the_trainers_link_is_cut(cluster: Cluster) -> None:
     cluster.network.mend(TRAINER)
     promised = cluster.wait_safe(cluster.step(), LEFT, RIGHT)
     cluster.lose(TRAINER)
-    cluster.train()
-    assert cluster.resumed() >= promised
-    cluster.lose(TRAINER)
-    cluster.ends()
+    cluster.goes_on(promised)
 
 
 def test_the_server_that_uploads_is_lost_before_it_has(cluster: Cluster) -> None:
@@ -250,10 +243,7 @@ def test_the_server_that_uploads_is_lost_before_it_has(cluster: Cluster) -> None
     cluster.lose(other)
     cluster.start_server(other)
     cluster.start_server(carrier)
-    cluster.train()
-    assert cluster.resumed() >= promised
-    cluster.lose(TRAINER)
-    cluster.ends()
+    cluster.goes_on(promised)
 
 
 def test_the_machine_is_lost_again_while_it_restores(cluster: Cluster) -> None:
@@ -268,10 +258,7 @@ def test_the_machine_is_lost_again_while_it_restores(cluster: Cluster) -> None:
     until(lambda: cluster.network.received(TRAINER) > before + 10**6, "it to be at reading", WAIT_S)
     assert not cluster.lines("from")
     cluster.lose(TRAINER)
-    cluster.train()
-    assert cluster.resumed() >= promised
-    cluster.lose(TRAINER)
-    cluster.ends()
+    cluster.goes_on(promised)
 
 
 def _carries(cluster: Cluster, url: str) -> bool:

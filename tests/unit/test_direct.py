@@ -91,7 +91,11 @@ def test_a_short_write_is_carried_on_at_any_place(tmp_path: Path) -> None:
     assert len(writes) > 2
 
 
-def test_a_file_system_that_refuses_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "number", [errno.EINVAL, errno.EOPNOTSUPP, 0, -1], ids=["EINVAL", "EOPNOTSUPP", "flag", "none"]
+)
+def test_a_system_that_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """As a write, as the flag is set, or where there is no such flag."""
     real = fcntl.fcntl
 
     def refuse(fd: int, command: int, argument: int = 0) -> int:
@@ -99,18 +103,17 @@ def test_a_file_system_that_refuses_to_begin(tmp_path: Path, monkeypatch: pytest
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return int(real(fd, command, argument))
 
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-    assert written(tmp_path / "file", parts_of(memory_of(NBYTES))) == [(False, MIB)] * 3 + [(False, 1234)]
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_that_refuses_to_write(tmp_path: Path, number: int) -> None:
-    def refuse(past_cache: bool, nbytes: int) -> int:
+    def takes(past_cache: bool, nbytes: int) -> int:
         if past_cache:
             raise OSError(number, os.strerror(number))
         return nbytes
 
-    assert written(tmp_path / "file", parts_of(memory_of(NBYTES)), takes=refuse) == [(False, MIB)] * 3 + [(False, 1234)]
+    if number == 0:
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+    elif number == -1:
+        monkeypatch.setattr(posix, "_O_DIRECT", 0)
+    writes = written(tmp_path / "file", parts_of(memory_of(NBYTES)), takes=takes)
+    assert writes == [(False, MIB)] * 3 + [(False, 1234)]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
@@ -121,11 +124,6 @@ def test_what_is_no_refusal_is_an_error(tmp_path: Path, number: int) -> None:
 
     with pytest.raises(OSError, match=os.strerror(number)):
         written(tmp_path / "file", parts_of(memory_of(NBYTES)), takes=fail)
-
-
-def test_a_system_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix, "_O_DIRECT", 0)
-    assert not any(past_cache for past_cache, _ in written(tmp_path / "file", parts_of(memory_of(NBYTES))))
 
 
 @pytest.fixture

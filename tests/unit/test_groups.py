@@ -345,19 +345,6 @@ def test_a_writer_waits_for_no_memory_that_only_its_shard_frees(make_bench: Make
     assert bench.server.lease(run, 1, 2**21, writer=1, wait_s=30.0)
 
 
-def test_a_writer_that_only_fails_takes_few_slots(ring: Ring) -> None:
-    ring.set_tiers(RUN_ID, Tiers((STORAGE,)))
-    put(ring, sealed_shard(1, 1))
-    put(ring, sealed_shard(2, 0))
-    for step in range(2, 60):
-        ring.fail(RUN_ID, failed_shard(step, 1))
-    steps = sorted(slot.manifest.step for slot in ring.committed(RUN_ID) if slot.manifest is not None)
-    assert steps == [1, *range(44, 60)]
-    assert len(ring.slots) < 20
-    ring.fail(RUN_ID, failed_shard(60, 0))
-    assert len(ring.committed(RUN_ID)) == len(steps)  # of the run, not of each writer
-
-
 def test_shards_of_a_rank_that_ended_are_not_waited_for(make_bench: MakeBench) -> None:
     bench = make_bench()
     bench.open(durable=False)

@@ -207,12 +207,6 @@ SITUATIONS = {
         look a
         send 2 a
     """,
-    "a failure is brought everywhere, until something newer is complete": """
-        run live hosts=2
-        slot 2/0of2 failed
-        ----
-        put shards 2 storage @1000.5
-    """,
     "a deletion waits for no snapshot": """
         run live
         place storage deletes=1

@@ -39,7 +39,6 @@ from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.slots import MOST_ABORTED, MOST_OF_A_WRITER, Held, Slot
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
-from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
@@ -50,17 +49,6 @@ from tests.support.shards import failed_shard
 from tests.support.waiting import until
 
 # -- slots and dirty bits ---------------------------------------------------------------------------------------------
-
-
-def test_a_dirty_bit_stays_until_the_tier_has_it(bench: Bench) -> None:
-    bench.open()
-    bench.tier().open.clear()
-    bench.save(1)
-    (slot,) = bench.server.committed(RUN)
-    assert bench.server.ring.owed([slot]) == [bench.tier().url]
-    bench.tier().open.set()
-    assert bench.flush() == []
-    assert (bench.server.ring.owed([slot]), slot.safe) == ([], [bench.tier().url])
 
 
 def test_back_pressure_when_every_slot_is_needed(make_bench: MakeBench) -> None:
@@ -264,36 +252,21 @@ def test_an_overtaken_attempt_is_logged_once(bench: Bench, session: str, caplog:
     assert [facts["attempt"] for facts in said(caplog, "attempt-refused")] == [1]
 
 
-def test_two_attempts_of_one_number_are_told_apart(bench: Bench) -> None:
-    bench.open(attempt=4, token="one")
-    bench.open(attempt=4, token="one")  # the same once more
-    with pytest.raises(FencedError):
-        bench.open(attempt=4, token="other")
-
-
 def test_a_run_that_is_not_known_is_to_be_opened(bench: Bench) -> None:
     with pytest.raises(SnapshotNotFoundError, match="open the run again"):
         bench.server.lease(RUN, 1, 100)
 
 
-def test_commits_before_the_fence_are_still_persisted(bench: Bench) -> None:
+def test_what_came_before_the_fence_is_uploaded_for_this_one(bench: Bench) -> None:
+    """A file was refused and tried again for ever."""
     bench.open()
     bench.tier().open.clear()
     bench.save(5)
-    bench.open(attempt=2)
-    bench.tier().open.set()
-    assert bench.flush() == []
-    assert [manifest.attempt for manifest in bench.tier().survey().manifests] == [1]
-
-
-def test_a_file_of_the_attempt_before_is_uploaded_for_this_one(bench: Bench) -> None:
-    """It was refused and tried again for ever."""
-    bench.open()
-    bench.tier().open.clear()
     bench.file("notes.txt", 5)
     bench.open(attempt=2)
     bench.tier().open.set()
     assert bench.flush() == []
+    assert [manifest.attempt for manifest in bench.tier().survey().manifests] == [1]
     assert (Path(bench.tier().url) / "notes.txt").read_bytes() == image_of(5, 1000)
     assert bench.server.tiers()[bench.tier().url].failures_total == 0  # nobody is told to stop this trainer
 
@@ -446,20 +419,6 @@ def test_a_dead_trainers_file_does_not_replace_a_newer_one(make_bench: MakeBench
 # -- uploads ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_upload_commits_only_what_it_said_it_would(bench: Bench) -> None:
-    bench.open()
-    manifest, image = manifest_of(1), image_of(1, 1000)
-    upload = bench.server.lease(RUN, 1, 1000, manifest=manifest)
-    upload.received.begin(0, 1000)
-    upload.received.end(0, checksum(image))
-    with pytest.raises(SettingsError, match="is not what this upload was opened for"):
-        bench.server.commit(upload.id, replace(manifest.sealed(memoryview(image)), epoch=7))
-    with pytest.raises(SettingsError, match="not what is asked"):
-        bench.server.lease(RUN, 1, manifest.nbytes - 1, manifest=manifest)
-    assert bench.flush() == []
-    assert bench.tier().survey().manifests == []
-
-
 def test_parts_must_all_have_arrived(bench: Bench) -> None:
     bench.open()
     upload = bench.server.lease(RUN, 1, 100)
@@ -513,24 +472,6 @@ def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None
     assert bench.tier().survey().manifests == []
     with pytest.raises(SnapshotNotFoundError):
         bench.server.remove(RUN, first.name)
-
-
-def test_a_file_that_is_saved_again_is_not_removed_before(bench: Bench) -> None:
-    """It was gone until the new one had come: the removal was planned still."""
-    there = str(bench.root / "files")
-    bench.open()
-    bench.open(run_id=OTHER_ID)
-    bench.file("best.ckpt", 1, run_id=OTHER_ID, destinations=[there])
-    assert bench.flush() == []
-    bench.store(there).open.clear()
-    bench.file("other.ckpt", 1, destinations=[there])
-    until(lambda: "put other.ckpt" in bench.store(there).tries, "the place to be busy")
-    bench.server.remove(f"run@{OTHER_ID}", "best.ckpt")
-    del bench.store(there).tries[:]
-    bench.file("best.ckpt", 2, run_id=OTHER_ID, destinations=[there])
-    bench.store(there).open.set()
-    until(lambda: "put best.ckpt" in bench.store(there).tries, "the new one to be brought")
-    assert "delete best.ckpt" not in bench.store(there).tries
 
 
 def test_a_user_file_is_never_dropped_from_memory_only(bench: Bench) -> None:
@@ -676,6 +617,17 @@ def test_records_that_cannot_be_written_are_named_once(tmp_path: Path, caplog: p
     area.close()
 
 
+@pytest.fixture
+def killed(make_bench: MakeBench, runtime_dir: Path) -> Path:
+    """The area of a server that was killed with two steps in memory."""
+    bench = make_bench(area=runtime_dir / "area")
+    bench.open(durable=False)
+    for step in (1, 2):
+        bench.save(step)
+    bench.die()
+    return runtime_dir / "area"
+
+
 def test_two_living_servers_never_share_an_area(make_bench: MakeBench, runtime_dir: Path) -> None:
     """Containers with a /dev/shm in common and runtime directories of their own."""
     one, other = make_bench(area=runtime_dir / "area"), make_bench(area=runtime_dir / "area")
@@ -691,55 +643,35 @@ def test_two_living_servers_never_share_an_area(make_bench: MakeBench, runtime_d
     assert list(runtime_dir.glob("area*")) == []
 
 
-def test_an_heir_adopts_while_somebody_looks_for_servers(make_bench: MakeBench, runtime_dir: Path) -> None:
+def test_an_heir_adopts_while_somebody_looks_for_servers(make_bench: MakeBench, killed: Path) -> None:
     """As `status` and `stop` do, which take its lock for a moment."""
-    killed = make_bench(area=runtime_dir / "area")
-    killed.open(durable=False)
-    killed.save(1)
-    killed.die()
-    looks = open(runtime_dir / "area" / AREA_LOCK, "rb")  # noqa: SIM115 - closed by the timer
+    looks = open(killed / AREA_LOCK, "rb")  # noqa: SIM115 - closed by the timer
     fcntl.flock(looks, fcntl.LOCK_SH | fcntl.LOCK_NB)
     threading.Timer(0.2, looks.close).start()
-    heir = make_bench(area=runtime_dir / "area")
-    assert heir.committed() == [1]
+    heir = make_bench(area=killed)
+    assert heir.committed() == [2, 1]
     assert heir.server.ring.area is not None
-    assert heir.server.ring.area.path == runtime_dir / "area"
+    assert heir.server.ring.area.path == killed
 
 
-def test_an_heir_with_fewer_slots_loses_nothing(make_bench: MakeBench, runtime_dir: Path) -> None:
-    killed = make_bench(area=runtime_dir / "area")
-    killed.open(durable=False, keep=Keep(newest=9))
-    for step in (1, 2, 3):
-        killed.save(step)
-    killed.die()
-    assert make_bench(area=runtime_dir / "area", slots=2).committed() == [3, 2, 1]
+def test_an_heir_with_fewer_slots_loses_nothing(make_bench: MakeBench, killed: Path) -> None:
+    assert make_bench(area=killed, slots=1).committed() == [2, 1]
 
 
-def test_a_damaged_leftover_is_dropped(make_bench: MakeBench, runtime_dir: Path) -> None:
-    area = runtime_dir / "area"
-    killed = make_bench(area=area)
-    killed.open(durable=False)
-    for step in (1, 2):
-        killed.save(step)
-    with open(area / "slot-1.img", "r+b") as file:
+def test_a_damaged_leftover_is_dropped(make_bench: MakeBench, killed: Path) -> None:
+    with open(killed / "slot-1.img", "r+b") as file:
         file.seek(100)
         file.write(b"\0damage\0")
-    killed.die()
-    assert make_bench(area=area).committed() == [1]
+    assert make_bench(area=killed).committed() == [1]
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()], ids=["map", "objects"])
 @pytest.mark.parametrize("times", [1, 9])
 def test_a_recovery_that_lacks_memory_drops_no_snapshot(
-    make_bench: MakeBench, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
+    make_bench: MakeBench, killed: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
 ) -> None:
     """It is tried again; if it does not pass, the server does not start, and the next one takes it over."""
-    area, left = runtime_dir / "area", [error] * times
-    killed = make_bench(area=area)
-    killed.open(durable=False)
-    killed.save(1)
-    killed.save(2)
-    killed.die()
+    left = [error] * times
 
     def short(fd: int, nbytes: int, real: Callable[..., mmap.mmap] = slot_module.map_shared) -> mmap.mmap:
         if left:
@@ -750,9 +682,9 @@ def test_a_recovery_that_lacks_memory_drops_no_snapshot(
     monkeypatch.setattr(area_module, "_AGAIN_S", (0.01, 0.01))
     if times > 1:
         with pytest.raises(TierError, match="cannot be read now"):
-            make_bench(area=area)
+            make_bench(area=killed)
         left.clear()
-    assert make_bench(area=area).committed() == [2, 1]
+    assert make_bench(area=killed).committed() == [2, 1]
 
 
 def test_small_tmpfs_falls_back_to_memory_files(
@@ -892,16 +824,6 @@ def test_places_of_files_are_forgotten_with_their_run(bench: Bench, monkeypatch:
     assert elsewhere not in bench.server.tiers()
 
 
-def test_what_a_run_is_answered_follows_from_how_it_was_opened(bench: Bench) -> None:
-    """Another thread that forgot it just then had it end with a KeyError."""
-    bench.open()
-    info = bench.server.registry.info(RUN_ID)
-    assert info is not None
-    bench.server.reconciler.forget(RUN_ID)
-    assert bench.server.opened(info).carries
-    assert not bench.server.opened(replace(info, carry=False)).carries
-
-
 def test_of_a_run_opened_once_more_nothing_is_written(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
     bench = make_bench(area=runtime_dir / "area")
     bench.open()
@@ -949,18 +871,6 @@ def test_a_file_whose_replacement_is_killed_has_one_version(
     left = shutil.copytree(runtime_dir / "area", runtime_dir / "left")
     (left / "lock").unlink()
     assert make_bench(area=left).committed() == [1]
-
-
-def test_a_server_is_not_settled_while_a_deletion_is_owed(bench: Bench) -> None:
-    bench.open()
-    bench.file("best.ckpt", 1)
-    assert bench.flush() == []
-    bench.tier().errors = lambda kind, _manifest: TierError("down", tier="x") if kind == "delete" else None
-    bench.server.remove(RUN, "best.ckpt")
-    assert not bench.server.settled
-    bench.tier().fail(None)
-    assert bench.flush() == []
-    assert bench.server.settled
 
 
 def test_opening_a_run_without_its_token_changes_nothing_of_it(bench: Bench) -> None:

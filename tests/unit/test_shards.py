@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.snapshot.files import FileSpan, is_own_file
@@ -181,31 +180,6 @@ def by_majority(registers: dict[int, ShardOf], order: Order, watermark: Order | 
 def test_the_model_finds_a_planted_defect(model: Model) -> None:
     _, problem = search(model, most=60_000)
     assert problem
-
-
-class Walk(RuleBasedStateMachine):
-    """A long walk through larger models than can be searched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model(writers=3, servers=2, snapshots=3, attempts=3, values=("a", "a", "b", ""))
-        self.state = self.model.start
-
-    @rule(choice=st.integers(0, 10_000))
-    def go(self, choice: int) -> None:
-        possible = list(self.model.steps(self.state))
-        if possible:
-            self.state = possible[choice % len(possible)][1]
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        assert not self.model.problem(self.state)
-
-
-TestWalk = Walk.TestCase
-TestWalk.settings = settings(
-    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
 
 
 # -- one image --------------------------------------------------------------------------------------------------------

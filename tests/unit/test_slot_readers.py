@@ -28,19 +28,6 @@ from tests.support.waiting import until
 
 
 @pytest.fixture
-def make(tmp_path: Path, runtime_dir: Path) -> Iterator[MakeBench]:
-    made: list[Bench] = []
-
-    def bench(**settings: Any) -> Bench:
-        made.append(Bench(tmp_path, area=runtime_dir / "area", **settings))
-        return made[-1]
-
-    yield bench
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
 def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Bench], None]]:
     """Makes a server of this process that of this host: trainers get at its slots by descriptor, as they always do."""
     with contextlib.ExitStack() as serving:
@@ -62,10 +49,10 @@ def attached(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
 
 def test_a_slot_replaced_while_handed_over_maps_no_other_file(
-    make: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_bench: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of its descriptor goes to the next file that is opened: a trainer would have written there."""
-    server = make(slots=1).server
+    server = make_bench(slots=1).server
     ring = server.ring
     slot = ring.try_lease(RUN, 1000)
     slot.memory.map[:4] = b"mine"
@@ -90,8 +77,8 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
     others[0].close()
 
 
-def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: MakeBench, tmp_path: Path) -> None:
-    bench = make(slots=1)
+def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make_bench: MakeBench, tmp_path: Path) -> None:
+    bench = make_bench(slots=1)
     slot = bench.server.ring.try_lease(RUN, 1000)
     with sessions_of(bench.server, tmp_path / "http") as begin:
         session = begin()
@@ -102,9 +89,9 @@ def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make: MakeBench, t
 
 
 def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
-    make: MakeBench, attached: Callable[[Bench], None], tmp_path: Path
+    make_bench: MakeBench, attached: Callable[[Bench], None], tmp_path: Path
 ) -> None:
-    bench = make(slots=2)
+    bench = make_bench(slots=2)
     bench.open()
     file = io.BytesIO()
     torch.save({"step": 1, "large": torch.arange(LARGE)}, file)
@@ -133,9 +120,9 @@ def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
 
 
 def test_shared_data_is_read_only_and_data_read_alone_not_copied(
-    make: MakeBench, attached: Callable[[Bench], None]
+    make_bench: MakeBench, attached: Callable[[Bench], None]
 ) -> None:
-    bench = make()
+    bench = make_bench()
     bench.open()
     manifest = bench.save(1)
     (slot,) = bench.server.committed(RUN)
@@ -154,8 +141,10 @@ def test_shared_data_is_read_only_and_data_read_alone_not_copied(
     alone.close()
 
 
-def test_a_slot_that_is_damaged_is_found_as_it_is_copied(make: MakeBench, attached: Callable[[Bench], None]) -> None:
-    bench = make()
+def test_a_slot_that_is_damaged_is_found_as_it_is_copied(
+    make_bench: MakeBench, attached: Callable[[Bench], None]
+) -> None:
+    bench = make_bench()
     bench.open()
     manifest = bench.save(1)
     (slot,) = bench.server.committed(RUN)

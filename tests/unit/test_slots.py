@@ -36,9 +36,9 @@ NBYTES = 1000
 class Here:
     """A ring in this process, and its trainer's hold on it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, slots: int = 3) -> None:
         self.store = GatedStore(str(root / "tier"))
-        self.host = InProcessHost(slots=3, memory_bytes=2**26, open_store=lambda _url: self.store)
+        self.host = InProcessHost(slots=slots, memory_bytes=2**26, open_store=lambda _url: self.store)
         self.host.open_run(named_run("run", self.store.url, keep=Keep(newest=100)))
         self.slots = self.host._server.ring.slots
 
@@ -50,8 +50,8 @@ class Here:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Here]:
-    made = Here(tmp_path)
+def here(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Here]:
+    made = Here(tmp_path, getattr(request, "param", 3))
     yield made
     made.store.open.set()
     made.host.leave(complete=True)
@@ -83,35 +83,26 @@ def test_a_spare_slot_is_made_only_if_one_is_wanted(here: Here) -> None:
     assert here.host.lease(NBYTES, 0.0).slot == spare.slot
 
 
-def test_a_larger_slot_made_ahead_replaces_only_superseded_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("here", [2], indirect=True)
+def test_a_larger_slot_made_ahead_replaces_only_superseded_ones(here: Here) -> None:
     """The newest snapshot is there until the next one is: what is made ahead of that never takes its place."""
-    store = GatedStore(str(tmp_path / "tier"))
-    host = InProcessHost(slots=2, memory_bytes=2**26, open_store=lambda _url: store)
-    host.open_run(named_run("run", store.url, keep=Keep(newest=100)))
     larger = 4 * slot_capacity(NBYTES)
 
     def there() -> list[int]:
-        return sorted(slot.snapshot.step for slot in host._server.ring.slots if slot.snapshot is not None)
+        assert here.host.flush(30) == []
+        return sorted(slot.snapshot.step for slot in here.slots if slot.snapshot is not None)
 
-    def save(step: int) -> None:
-        lease = host.lease(NBYTES, 0.0)
-        lease.map[:NBYTES] = image_of(step, NBYTES)
-        host.seal(lease, manifest_of(step, run_id=""))
-        assert host.flush(30) == []
-
-    try:
-        save(1)
-        filled = host.lease(NBYTES, 0.0)  # so the newest is all that could make room
-        with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-            host.lease(larger, 0.0, making=Making.SPARE)
-        assert there() == [1]
-        host.abort(filled)
-        save(2)
-        assert there() == [1, 2]
-        host.abort(host.lease(larger, 0.0, making=Making.SPARE))
-        assert there() == [2]
-    finally:
-        host.leave(complete=True)
+    here.take(1)
+    filled = here.host.lease(NBYTES, 0.0)  # so the newest is all that could make room
+    assert there() == [1]
+    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
+        here.host.lease(larger, 0.0, making=Making.SPARE)
+    assert there() == [1]
+    here.host.abort(filled)
+    here.take(2)
+    assert there() == [1, 2]
+    here.host.abort(here.host.lease(larger, 0.0, making=Making.SPARE))
+    assert there() == [2]
 
 
 def test_who_needs_the_slot_that_is_being_made_waits_for_it(here: Here) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from benchmarks.closed_form import FailureClass, expected_total_s
@@ -245,40 +245,6 @@ def test_another_tier_never_makes_a_failure_take_more(
     assert lost_by(more, taken, (at_s, kind)) <= lost_by(few, taken, (at_s, kind))
 
 
-@example(stall_s=1.0, mtbf_s=5000.0, durable_s=101.01, faster=2.0, process=0.0, server_gone=1 / 3)
-@given(
-    stall_s=st.floats(0.01, 30.0),
-    mtbf_s=st.floats(300.0, 1e5),
-    durable_s=st.floats(0.1, 3000.0),
-    faster=st.floats(2.0, 50.0),
-    process=st.floats(0.0, 1.0),
-    server_gone=st.floats(
-        0.0, 1 / 3
-    ),  # of failures of machines; with more, a server that is twice as fast may be a loss
-)
-def test_a_server_never_makes_a_failure_cost_more_at_its_pace(
-    stall_s: float, mtbf_s: float, durable_s: float, faster: float, process: float, server_gone: float
-) -> None:
-    """To first order, at the intervals that the policy chooses with and without a server at least twice as fast.
-
-    The period is no longer with the server. Of the failures of machines, all are back by the server's time later, and a
-    share ``g`` by the busy durable tier's half more: less than before by at least ``durable_s * (1 - 3 * g) / 2``.
-    """
-    shares = {Failure.PROCESS: process, Failure.MACHINE: (1 - process) * (1 - server_gone)}
-    shares[Failure.SERVER] = 1 - sum(shares.values())
-
-    def lost(found: tuple[Tier, ...]) -> float:
-        policy = YoungDaly()
-        policy.learn(SimulatedJob(work_s=1.0, stall_s=stall_s, tiers=found).costs(mtbf_s))
-        period_s = policy.interval_s(0)
-        nearest = {kind: next(tier for tier in found if tier.survives >= kind) for kind in Failure}
-        return sum(
-            share * lost_s(period_s, nearest[kind].drain_s, nearest[kind].lag_s) for kind, share in shares.items()
-        )
-
-    assert lost(tiers(durable_s / faster, durable_s)) <= lost(tiers(None, durable_s)) * (1 + 1e-9)
-
-
 @given(st.lists(st.floats(0.5, 50.0), min_size=3, max_size=60), st.floats(0.0, 60.0), st.floats(1.0, 1000.0))
 def test_with_uneven_snapshots_a_tier_is_close_to_its_simulation(
     gaps: list[float], drain_s: float, at_s: float
@@ -334,11 +300,6 @@ def test_machines_are_lost_as_they_would_be_without_crashes() -> None:
         lost = kinds[:, run] != Failure.PROCESS
         between = np.diff(np.cumsum(ups[:, run])[lost], prepend=0.0)
         assert between[:60] == pytest.approx(alone[:, run])
-
-
-def test_a_tier_is_not_faster_than_the_one_before_it() -> None:
-    assert [tier.drain_s for tier in tiers(30.0, 10.0)] == [0.0, 30.0, 30.0]
-    assert [tier.lag_s for tier in tiers(30.0, 10.0)] == [0.0, 0.0, 30.0]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
