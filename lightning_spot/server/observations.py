@@ -121,7 +121,7 @@ class Observations:
     def failing(self, url: str) -> bool:
         """Whether nothing succeeded at the tier since it failed."""
         with self._ring.changed:
-            return url in self._places and self._places[url].backoff.failing
+            return url in self._places and bool(self._places[url].failing)
 
     def hear(self, servers: Servers, server: Server, why: str) -> None:
         """Take note of how something went at a server: why it failed, ``""`` if it did not. Under the lock."""

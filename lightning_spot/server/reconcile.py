@@ -7,7 +7,7 @@ or was lost on its way, is not seen, and so it is to be done still. Times are mo
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,6 +73,9 @@ class Kind(enum.Enum):
         return self in (Kind.SEND, Kind.PUT, Kind.PUT_SHARDS)
 
 
+Key = tuple[str, str, str]
+"""What failures are counted under: the kind of an action, the run, and the snapshot."""
+
 Lane = tuple[str, bool]
 """What a worker does: the URL of its place, and whether it only asks there."""
 
@@ -118,7 +121,7 @@ class Action:
         return self.url, self.kind.is_question
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         """What failures are counted under."""
         return (self.kind.value, self.run, "" if self.kind is Kind.RETAIN else self.name)
 
@@ -191,72 +194,35 @@ def expires_s(info: RunInfo | None, asked_s: float, leaves_s: float | None) -> f
 
 
 @dataclass(slots=True)
-class _Failure:
-    count: int = 0
-    last_s: float = 0.0
-
-    @property
-    def due_s(self) -> float:
-        return self.last_s + pause_after(self.count, FIRST_RETRY_S, LAST_RETRY_S)
-
-
-class BackOff:
-    """Failures at one place: what failed is tried later, and all else there once several things have failed."""
-
-    def __init__(self) -> None:
-        self._items: dict[Hashable, _Failure] = {}
-        self._place = _Failure()
-        self._since_success: set[Hashable] = set()
-
-    @property
-    def failing(self) -> bool:
-        """Whether nothing succeeded since the last failure."""
-        return bool(self._since_success)
-
-    def due_s(self, item: Hashable) -> float:
-        """When an item may be tried, 0 for at once: one that did not fail waits only if the whole place fails."""
-        own = self._items[item].due_s if item in self._items else 0.0
-        others = self._since_success - {item}
-        return max(own, self._place.due_s if others and self._place.count else 0.0)
-
-    def failed(self, item: Hashable, now_s: float) -> None:
-        """An item failed."""
-        failure = self._items.setdefault(item, _Failure())
-        failure.count, failure.last_s = failure.count + 1, now_s
-        self._since_success.add(item)
-        if len(self._since_success) > 1:
-            self._place.count, self._place.last_s = self._place.count + 1, now_s
-
-    def succeeded(self, item: Hashable) -> None:
-        """An item succeeded."""
-        self._items.pop(item, None)
-        self._since_success.clear()
-        self._place = _Failure()
-
-    def forget(self, items: set[Hashable]) -> None:
-        """Forget all items but these: the others are not wanted any more."""
-        for item in [item for item in self._items if item not in items]:
-            del self._items[item]
-
-    def shorten(self) -> None:
-        """Let everything be tried again soon, but not at once: who hurries may do so many times a second."""
-        for failure in [*self._items.values(), self._place]:
-            failure.count = min(failure.count, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """An upload that waits for what others bring.
+class Tried:
+    """How something went that is still to be done: it failed, or it waits for what others bring.
 
     Attributes:
-        since_s: since when nothing more has come there, and nothing failed.
-        due_s: when it is looked at again.
+        failures: in a row.
+        failed_s: when it failed last.
+        why: it did, for people.
+        waits_since_s: since when nothing more has come there of what it waits for, and nothing failed.
+        looks_s: when it is looked at again whether more has come.
         there: files of the snapshot that were there then, of all places.
     """
 
-    since_s: float
-    due_s: float
-    there: int
+    failures: int = 0
+    failed_s: float = 0.0
+    why: str = ""
+    waits_since_s: float | None = None
+    looks_s: float = 0.0
+    there: int = 0
+
+    @property
+    def due_s(self) -> float:
+        """When it is tried again."""
+        pause_s = pause_after(self.failures, FIRST_RETRY_S, LAST_RETRY_S) if self.failures else 0.0
+        return max(self.failed_s + pause_s, self.looks_s)
+
+    def fails(self, why: str, now_s: float) -> None:
+        """It has failed. Other places may not be reached either: what is waited for may still come."""
+        self.failures, self.failed_s, self.why = self.failures + 1, now_s, why
+        self.waits_since_s = now_s if self.waits_since_s is not None else None
 
 
 @dataclass(eq=False, slots=True)
@@ -281,42 +247,59 @@ class Destination:
     Attributes:
         url: of it.
         health: how it is doing, for people; its errors are below.
-        backoff: what failed there.
-        errors: of what fails, by its key, for people.
+        tried: what was tried there and is still to be done, by its key.
+        whole: how all that was tried went, if several things have failed.
+        failing: keys of what has failed since something succeeded.
         deletions: what is not to be there any more.
         newest: what was brought there last, of each run whose older snapshots are still to go.
         begun_s: when a snapshot of each run was last begun.
         took_s: how long the last one took.
-        waits: uploads that wait for what others bring, by their keys.
     """
 
     url: str
     health: TierHealth = field(init=False)
-    backoff: BackOff = field(default_factory=BackOff)
-    errors: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    tried: dict[Key, Tried] = field(default_factory=dict)
+    whole: Tried = field(default_factory=Tried)
+    failing: set[Key] = field(default_factory=set)
     deletions: list[Deletion] = field(default_factory=list)
     newest: dict[str, Manifest] = field(default_factory=dict)
     begun_s: dict[str, float] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)
-    waits: dict[tuple[str, str, str], Wait] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.health = TierHealth.of(self.url)
 
     @property
     def error(self) -> str:
-        """What fails there at present, for people."""
-        return "; ".join(list(self.errors.values())[-3:])
+        """What fails there at present, for people.
+
+        What failed may have made way for something newer, which was not tried yet: the place fails all the same.
+        """
+        whys = [each.why for each in self.tried.values() if each.why]
+        return "; ".join(whys[-3:]) or (self.whole.why if self.failing else "")
+
+    def waits(self, key: Key) -> bool:
+        """Whether an upload waits for what others bring."""
+        return key in self.tried and self.tried[key].waits_since_s is not None
+
+    def due_s(self, key: Key) -> float:
+        """When something may be tried, 0 for at once: what did not fail waits only if several other things have."""
+        own = self.tried[key].due_s if key in self.tried else 0.0
+        return max(own, self.whole.due_s if self.failing - {key} else 0.0)
+
+    def shorten(self) -> None:
+        """Let everything be tried again soon, but not at once: who hurries may do so many times a second."""
+        for each in (*self.tried.values(), self.whole):
+            each.failures = min(each.failures, 1)
 
     def begins(self, action: Action, now_s: float) -> None:
         """Something is being done."""
-        if action.kind.is_upload and action.key not in self.waits:  # else it has begun before
+        if action.kind.is_upload and not self.waits(action.key):  # else it has begun before
             self.begun_s[action.run] = now_s
 
     def done(self, action: Action) -> None:
         """Something was done, or is not to be tried again."""
         self._succeeded(action)
-        self.waits.pop(action.key, None)
         if action.kind is Kind.DELETE:
             self.deletions[:] = [each for each in self.deletions if each.manifest is not action.manifest]
         if action.kind is Kind.RETAIN and self.newest.get(action.run) is action.manifest:
@@ -329,10 +312,11 @@ class Destination:
     def failed(self, action: Action, text: str, now_s: float) -> None:
         """Something failed. An upload that did is not counted as begun: it is tried with back-off, not at its pace."""
         self.dropped(action)
-        self.backoff.failed(action.key, now_s)
-        self.errors[action.key] = text
-        if (known := self.waits.get(action.key)) is not None:  # other places may not reach it either
-            self.waits[action.key] = replace(known, since_s=now_s)
+        self.tried.setdefault(action.key, Tried()).fails(text, now_s)
+        self.failing.add(action.key)
+        self.whole.why = text
+        if len(self.failing) > 1:
+            self.whole.fails(text, now_s)
 
     def dropped(self, action: Action) -> None:
         """There was nothing to bring after all: it does not count as begun."""
@@ -350,35 +334,33 @@ class Destination:
         Returns:
             since when nothing more has come.
         """
-        self._succeeded(action)
-        known = self.waits.get(action.key)
-        since_s = known.since_s if known is not None and known.there == there else now_s
-        due_s = _looks_again_s(now_s, since_s, _LAST_WAIT_S)
-        self.waits[action.key] = Wait(since_s, due_s, there)
+        known = self._succeeded(action)
+        since_s = known.waits_since_s if known is not None and known.there == there else None
+        since_s = since_s if since_s is not None else now_s
+        looks_s = _looks_again_s(now_s, since_s, _LAST_WAIT_S)
+        self.tried[action.key] = Tried(waits_since_s=since_s, looks_s=looks_s, there=there)
         return since_s
 
-    def only(self, wanted: set[tuple[str, str, str]]) -> None:
+    def only(self, wanted: set[Key]) -> None:
         """Forget how all actions went but these: the others are not wanted any more."""
-        self.backoff.forget(set(wanted))
-        errors = {key: text for key, text in self.errors.items() if key in wanted}
-        # What failed may have made way for something newer, which was not tried yet: the place fails all the same.
-        self.errors = errors or (self.errors if wanted and self.backoff.failing else {})
-        self.waits = {key: wait for key, wait in self.waits.items() if key in wanted}
+        self.tried = {key: each for key, each in self.tried.items() if key in wanted}
+        if not wanted:
+            self.whole.why = ""
 
     def forget(self, run: str) -> bool:
         """Forget a run; whether nothing is known of any other."""
         mine: tuple[dict[str, Any], ...] = (self.newest, self.begun_s, self.took_s)
         for of_run in mine:
             of_run.pop(run, None)
-        return not any((*mine, self.deletions, self.waits))
+        return not any((*mine, self.deletions, self.tried))
 
     def rest(self) -> None:
         """Nothing is to be done there any more: what failed before is no reason to pause."""
-        self.backoff, self.errors = BackOff(), {}
+        self.tried, self.whole, self.failing = {}, Tried(), set()
 
-    def _succeeded(self, action: Action) -> None:
-        self.backoff.succeeded(action.key)
-        self.errors.pop(action.key, None)
+    def _succeeded(self, action: Action) -> Tried | None:
+        self.whole, self.failing = Tried(), set()
+        return self.tried.pop(action.key, None)
 
 
 class Role(enum.Enum):
@@ -595,9 +577,7 @@ def _paused(action: Action, place: Destination | None) -> Action:
     """When something may be done, by what failed at its place, and what waits for others there."""
     if place is None or action.kind.is_question:
         return action
-    wait = place.waits.get(action.key)
-    due_s = max(action.due_s, place.backoff.due_s(action.key), wait.due_s if wait is not None else 0.0)
-    return replace(action, due_s=due_s, again=wait is not None or action.key in place.errors)
+    return replace(action, due_s=max(action.due_s, place.due_s(action.key)), again=action.key in place.tried)
 
 
 def awaited(desired: Desired, seen: Observed) -> set[str]:
@@ -613,7 +593,7 @@ def awaited(desired: Desired, seen: Observed) -> set[str]:
         if any(key_of(each.manifest) == seen.run for each in place.deletions):
             found.add(url)
         is_retained = desired.info is not None and seen.run in place.newest
-        if is_retained and ("retain", seen.run, "") not in place.errors:
+        if is_retained and (Kind.RETAIN.value, seen.run, "") not in place.tried:
             found.add(url)
     return found
 
@@ -637,7 +617,7 @@ def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: S
     if is_pending or desired.leaves or not desired.is_live:
         key = (Kind.PUT_SHARDS.value, seen.run, slot.manifest.snapshot)
         place = seen.places.get(url)
-        return place is None or key not in place.waits
+        return place is None or not place.waits(key)
     return shard.persist and not shard.failed
 
 

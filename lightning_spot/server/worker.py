@@ -39,6 +39,7 @@ from lightning_spot.server.reconcile import (
     Kind,
     Lane,
     Servers,
+    Tried,
     actions,
     owed_files,
 )
@@ -191,7 +192,7 @@ class Reconciler(Observations):
         """Somebody waits for a run: nothing of it is put off, what fails is tried soon."""
         self._waited_for[run] += 1
         for place in self._places.values():
-            place.backoff.shorten()
+            place.shorten()
         now_s = time.monotonic()
         for key, servers in self.servers.items():
             for server in servers.used if run in (None, key) else ():
@@ -274,7 +275,7 @@ class Reconciler(Observations):
                 thread.start()
             except RuntimeError as error:  # no more threads can be had now: it is tried again with the next change
                 del self._workers[lane]
-                self.place(url).errors[_WORKER] = str(error)
+                self.place(url).tried[_WORKER] = Tried(why=str(error))
 
     def _work(self, lane: Lane) -> None:
         """Do what is to be done at a place, whatever fails: nothing would be safe after that."""
@@ -293,7 +294,7 @@ class Reconciler(Observations):
                 say(logging.ERROR, "unexpected", UNEXPECTED, about=f"working at {url}", exc_info=True)
                 if not asks:
                     with self._ring.changed:
-                        self.place(url).errors[_WORKER] = f"{type(error).__name__}: {error}"
+                        self.place(url).tried[_WORKER] = Tried(why=f"{type(error).__name__}: {error}")
                 time.sleep(_AGAIN_S)
         if asks:
             self._last_word(url)
@@ -423,7 +424,7 @@ class Reconciler(Observations):
                 self.hear(servers, server, str(error) if error is not None else "")
 
     def _succeeded(self, url: str) -> None:
-        if not self.place(url).backoff.failing:
+        if not self.place(url).failing:
             recovered("upload-failing", "{about} works again", about=url)
 
     def _failed(self, action: Action, error: Exception) -> None:

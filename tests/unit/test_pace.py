@@ -13,10 +13,10 @@ import pytest
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SnapshotNotFoundError, TierError
 from lightning_spot.server import worker
-from lightning_spot.server.reconcile import LAST_RETRY_S, BackOff
+from lightning_spot.server.reconcile import LAST_RETRY_S, Action, Destination, Kind
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.retention import Keep
-from tests.support.server import FIRST, MIB, OTHER_ID, RUN, RUN_ID, Bench, WithServers
+from tests.support.server import FIRST, MIB, OTHER_ID, RUN, RUN_ID, Bench, WithServers, manifest_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G19")
@@ -245,22 +245,23 @@ def test_one_tier_that_fails_holds_no_other_up(bench: Bench) -> None:
 
 
 def test_back_off_of_things_and_of_the_tier() -> None:
-    backoff = BackOff()
-    assert backoff.due_s("a") == 0.0
-    now = 100.0
+    place, now_s = Destination("/storage"), 100.0
+    tried = {
+        name: Action(Kind.PUT, place.url, "run", manifest=manifest_of(step)) for step, name in enumerate("abcdefg")
+    }
+    new = ("put", "run", "new")
     for _ in range(4):
-        backoff.failed("a", now)
-    assert backoff.due_s("a") == now + 4.0
-    assert backoff.due_s("b") == 0.0  # one thing that fails says nothing of the others
-    for name in "bcdefghijk":
-        backoff.failed(name, now)
-    assert backoff.due_s("new") > now  # but many in a row do
-    assert backoff.due_s("new") <= now + LAST_RETRY_S
-    backoff.succeeded("b")
-    assert backoff.due_s("new") == 0.0
-    assert backoff.due_s("a") == now + 4.0
-    backoff.shorten()
-    assert backoff.due_s("a") == now + 0.5
+        place.failed(tried["a"], "down", now_s)
+    assert place.due_s(tried["a"].key) == now_s + 4.0
+    assert place.due_s(new) == 0.0  # one thing that fails says nothing of the others
+    for action in list(tried.values())[1:]:
+        place.failed(action, "down", now_s)
+    assert now_s < place.due_s(new) <= now_s + LAST_RETRY_S  # but many in a row do
+    place.done(tried["b"])
+    assert place.due_s(new) == 0.0
+    assert place.due_s(tried["a"].key) == now_s + 4.0
+    place.shorten()
+    assert place.due_s(tried["a"].key) == now_s + 0.5
 
 
 # -- a slow bucket and a fast snapshot server
