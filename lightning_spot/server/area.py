@@ -22,7 +22,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +32,7 @@ from lightning_spot.protocol.record import AREA_LOCK, is_held
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.retry import retried
 from lightning_spot.say import recovered, say
-from lightning_spot.server.runs import RunInfo, key_of
+from lightning_spot.server.runs import Run, RunInfo, key_of
 from lightning_spot.server.slots import Mark, Slot, SlotState, file_order
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.untrusted import LARGE_BYTES, as_object, decoded, read_sealed, sealed_json
@@ -43,19 +43,6 @@ _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
 _LOOK_S, _POLL_S = 1.0, 0.01  # who looks whether a server holds a directory does so for microseconds
 _AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried again after so long each time
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """What is known of a run that an earlier server served.
-
-    Attributes:
-        info: as it was opened last, without its trainer's connection.
-        complete: whether its trainer said that the run has ended.
-    """
-
-    info: RunInfo
-    complete: bool
 
 
 class SlotArea:
@@ -72,7 +59,7 @@ class SlotArea:
         self._name = path
         self._directory, self._lock_file = _first_free(path) or _made(path)
         self.path = self._directory.path
-        self._noted: dict[str, Left] = {}
+        self._noted: dict[str, Run] = {}
 
     @property
     def _here(self) -> Path:
@@ -94,7 +81,7 @@ class SlotArea:
                 "places": slot.commit.places,
                 "safe": slot.safe,
                 "refused": slot.refused,
-                "settled": slot.settled,
+                "settled": slot.durable_or_superseded,
                 "sequence": slot.commit.sequence,
             },
         )
@@ -104,9 +91,10 @@ class SlotArea:
         (self._here / f"slot-{slot.index}.json").unlink(missing_ok=True)
 
     def keep_run(self, info: RunInfo, complete: bool) -> None:
-        """Note what a restarted server must know of a run, see :class:`Left`; nothing happens if that is noted."""
-        left = Left(replace(info, session="", committed="", persisted="", lineage="", figures=None), complete)
-        if self._noted.get(info.key) != left and self._write(f"run-{info.key}.json", asdict(left)):
+        """Note what a restarted server must know of a run; nothing happens if that is noted."""
+        left = Run(replace(info, session="", committed="", persisted="", lineage="", figures=None), complete)
+        record = {"info": asdict(left.info), "complete": complete}
+        if self._noted.get(info.key) != left and self._write(f"run-{info.key}.json", record):
             self._noted[info.key] = left
 
     def forget_run(self, key: str) -> None:
@@ -114,16 +102,16 @@ class SlotArea:
         self._noted.pop(key, None)
         (self._here / f"run-{key}.json").unlink(missing_ok=True)
 
-    def runs(self) -> Iterator[Left]:
+    def runs(self) -> Iterator[Run]:
         """What an earlier server noted of its runs."""
         return self._runs_in(self._directory)
 
-    def _runs_in(self, directory: OwnDirectory) -> Iterator[Left]:
+    def _runs_in(self, directory: OwnDirectory) -> Iterator[Run]:
         for path in sorted(directory.here.glob("run-*.json")):
             try:
                 record = read_sealed(read_file(path, LARGE_BYTES), LARGE_BYTES)
                 info = decoded(RunInfo, as_object(record["info"]))
-                yield Left(info, bool(record["complete"]))
+                yield Run(info, bool(record["complete"]))
             except (OSError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
                 text = "{about} cannot be read. The run that an earlier server noted there is not continued: {error}"
                 say(logging.WARNING, "leftover-damaged", text, about=directory.path / path.name, error=error)
@@ -235,7 +223,7 @@ class SlotArea:
             slot.commit.places = tuple(record["places"]) if record["places"] is not None else None
             for mark in (Mark.REFUSED, Mark.SAFE):
                 slot.seen.update(dict.fromkeys((str(url) for url in record[mark.value]), mark))
-            slot.settled = bool(record.get("settled"))
+            slot.durable_or_superseded = bool(record.get("settled"))
             slot.commit.sequence, slot.buffer.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
             text = "{about} of an earlier server is damaged. It is dropped; the snapshot before it counts: {error}"

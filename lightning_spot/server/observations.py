@@ -139,7 +139,7 @@ class Observations:
     def _runs(self) -> set[str]:
         deleting = {key_of(each.manifest) for place in self._places.values() for each in place.deletions}
         trimming = {run for place in self._places.values() for run in place.newest}
-        return {*self._ring.runs(), *deleting, *trimming, *self.servers}
+        return {*self._ring.slots.runs, *deleting, *trimming, *self.servers}
 
 
 def say_lost(servers: Servers, server: Server) -> None:

@@ -679,18 +679,17 @@ def _storage_due_s(desired: Desired, seen: Observed, url: str, group: Group) -> 
 
 
 def _shards_due_s(desired: Desired, group: Group) -> float:
-    """When storage may take shards of a snapshot not all of which is here.
-
-    Where others are to come here, these are waited for. A host of several, whose rings never have all, does not wait,
-    but for its own ranks; a server does, until it is known that other servers have the others.
-    """
-    is_wanted = group.persist or desired.urgent
+    """When storage may take shards of a snapshot not all of which is here."""
+    if not (group.persist or desired.urgent) or (desired.info is not None and not desired.is_spread):
+        return desired.expires_s  # storage is not meant to have it, or the other shards are to come here
     if desired.is_spread and not desired.is_live and desired.urgent:
         return 0.0  # no more comes of its trainer, and others have what is missing here
-    if desired.is_spread and is_wanted and (desired.is_live or group.manifest.complete):
+    if desired.is_spread and (
+        desired.is_live or group.manifest.complete
+    ):  # a host never has all: it waits for its ranks
         return max(slot.commit.at_s for slot in group.slots) + _TOGETHER_S
-    is_known = group.state is not Status.PENDING and (desired.info is None or desired.is_spread)
-    return 0.0 if is_wanted and is_known else desired.expires_s
+    # A server waits until it is known that other servers have the others.
+    return desired.expires_s if group.state is Status.PENDING else 0.0
 
 
 def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float:
@@ -792,7 +791,7 @@ def expected(seen: Observed, server: Server, durable_url: str | None, *, durable
         if slot.seen.get(server.url) is Mark.SAFE
         and slot.manifest is not None
         and not slot.manifest.why_failed
-        and (durable_too or not (slot.settled or slot.seen.get(durable_url or "") is Mark.SAFE))
+        and (durable_too or not (slot.durable_or_superseded or slot.seen.get(durable_url or "") is Mark.SAFE))
     ]
 
 
@@ -800,7 +799,9 @@ def newest_durable(seen: Observed) -> Manifest | None:
     """The newest snapshot that is known to be durable: a server that does not bring it there may let it go."""
     durable_url = seen.servers.info.durable_url if seen.servers is not None else None
     durable = (
-        slot.snapshot for slot in seen.view.slots if slot.settled or slot.seen.get(durable_url or "") is Mark.SAFE
+        slot.snapshot
+        for slot in seen.view.slots
+        if slot.durable_or_superseded or slot.seen.get(durable_url or "") is Mark.SAFE
     )
     # One that is not exact says nothing of the exact ones before it.
     found = [each for each in durable if each is not None and each.exact and not each.why_failed]

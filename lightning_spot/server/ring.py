@@ -22,7 +22,6 @@ meanwhile is not used, and would not have the right checksum.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
@@ -204,10 +203,10 @@ class Ring:
     def settle(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
         with self.changed:
-            unsettled = [(slot, slot.snapshot) for slot in self.committed(run) if not slot.settled]
+            unsettled = [(slot, slot.snapshot) for slot in self.committed(run) if not slot.durable_or_superseded]
             meant = [slot for slot, of in unsettled if of is not None and of.lineage == lineage and of.order <= order]
             for slot in meant:
-                slot.settled = True
+                slot.durable_or_superseded = True
                 self._record(slot)
                 if slot.snapshot is not None:
                     self.reach(run, slot.snapshot, "")
@@ -222,18 +221,9 @@ class Ring:
             found = self.slots.of(run).snapshots.get(name, ())
             return {slot.writer: slot for slot in found if slot.shard is not None}
 
-    def slots_of(self, run: str) -> int:
-        """How many slots a run fills or holds."""
-        with self.changed:
-            return len(self.of_run(run))
-
     def of_run(self, run: str) -> list[Slot]:
         """The slots that a run fills or holds. Call it under the lock."""
         return list(self.slots.of(run).slots)
-
-    def runs(self) -> list[str]:
-        """Keys of the runs that have slots. Call it under the lock."""
-        return list(self.slots.runs)
 
     def view(self, run: str) -> View:
         """The snapshots of a run that are here, whole or not, and what is owed of it. Call it under the lock."""
@@ -243,7 +233,7 @@ class Ring:
 
     def views(self) -> list[View]:
         """Those of all runs. Call it under the lock."""
-        return [self.view(run) for run in self.runs()]
+        return [self.view(run) for run in self.slots.runs]
 
     def owed(self, slots: Iterable[Slot]) -> list[str]:
         """URLs at which some of what slots hold is owed."""
@@ -476,7 +466,7 @@ class Ring:
             return False
         is_known = manifest.order in self.known.committed.get((run, manifest.lineage), ())
         is_alike = status(shards_in([other]) | {shard.writer: shard}, manifest.order) is Status.PENDING
-        return is_alike and not (other.seen or other.settled or is_known)
+        return is_alike and not (other.seen or other.durable_or_superseded or is_known)
 
     def _record(self, slot: Slot) -> None:
         if self.area is not None:
@@ -605,7 +595,10 @@ class Ring:
                         current=other.manifest.attempt,
                     )
                 if other.manifest == manifest:  # its sender never heard that it had arrived
-                    slot.seen, slot.settled = dict.fromkeys(other.safe, Mark.SAFE), other.settled
+                    slot.seen, slot.durable_or_superseded = (
+                        dict.fromkeys(other.safe, Mark.SAFE),
+                        other.durable_or_superseded,
+                    )
             slot.writer = manifest.shard.writer if manifest.shard is not None else slot.writer
             slot.commit.places = places
             self._commit(slot, manifest)
@@ -890,8 +883,4 @@ def glance(ring: Ring, run: str, name: str) -> Glance | None:
         slot = ring.find(run, name)
         if slot is None or (manifest := slot.snapshot) is None:
             return None
-        return Glance(manifest, slot.view(manifest.nbytes), functools.partial(_holds, slot, manifest))
-
-
-def _holds(slot: Slot, manifest: Manifest) -> bool:
-    return slot.manifest is manifest
+        return Glance(manifest, slot.view(manifest.nbytes), lambda: slot.manifest is manifest)

@@ -136,7 +136,7 @@ class Slot:
         manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
         commit: how what it holds was committed.
         seen: what was seen of it at places below, by URL.
-        settled: whether its sender said that it, or a newer one of its lineage, is durable.
+        durable_or_superseded: whether its sender said that it, or a newer one of its lineage, is durable.
         readers: how many are reading it now.
         is_prefault: whether it is being made ahead: a snapshot that needs a slot waits for it, and none other is made.
     """
@@ -149,7 +149,7 @@ class Slot:
     manifest: Manifest | None = None
     commit: Commit = field(default_factory=Commit)
     seen: dict[str, Mark] = field(default_factory=dict)
-    settled: bool = False
+    durable_or_superseded: bool = False
     readers: int = 0
     is_prefault: bool = False
 
@@ -190,12 +190,12 @@ class Slot:
     @property
     def is_safe(self) -> bool:
         """Whether what it holds is safe elsewhere, or something newer."""
-        return self.settled or Mark.SAFE in self.seen.values()
+        return self.durable_or_superseded or Mark.SAFE in self.seen.values()
 
     @property
     def is_durable(self) -> bool:
         """Whether what it holds is at storage, or something newer."""
-        return self.settled or not _are_servers(self.safe)
+        return self.durable_or_superseded or not _are_servers(self.safe)
 
     def lacks(self, urls: Iterable[str]) -> list[str]:
         """Those of some URLs that have it not, and do not refuse it."""
@@ -226,7 +226,7 @@ class Slot:
     def forget(self) -> None:
         """Hold nothing any more; the memory stays."""
         self.state, self.run, self.manifest, self.commit = SlotState.FREE, "", None, Commit()
-        self.seen, self.settled, self.is_prefault = {}, False, False
+        self.seen, self.durable_or_superseded, self.is_prefault = {}, False, False
 
     def _at(self, mark: Mark) -> list[str]:
         return [url for url, seen in self.seen.items() if seen is mark]
@@ -421,7 +421,7 @@ class Group:
         """Which of ``"committed"``, ``"replicated"`` and ``"persisted"`` it is. A shard says nothing of the others."""
         if self.state is not Status.COMMITTED:
             return ()
-        is_all = self.is_here or any(slot.settled for slot in self.slots)
+        is_all = self.is_here or any(slot.durable_or_superseded for slot in self.slots)
         is_replicated = is_all and all(slot.is_safe for slot in self.slots)
         is_persisted = is_all and all(slot.is_durable for slot in self.slots)
         return ("committed", *["replicated"] * is_replicated, *["persisted"] * is_persisted)
@@ -731,17 +731,13 @@ class Placement:
     outgrown: bool = False
 
     @property
-    def is_new(self) -> bool:
-        """Whether it is memory that was not used before, and nothing makes room for it."""
-        return not (self.forget or self.release or (self.slot is not None and self.slot.capacity))
-
-    @property
     def is_spare(self) -> bool:
         """Whether memory is made, and no snapshot dropped for it that anybody would miss."""
         if self.outgrown:
             return True
-        drops = bool(self.forget) or (self.slot is not None and self.slot.state is SlotState.COMMITTED)
-        return not drops and (self.is_new or bool(self.release))
+        if self.forget or (self.slot is not None and self.slot.state is SlotState.COMMITTED):
+            return False
+        return bool(self.release) or self.slot is None or not self.slot.capacity
 
 
 def bound(slots: Slots, run: str, writer: int, limits: Limits) -> Limits:

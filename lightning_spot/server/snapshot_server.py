@@ -339,7 +339,7 @@ class SnapshotServer:
                         state: {"step": step, "unix_s": unix_s}
                         for state, (step, unix_s) in self.newest(run.info).items()
                     },
-                    "slots": self.ring.slots_of(run.info.key),
+                    "slots": len(self.ring.slots.of(run.info.key).slots),
                     **self.route(run.info.key),
                 }
                 for run in runs
@@ -518,7 +518,7 @@ class SnapshotServer:
             if area is not None and is_empty and len(registry.runs) >= MOST_RUNS:
                 area.forget_run(info.key)
                 continue
-            registry.runs[info.key] = Run(replace(info, session=""), each.complete, time.monotonic())
+            registry.runs[info.key] = replace(each, opened_s=time.monotonic())
             self._route(info)
             self.ring.forget_refusals(info.key)
 

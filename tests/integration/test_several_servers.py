@@ -159,7 +159,10 @@ def test_servers_that_may_not_write_leave_uploads_to_the_host(with_servers: Make
     at_both(bench, 1, *(FIRST, SECOND)[:replicas])
     assert bench.tier().puts() == [1]
     for base in (FIRST, SECOND)[:replicas]:
-        until(lambda base=base: bench.servers[base].committed(RUN)[0].settled, "the servers to be told what is durable")
+        until(
+            lambda base=base: bench.servers[base].committed(RUN)[0].durable_or_superseded,
+            "the servers to be told what is durable",
+        )
     assert bench.tier().url in bench.server.status()["runs"][RUN]["why_not"]
 
 
@@ -288,7 +291,7 @@ def test_each_snapshot_is_at_two_servers_and_one_uploads_it(with_servers: MakeWi
     assert (known := bench.behind[SECOND].known) is not None
     assert not known.carry  # nor after a restart, until it is asked to
     # Both are told, or know, what is durable: neither keeps it for ever.
-    until(lambda: bench.servers[SECOND].committed(RUN)[0].settled, "the second server to be told")
+    until(lambda: bench.servers[SECOND].committed(RUN)[0].durable_or_superseded, "the second server to be told")
 
 
 def test_a_slow_replica_gets_the_newest_and_slows_no_other(with_servers: MakeWithServers) -> None:

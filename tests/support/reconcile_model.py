@@ -469,7 +469,7 @@ class World:
             server.committed(order)
         if (durable := reconcile.newest_durable(self.observed(place))) is not None:
             for slot in server.slots:
-                slot.settled |= slot.snapshot is not None and slot.snapshot.order <= durable.order
+                slot.durable_or_superseded |= slot.snapshot is not None and slot.snapshot.order <= durable.order
         listed = {slot.manifest.name for slot in server.slots if slot.manifest is not None}
 
         def note() -> None:

@@ -246,7 +246,7 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
 
     assert room(0) is None  # its newest, and what may become so
     found = room(1)
-    assert found.is_new
+    assert found.is_spare
     slots.add(2, 1)
     found = room(0)
     assert found.slot is slots.all[0]  # and not the other writer's
