@@ -278,17 +278,13 @@ class GoodputHistory:
     def _ask(self) -> None:
         with self._server.registry.lock:
             runs = [run.info for run in self._server.registry.runs.values()]
-        self._known = {info.key: self._of(info) for info in runs}
+        for info in runs:
+            try:
+                self._known[info.key] = figures(self._server, info)
+            except Exception as error:  # a tier that fails, of which its uploader tells, or what a writer forged
+                logger.debug("%s", error)
+        self._known = {info.key: self._known.get(info.key, {}) for info in runs}
         self._asked_s = time.monotonic()
-
-    def _of(self, info: RunInfo) -> dict[str, Any]:
-        try:
-            return figures(self._server, info)
-        except (
-            Exception
-        ) as error:  # of one run: a tier that fails, of which its uploader tells, or what a writer forged
-            logger.debug("%s", error)
-            return self._known.get(info.key, {})
 
 
 def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:

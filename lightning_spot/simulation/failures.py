@@ -182,8 +182,16 @@ class Mixed:
     def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
         """See :class:`Failures`. Machines get older while a crashed process starts again."""
         own = np.random.default_rng(random.integers(2**63))  # machines are lost as they would be without crashes
-        machines = _OneByOne(self.machines.events(random, runs), runs)
-        left = machines.take(np.ones(runs, dtype=bool))
+        events, drawn, taken = self.machines.events(random, runs), list[Array](), np.zeros(runs, dtype=np.int64)
+
+        def following(run: int) -> float:
+            """The next uptime of a run's machines: each run comes to it at another time."""
+            while len(drawn) <= taken[run]:
+                drawn.append(next(events)[0])
+            taken[run] += 1
+            return float(drawn[taken[run] - 1][run])
+
+        left = np.array([following(run) for run in range(runs)])
         never = np.full(runs, inf)
         while True:
             crash = own.exponential(self.process_mtbf_s, runs) if self.process_mtbf_s < inf else never
@@ -192,28 +200,7 @@ class Mixed:
             up = np.where(lost, left, crash)
             yield up, np.where(lost, alone, Failure.PROCESS)
             left -= up
-            left[lost] = machines.take(lost)
-
-
-class _OneByOne:
-    """Losses of machines, of which each run takes the next when it comes to it."""
-
-    def __init__(self, events: Iterator[Event], runs: int) -> None:
-        self._events = events
-        self._table = np.empty((64, runs))
-        self._drawn = 0
-        self._at = np.zeros(runs, dtype=np.int64)
-
-    def take(self, who: NDArray[np.bool_]) -> Array:
-        """The next uptime of the runs where ``who``."""
-        at = self._at[who]
-        while at.size and self._drawn <= at.max():
-            if self._drawn == len(self._table):
-                self._table = np.concatenate([self._table, np.empty_like(self._table)])
-            self._table[self._drawn] = next(self._events)[0]
-            self._drawn += 1
-        self._at[who] += 1
-        return self._table[at, np.flatnonzero(who)]
+            left[lost] = [following(run) for run in np.flatnonzero(lost).tolist()]
 
 
 _TOGETHER_S = 180.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -207,31 +208,31 @@ def test_what_is_told_of_a_value_is_one_short_line(value: Any) -> None:
             assert "\n" not in text
 
 
-def test_paths_and_times_of_the_runs_are_listed_apart() -> None:
-    now = time.time()
-    left = {
-        "hyper_parameters": {
-            "root": "/tmp/a/undisturbed/x1",
-            "name": "run-2026-11-21_10-00-01",
-            "path": Path("/a/one"),
-        },
-        "callbacks": {"Mine": {"began": now, "elapsed_s": 3.0, "at": datetime(2026, 1, 1)}, "Timer": {"train": 1}},
-        "seed": 1_700_000_000,
-        "best": "/x/epoch=1.ckpt",
-        "score": 3.0,
-        "folders": 2,
-    }
-    right = {
-        "hyper_parameters": {"root": "/tmp/a/disturbed/y2", "name": "run-2026-11-21_10-00-59", "path": Path("/a/two")},
-        "callbacks": {"Mine": {"began": now + 60, "elapsed_s": 4.0, "at": datetime(2026, 1, 2)}, "Timer": {"train": 2}},
-        "seed": 1_700_000_060,
-        "best": "/y/epoch=2.ckpt",
-        "score": 4.0,
-        "folders": 3,
-    }
-    found = list(compare(left, right))
-    assert {item.path for item in found if not item.of_the_run} == {"seed", "best", "score", "folders"}
-    assert len(found) == 4 + 7
+NOW = time.time()
+
+
+@pytest.mark.parametrize(
+    ("path", "left", "right", "of_the_run"),
+    [
+        (("hyper_parameters", "root"), "/tmp/a/undisturbed/x1", "/tmp/a/disturbed/y2", True),
+        (("hyper_parameters", "name"), "run-2026-11-21_10-00-01", "run-2026-11-21_10-00-59", True),
+        (("hyper_parameters", "path"), Path("/a/one"), Path("/a/two"), True),
+        (("callbacks", "Mine", "began"), NOW, NOW + 60, True),
+        (("callbacks", "Mine", "elapsed_s"), 3.0, 4.0, True),
+        (("callbacks", "Mine", "at"), datetime(2026, 1, 1), datetime(2026, 1, 2), True),
+        (("callbacks", "Timer"), {"train": 1}, {"train": 2}, True),
+        (("seed",), 1_700_000_000, 1_700_000_060, False),
+        (("best",), "/x/epoch=1.ckpt", "/y/epoch=2.ckpt", False),
+        (("score",), 3.0, 4.0, False),
+        (("folders",), 2, 3, False),
+    ],
+    ids=lambda each: ".".join(each) if isinstance(each, tuple) else "",
+)
+def test_paths_and_times_of_the_runs_are_listed_apart(
+    path: tuple[str, ...], left: object, right: object, of_the_run: bool
+) -> None:
+    states = [functools.reduce(lambda inner, name: {name: inner}, path[::-1], value) for value in (left, right)]
+    assert [item.of_the_run for item in compare(*states)] == [of_the_run]
 
 
 def test_states_that_torch_does_not_load_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ class Slow(pl.Callback):
         time.sleep(0.01)
 
 
-def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
+def test_a_run_over_two_attempts(tmp_path: Path, cli: Cli) -> None:
     url = str(tmp_path / "run")
     with pytest.raises(Stop):
         trainer(Slow(), SpotCheckpoint(url, interval=EverySteps(10), on_full="wait"), StopAt(25)).fit(Net(), data())
@@ -224,15 +224,10 @@ def test_a_run_over_two_attempts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert first.restore_s == 0
     rows = (tmp_path / "log" / "version_0" / "metrics.csv").read_text().splitlines()
     assert {name for name in rows[0].split(",") if "/" in name} == {f"spot/{name}" for name in LOGGED}
-    capsys.readouterr()
-
+    assert "spot-goodput" not in {thread.name for thread in threading.enumerate()}
     said = cli("report", url)
     assert "5 steps" in said
     assert "goodput" in said
-    told = json.loads(cli("report", url, "-o", "json"))
-    assert [item["attempt"] for item in told["attempts"]] == [1, 2]
-    parts = sum(value for name, value in told["whole"].items() if name not in ("total_s", "goodput"))
-    assert told["whole"]["total_s"] == pytest.approx(parts)
 
 
 class Rows(CSVLogger):
@@ -298,23 +293,6 @@ def test_it_needs_snapshots() -> None:
         trainer(GoodputMonitor()).fit(Net(), data())
     with pytest.raises(SettingsError, match="heartbeat_s"):
         GoodputMonitor(heartbeat_s=0)
-
-
-def test_a_heartbeat_outlives_a_kill_and_leaves_no_thread(tmp_path: Path) -> None:
-    """What is on disk in mid-training is what a killed attempt leaves."""
-    url, seen = str(tmp_path / "run"), []
-
-    class Look(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            time.sleep(0.02)
-            if trainer.global_step == 30:  # which stands, while what beats goes on
-                seen.extend(until(lambda: [record for record in read_records(url) if record.step >= 20], "a beat"))
-
-    snapshots = RemoteSnapshot(url, local_server=False)
-    trainer(snapshots, GoodputMonitor(heartbeat_s=0.05), Look()).fit(Net(), data())
-    assert seen[0].end == "running"
-    assert 20 <= seen[0].step <= 30
-    assert not [thread for thread in threading.enumerate() if thread.name == "spot-goodput"]
 
 
 # -- attempts that are killed -----------------------------------------------------------------------------------------
