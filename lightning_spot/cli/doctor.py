@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,6 @@ from lightning_spot.store.store import Holdings, Store
 if TYPE_CHECKING:
     from lightning_spot.simulation.simulator import Outlook
 
-ALONE, WITH_SERVER = "storage only", "with the snapshot server"
-_WORTH_A_SERVER = 0.01
 _USUAL_BYTES = 10**9
 """Size of a snapshot of which nothing is known."""
 _MEMORY_FILES = "memory files are used, and end with the server that holds them"
@@ -97,13 +95,13 @@ def doctor(arguments: argparse.Namespace) -> int:
     cloud = detect_cloud()
     facts["cloud"], facts["grace_period_s"] = cloud, CLOUDS[cloud]().grace_period_s if cloud is not None else None
     committed = facts.get("local_server_bytes_per_s")
-    outlooks = _outlooks(snapshot_bytes, committed, tiers, location.url, arguments.lifetime)
-    facts["outlook"] = {label: asdict(found) for label, found in outlooks.items()}
-    facts["advice"] = _advice(outlooks, snapshot_bytes, location.url, servers, facts["grace_period_s"])
+    outlook = _outlook(snapshot_bytes, committed, tiers, location.url, arguments.lifetime)
+    facts["outlook"] = asdict(outlook) if outlook is not None else None
+    facts["advice"] = _advice(outlook, snapshot_bytes, location.url, servers, facts["grace_period_s"])
     if found is not None:
         facts["advice"][:0] = _of_unfinished_uploads(location.url)
     facts["problems"] = problems
-    print_answer(arguments.output, facts, _lines(facts, outlooks, snapshot_bytes))
+    print_answer(arguments.output, facts, _lines(facts, outlook, snapshot_bytes))
     return 1 if problems else 0
 
 
@@ -203,45 +201,37 @@ def local_server_speed(run_url: str, nbytes: int) -> float:
         host.leave(complete=True)
 
 
-def _outlooks(
+def _outlook(
     snapshot_bytes: int, committed: float | None, tiers: dict[str, float], durable_url: str, lifetime_s: float
-) -> dict[str, Outlook]:
-    """What to expect without a snapshot server, and with the first one that works."""
+) -> Outlook | None:
+    """What to expect with storage, and the first snapshot server that works; ``None`` if that cannot be said."""
     from lightning_spot.simulation.simulator import SimulatedJob, chain, outlook, server_tier, storage_tier
 
     if durable_url not in tiers or committed is None:
-        return {}
-    durable = replace(storage_tier(snapshot_bytes, tiers[durable_url]), name=durable_url)
-    chains = {ALONE: chain(durable)}
-    for url in tiers:
-        if url != durable_url:
-            chains.setdefault(WITH_SERVER, chain(replace(server_tier(snapshot_bytes, tiers[url]), name=url), durable))
-    job = SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / committed)
-    return {label: outlook(replace(job, tiers=links), lifetime_s) for label, links in chains.items()}
+        return None
+    servers = [server_tier(snapshot_bytes, speed) for url, speed in tiers.items() if url != durable_url]
+    links = chain(*servers[:1], storage_tier(snapshot_bytes, tiers[durable_url]))
+    job = SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / committed, tiers=links)
+    return outlook(job, lifetime_s)
 
 
 def _advice(
-    outlooks: dict[str, Outlook], snapshot_bytes: int, url: str, servers: list[str], grace_period_s: float | None
+    found: Outlook | None, snapshot_bytes: int, url: str, servers: list[str], grace_period_s: float | None
 ) -> list[str]:
-    memory = f", servers={servers!r}" if servers else ""
     advice = _of_memory(4 if servers else 3, snapshot_bytes)
-    alone, with_server = outlooks.get(ALONE), outlooks.get(WITH_SERVER)
-    if alone is not None and with_server is not None:
-        gain = alone.total - with_server.total
-        verdict = "keep it" if gain > _WORTH_A_SERVER else "you need no snapshot server"
-        saves = f"{100 * gain:.1f} % of the time" if gain > 0 else "nothing"
-        advice.append(f"the snapshot server saves {saves}: {verdict}")
-        memory = memory if gain > _WORTH_A_SERVER else ""
-    elif alone is not None and alone.uploaded_s > alone.interval_s / 2:
-        advice.append("most of what a preemption takes is on its way to storage: a snapshot server would help")
-    best = min(outlooks.values(), key=lambda found: found.total, default=None)
-    if best is not None and grace_period_s is not None and best.uploaded_s > grace_period_s:
+    if found is None:
+        return [*advice, f"nothing can be recommended for {url}: fix the problems above, and ask again"]
+    if not servers and found.uploaded_s > found.interval_s / 2:
         advice.append(
-            f"a notice leaves {grace_period_s:.0f} s, a snapshot takes {best.uploaded_s:.0f} s to upload: after a"
+            "most of what a preemption takes is on its way to storage: a snapshot server would help."
+            " `lightning-spot simulate --server-speed` says how much"
+        )
+    if grace_period_s is not None and found.uploaded_s > grace_period_s:
+        advice.append(
+            f"a notice leaves {grace_period_s:.0f} s, a snapshot takes {found.uploaded_s:.0f} s to upload: after a"
             " notice the run resumes from its last regular snapshot"
         )
-    if not outlooks:
-        return [*advice, f"nothing can be recommended for {url}: fix the problems above, and ask again"]
+    memory = f", servers={servers!r}" if servers else ""
     return [*advice, f"SpotCheckpoint({url!r}{memory})  # the interval finds itself"]
 
 
@@ -289,7 +279,7 @@ def _of_memory(slots: int, snapshot_bytes: int) -> list[str]:
     return advice
 
 
-def _lines(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: int) -> Iterator[str | Text]:
+def _lines(facts: dict[str, Any], found: Outlook | None, snapshot_bytes: int) -> Iterator[str | Text]:
     cloud = facts["cloud"] or "none found; signals and the notice file are watched"
     yield f"cloud: {cloud}" + (f", a notice leaves {facts['grace_period_s']:.0f} s" if facts["grace_period_s"] else "")
     if "local_server_bytes_per_s" in facts:
@@ -297,9 +287,9 @@ def _lines(facts: dict[str, Any], outlooks: dict[str, Outlook], snapshot_bytes: 
     for url, speed in facts["tiers_bytes_per_s"].items():
         yield f"stored at {url}: {format_bytes(speed)}/s"
     yield from map(warning, facts["problems"])
-    for label, found in outlooks.items():
+    if found is not None:
         yield (
-            f"{label}, snapshots of {format_bytes(snapshot_bytes)}: one every {format_seconds(found.interval_s)},"
+            f"snapshots of {format_bytes(snapshot_bytes)}: one every {format_seconds(found.interval_s)},"
             f" overhead {100 * found.overhead:.2f} % at most; uploaded after {format_seconds(found.uploaded_s)};"
             f" a preemption without notice takes {format_seconds(found.loss_s)} of work on average"
         )

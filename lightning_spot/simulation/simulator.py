@@ -133,11 +133,6 @@ def lost_s(period_s: float, drain_s: float, lag_s: float = 0.0) -> float:
     return period_s / 2 + lag_s + drain_s + waits_s
 
 
-def overhead(period_s: float, stall_s: float, mtbf_s: float, drain_s: float) -> float:
-    """Share of the time that snapshots and failures take, to first order."""
-    return stall_s / period_s + lost_s(period_s, drain_s) / mtbf_s
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """What to expect of a run whose machines are lost now and then.
@@ -148,7 +143,6 @@ class Outlook:
         interval_s: from one snapshot to the next, as Young and Daly's rule chooses it.
         overhead: share of the time spent waiting for snapshots.
         loss_s: work that a preemption without notice takes away, on average.
-        total: share of the time that both cost.
     """
 
     stall_s: float
@@ -156,7 +150,6 @@ class Outlook:
     interval_s: float
     overhead: float
     loss_s: float
-    total: float
 
 
 def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
@@ -171,7 +164,6 @@ def outlook(job: SimulatedJob, mtbf_s: float) -> Outlook:
         interval_s=interval_s,
         overhead=job.stall_s / interval_s,
         loss_s=lost_s(interval_s, near_s),
-        total=overhead(interval_s, job.stall_s, mtbf_s, near_s),
     )
 
 
