@@ -34,26 +34,23 @@ _ENDED = (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL)
 """With what a training ends that was disturbed."""
 
 
+@dataclass(frozen=True, slots=True)
 class Training:
     """The command that trains, while it runs.
 
-    Args:
+    Attributes:
         process: it leads its process group.
         folder: below which it keeps its run.
-
-    Attributes:
-        process: see above.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.process = process
-        self._folder = folder
+    process: subprocess.Popen[bytes]
+    folder: Path
 
     def launched(self) -> list[int]:
         """Processes that a launcher such as torchrun has put into groups of their own, and not the run's server."""
         if self.process.poll() is not None:  # its number may be another process's by now
             return []
-        servers = [find_record(str(run)).process() for run in (self._folder / "runs").glob("*")]
+        servers = [find_record(str(run)).process() for run in (self.folder / "runs").glob("*")]
         known = {server.pid for server in servers if server is not None}
         return [pid for pid in descendants(self.process.pid) if pid not in known and not self._is_in_group(pid)]
 

@@ -113,6 +113,15 @@ def error_console() -> PlainConsole:
     return PlainConsole(stderr=True, soft_wrap=True)
 
 
+def incomplete(problems: Iterable[str]) -> int:
+    """Name each server, or storage, that did not answer; the exit code for that."""
+    code = 0
+    for problem in problems:
+        error_console().print(f"not asked: {problem}")
+        code = INCOMPLETE
+    return code
+
+
 def print_line(text: str) -> None:
     """One line of the answer, on standard output."""
     sys.stdout.write(f"{plain(text, LONGEST_TEXT)}\n")

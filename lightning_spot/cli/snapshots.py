@@ -16,10 +16,10 @@ from pathlib import Path
 
 from lightning_spot.cli.arguments import LATEST, add_run, check_given, location_of, split_run
 from lightning_spot.cli.output import (
-    INCOMPLETE,
     add_output,
     age,
     error_console,
+    incomplete,
     plain_table,
     print_answer,
     print_line,
@@ -287,7 +287,7 @@ def ls(arguments: argparse.Namespace) -> int:
     shown = [table if found.entries else f"no snapshots of {found.url}"]
     shown += [warning(f"unreadable: {name}: {why}") for name, why in found.unreadable.items()]
     print_answer(arguments.output, found.document(map(_facts, found.entries)), shown, found.names())
-    return _code_of(found)
+    return incomplete(found.problems)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -323,16 +323,9 @@ def show(arguments: argparse.Namespace) -> int:
     return code_of_newest(found)
 
 
-def _code_of(found: Found) -> int:
-    """The exit code, once each tier that did not answer was named."""
-    for problem in found.problems:
-        error_console().print(f"not asked: {problem}")
-    return INCOMPLETE if found.problems else 0
-
-
 def code_of_newest(found: Found) -> int:
-    """The same for a command that takes the newest snapshot, unless one is named."""
-    return _code_of(found) if found.selected in (None, LATEST) else 0
+    """The exit code of a command that takes the newest snapshot, unless one is named."""
+    return incomplete(found.problems) if found.selected in (None, LATEST) else 0
 
 
 def _facts(entry: Entry) -> dict[str, object]:
@@ -414,7 +407,7 @@ def verify(arguments: argparse.Namespace) -> int:
     shown = [table, *(warning(f"BAD {what}: {why}") for what, why in found.unreadable.items())]
     good = [f"{found.url}@{each['step']}" for each in checked if each["state"] == "good"]
     print_answer(arguments.output, found.document(checked), shown, good)
-    code = _code_of(found)
+    code = incomplete(found.problems)
     return 1 if bad else code
 
 

@@ -12,15 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_spot.cli.arguments import add_servers, ask_status, check_servers
-from lightning_spot.cli.output import (
-    INCOMPLETE,
-    add_output,
-    age,
-    error_console,
-    plain_table,
-    print_answer,
-    print_line,
-)
+from lightning_spot.cli.output import add_output, age, incomplete, plain_table, print_answer, print_line
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import LARGEST, MOST_SERVERS, names_server, read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError, SpotError
@@ -86,9 +78,7 @@ def status(arguments: argparse.Namespace) -> int:
     print_answer(
         arguments.output, document, [_table(rows)] if rows else ["no server on this host, and none named"], names
     )
-    for problem in silent:
-        error_console().print(f"not asked: {problem}")
-    return INCOMPLETE if silent else 0
+    return incomplete(silent)
 
 
 def link(server_url: str) -> str:
