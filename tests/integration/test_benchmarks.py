@@ -23,10 +23,7 @@ from benchmarks import scale
 from benchmarks.baselines.baseline import Baseline
 from benchmarks.blocking import Idle
 from benchmarks.measure import Result
-from benchmarks.peers import command, turns
-from benchmarks.peers import compare as comparing
-from benchmarks.peers.cell import Cell
-from benchmarks.peers.plan import Found
+from benchmarks.peers import turns
 from benchmarks.peers.turns import Training
 from benchmarks.peers.ways import BASELINES
 from benchmarks.regressions import as_json, matched, rows
@@ -119,27 +116,6 @@ def test_top_k_is_not_exact_and_is_nearer_than_its_base(tmp_path: Path) -> None:
     left = distance(checkpoint, oracle.of_step[14])
     assert 0 < left < 0.9 * distance(oracle.of_step[base], oracle.of_step[14])
     assert checkpoint["global_step"] == 14
-
-
-def test_a_failing_training_or_cell_is_named_and_others_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("no room")
-
-    def one(cell: Cell, folder: Path, limit_s: float) -> dict[str, Any]:
-        return fail() if cell.way == "dash" else {"way": cell.way}  # type: ignore[return-value]
-
-    monkeypatch.setattr(comparing, "measure_in_turns", fail)
-    monkeypatch.setattr(comparing, "measure", one)
-    monkeypatch.setattr(comparing.processes, "adopt_orphans", lambda: None)
-    arguments = ["--models", "plain", "--intervals", "1,10", "--ways", "none,dash,gemini", "--scale", "tiny"]
-    comparing.compare(command.parser().parse_args(arguments), tmp_path / "found.json")
-    found = Found(**json.loads((tmp_path / "found.json").read_text()))
-    failed = sorted((missed["interval"], missed["way"], missed["error"]) for missed in found.failed)
-    assert failed == [(n, way, "OSError('no room')") for n, way in ((1, "all of it"), (1, "dash"), (10, "all of it"))]
-    assert sorted(cell["way"] for cell in found.cells) == ["gemini", "none"]
-    assert not found.missing
 
 
 def test_of_an_optimizer_that_does_nothing_all_counts_as_written() -> None:

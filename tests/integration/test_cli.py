@@ -12,16 +12,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli import main, snapshots
 from lightning_spot.cli.command import COMMANDS, command_parser
-from lightning_spot.cli.snapshots import Found, ask
+from lightning_spot.cli.snapshots import Found
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
 from lightning_spot.store.fences import Claim
@@ -31,7 +29,7 @@ from tests.integration.test_stores import put, sharded
 from tests.support.oracle import claim_of
 from tests.support.server import RunningServer, StartServer
 from tests.support.snapshots import interrupted
-from tests.support.trainer import Net, data, trainer
+from tests.support.trainer import At, Net, data, trainer
 
 
 @pytest.fixture
@@ -397,43 +395,29 @@ def test_help_imports_no_command() -> None:
     assert not imported & {"aiohttp", "fsspec", "numpy", "torch", "lightning", "asyncio", "http"}
 
 
-class Superseded(pl.Callback):
-    """Runs a command in mid-training, and trains on for some steps once it has asked what there is."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
-        self.code, self.asked, self.trained = -1, threading.Event(), threading.Event()
-        self.thread = threading.Thread(target=self.call, args=(list(command),))
-        monkeypatch.setattr(snapshots, "ask", self.ask)
-
-    def call(self, command: list[str]) -> None:
-        self.code = main(command)
-
-    def ask(self, arguments: argparse.Namespace) -> Found:
-        found = ask(arguments)
-        self.asked.set()
-        assert self.trained.wait(120)
-        return found
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 10:
-            self.thread.start()
-            assert self.asked.wait(120)
-        if trainer.global_step == 18:
-            self.trained.set()
-            self.thread.join(120)
-
-
 @pytest.mark.parametrize("command", ["cp", "verify"])
 def test_snapshots_superseded_during_a_command_are_not_bad(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a snapshot at every step, those that were listed have left memory when they are to be opened."""
     path, target = tmp_path / "run-1", tmp_path / "pulled.ckpt"
-    during = Superseded(monkeypatch, command, str(path), *([str(target)] if command == "cp" else []))
+    arguments, codes = [command, str(path), *([str(target)] if command == "cp" else [])], list[int]()
+    ask, asked, trained = snapshots.ask, threading.Event(), threading.Event()
+
+    def ask_and_wait(arguments: argparse.Namespace) -> Found:
+        found = ask(arguments)
+        asked.set()
+        assert trained.wait(120)
+        return found
+
+    monkeypatch.setattr(snapshots, "ask", ask_and_wait)
+    called = threading.Thread(target=lambda: codes.append(main(arguments)))
+    begin = At(10, lambda: (called.start(), asked.wait(120)), "on_train_batch_start")
+    end = At(18, lambda: (trained.set(), called.join(120)), "on_train_batch_start")
     spot = SpotCheckpoint(str(path), interval=EverySteps(1), on_full="wait", slots=2, min_upload_interval_s=1000.0)
-    trainer(spot, during, max_epochs=1).fit(Net(), data())
+    trainer(spot, begin, end, max_epochs=1).fit(Net(), data())
     said = capsys.readouterr()
-    assert during.code == 0, said.err
+    assert codes == [0], said.err
     if command == "cp":
         assert torch.load(target, weights_only=True)["global_step"] in (17, 18)
     else:
