@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ _MOST_TENSORS = 8
 _MOST_BYTES = 2**20
 """Of an array that is compared whole; of a larger one, and of tensors whose writes torch does not count, some are."""
 _SAMPLES = 4096
-_SHORT = 16
+_SHORT = 16  # items that are compared of a longer container at each end, if not all of them are
 _DEEPEST = 3  # of objects
 _DEEPEST_NESTED = 8  # of containers
 
@@ -84,7 +85,7 @@ class ChangeDetector:
 
     Args:
         modules: all parts of that module.
-        most_items: of one value, with all that is in it; of a container with more only its length is looked at.
+        most_items: of one value, with all that is in it; of a container with more its length and ends are looked at.
         looks: whether objects and generators are looked into; if not, they count as their class, since they are found
             by paths of their own.
     """
@@ -122,7 +123,11 @@ class ChangeDetector:
         kind, length = type(value), len(value)
         self._left -= length
         if self._left < 0 or nested > _DEEPEST_NESTED or (depth and length > _MOST_OF_OBJECTS):
-            return kind, length, _Same(value)
+            return (
+                kind,
+                length,
+                _Same(value) if self._looks else _ends(value.values() if isinstance(value, dict) else value),
+            )
         if length > _SHORT and not isinstance(value, dict) and SCALARS.issuperset(map(type, value)):
             return kind, list(value)
         if isinstance(value, dict):
@@ -209,6 +214,12 @@ def _is_open(value: Any) -> bool:
     if package in PACKAGES or isinstance(value, namespaces.classes("", "LightningModule", "LightningDataModule")):
         return False
     return isinstance(value, nn.Module) or package not in ("lightning", "pytorch_lightning", "torch")
+
+
+def _ends(value: Any) -> list[Any]:
+    """Some of what is in a container: its first items and its last ones."""
+    found = [*islice(value, _SHORT), *islice(reversed(value), _SHORT)]
+    return [item if type(item) in SCALARS else _Same(item) for item in found]
 
 
 def is_handle(value: Any) -> bool:

@@ -631,28 +631,20 @@ def follower_of(loader: Any) -> Follower | None:
     return loader.__dict__["_follower"] if type(loader) is FollowedLoader else None
 
 
-def positioned(loader: Any) -> Positioned | None:
-    """The follower of a training loader; ``None`` of other loaders."""
-    return follower if isinstance(follower := follower_of(loader), Positioned) else None
-
-
 def loader_itself(loader: Any) -> Any:
     """The loader that a :class:`FollowedLoader` stands in for; others as they are."""
     return follower.loader if (follower := follower_of(loader)) is not None else loader
 
 
-def why_not_exact(loader: Any) -> Iterator[str]:
-    """Why this training loader may not come back to its exact position, with what to do; nothing if it can."""
-    inner, follower = loader_itself(loader), positioned(loader)
-    epoch = follower.epoch if follower is not None else None
-    rest = follower.rest if follower is not None else None
+def why_not_exact(follower: Positioned) -> Iterator[str]:
+    """Why a training loader may not come back to its exact position, with what to do; nothing if it can."""
+    inner, epoch, rest = follower.loader, follower.epoch, follower.rest
     if is_stateful(inner):
         data = inner.dataset if hasattr(inner, "dataset") else None
         kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
         if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
             yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
-        seeks = follower is not None and follower.data_resume == "seek"
-        for buffer in shuffle_buffers(OwnState({"dataset": data})) if seeks else ():
+        for buffer in shuffle_buffers(OwnState({"dataset": data})) if follower.data_resume == "seek" else ():
             yield (
                 f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may"
                 ' lose or repeat samples. Leave data_resume="seek" out: batches are loaded again'
@@ -668,7 +660,7 @@ def why_not_exact(loader: Any) -> Iterator[str]:
         )
     if has_workers(inner) and not getattr(inner, "in_order", True):
         yield "with in_order=False the order of batches is that of the workers' speed, which no resume can repeat"
-    yield from why_workers_are_not_exact(loader)
+    yield from why_workers_are_not_exact(follower)
     yield from _what_workers_lack(rest, 'data_resume="seek" does not load again', 'Leave data_resume="seek" out')
     if rest is not None and rest.is_within and iterates_itself(inner):
         yield (
@@ -697,10 +689,9 @@ def _what_workers_lack(epoch: Epoch | None, why: str, do: str) -> Iterator[str]:
         )
 
 
-def why_workers_are_not_exact(loader: Any) -> Iterator[str]:
-    """Why the workers of this loader, for training or validation, may not come back as they were; what to do."""
-    follower = follower_of(loader)
-    if follower is not None and follower.workers is None and lasts(follower.loader):
+def why_workers_are_not_exact(follower: Follower) -> Iterator[str]:
+    """Why the workers of a loader, for training or validation, may not come back as they were; what to do."""
+    if follower.workers is None and lasts(follower.loader):
         yield (
             "workers persist over epochs, and cannot be asked which random numbers they go on with: random augmentation"
             " in them is not exact. Set persistent_workers=False"

@@ -22,8 +22,6 @@ from lightning_spot.state.dataloader import (
     DataResume,
     Positioned,
     differences,
-    loader_itself,
-    positioned,
     say_not_exact,
     why_not_exact,
     why_workers_are_not_exact,
@@ -358,7 +356,7 @@ class Restoring(OfTrainer):
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: its epoch has more batches now, or less."""
         trainer = self._trainer
-        followers = self._parts.loaders.followers if self._parts.loaders is not None else []
+        followers = self._parts.loaders.training if self._parts.loaders is not None else []
         done = max((done for each in followers if (done := each.batches_done()) is not None), default=None)
         if done is not None:
             done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
@@ -397,8 +395,7 @@ class Restoring(OfTrainer):
     def position_for(self, follower: Positioned) -> State | None:
         """Position at which a loader begins its epoch: the saved one for the first epoch after a resume."""
         loaders = self._parts.loaders.training if self._parts.loaders is not None else []
-        found = (number for number, item in enumerate(loaders) if positioned(item) is follower)
-        index = next(found, None)
+        index = next((number for number, each in enumerate(loaders) if each is follower), None)
         if index is None or self._positions is None or self._random is None:
             return None
         positions = self._positions["loaders"]
@@ -421,7 +418,7 @@ class Restoring(OfTrainer):
         if self._others is not None:
             return []
         both = zip(loaders, positions, strict=True)
-        return [reason for loader, saved in both for reason in differences(saved, loader_itself(loader))]
+        return [reason for loader, saved in both for reason in differences(saved, loader.loader)]
 
     def has_positions(self) -> bool:
         """Whether a snapshot has told where training loaders were."""

@@ -20,7 +20,6 @@ from lightning_spot.state.dataloader import (
     Positioned,
     follower_of,
     loader_itself,
-    positioned,
 )
 from lightning_spot.state.randomness import State, capture_random, restore_random
 
@@ -75,17 +74,17 @@ class Loaders:
         with suppress(AttributeError, ValueError):  # another Lightning may keep them elsewhere
             for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
                 if (combined := compat.COMBINED_LOADER.of(loop)) is not None:
-                    combined.flattened = [loader_itself(loader) for loader in _flat(loop)]
+                    combined.flattened = [loader_itself(loader) for loader in combined.flattened]
 
     @property
-    def training(self) -> list[Any]:
-        """Loaders that training draws from by now."""
-        return _flat(self._trainer.fit_loop)
+    def training(self) -> list[Positioned]:
+        """Followers of the loaders that training draws from by now."""
+        return [each for each in _followers(self._trainer.fit_loop) if isinstance(each, Positioned)]
 
     @property
-    def validation(self) -> list[Any]:
-        """Loaders that validation draws from by now."""
-        return _flat(self._trainer.fit_loop.epoch_loop.val_loop)
+    def validation(self) -> list[Follower]:
+        """Followers of the loaders that validation draws from by now."""
+        return _followers(self._trainer.fit_loop.epoch_loop.val_loop)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -164,11 +163,7 @@ class Loaders:
                 name: request if name in self._due else {**request, "reloaded": reloaded[name]}
                 for name, request in self._requests.items()
             },
-            "validation": [
-                follower.state() if (follower := follower_of(loader)) is not None else None
-                for loader in self.validation
-            ]
-            or list(self._states),
+            "validation": [follower.state() for follower in self.validation] or list(self._states),
             "consumed": list(consumed) if consumed is not None else None,
         }
 
@@ -180,15 +175,7 @@ class Loaders:
     def positions(self, *, at_end: bool) -> list[State | None]:
         """Where each training loader is, see :meth:`Positioned.position`."""
         ahead, done = len(getattr(compat.DATA_FETCHER.of(self._trainer.fit_loop), "batches", ())), self._epoch_done
-        followers = map(positioned, self.training)
-        return [
-            each.position(ahead, epoch_done=done, at_end=at_end) if each is not None else None for each in followers
-        ]
-
-    @property
-    def followers(self) -> list[Positioned]:
-        """Followers of training loaders."""
-        return [each for loader in self.training if (each := positioned(loader)) is not None]
+        return [each.position(ahead, epoch_done=done, at_end=at_end) for each in self.training]
 
     def ask_again(self) -> None:
         """Have Lightning ask for training loaders when training begins, also if it did before the checkpoint came.
@@ -211,7 +198,7 @@ class Loaders:
     def restore(self, saved: State) -> None:
         """When training begins: count epochs from where loaders were asked for, and know which has ended."""
         self._has_begun = True
-        for follower in self.followers:
+        for follower in self.training:
             follower.restore_own(begins=True)
         request = saved["requests"].get("training")
         if request is not None:
@@ -222,7 +209,7 @@ class Loaders:
 
     def go_on(self, saved: State) -> None:
         """Just before the step: set what loaders draw from of their own."""
-        for training in self.followers:
+        for training in self.training:
             training.restore_own(begins=False)
         if "validation" not in saved["requests"] and not self._trainer.validating:
             # Where an epoch that is resumed ends with a validation, Lightning asks before the epoch: the undisturbed
@@ -230,22 +217,21 @@ class Loaders:
             compat.VAL_COMBINED_LOADER.set(self._trainer.fit_loop.epoch_loop.val_loop, None)
             self._requests.pop("validation", None)
         self._states = list(saved["validation"])
-        for follower in map(follower_of, self.validation):
-            if follower is not None:
-                self._before_validation(follower)
+        for follower in self.validation:
+            self._before_validation(follower)
 
     def _before_validation(self, follower: Follower) -> None:
         """Set the own state of a loader for validation, once: it may be made long after training went on."""
-        found = (number for number, item in enumerate(self.validation) if follower_of(item) is follower)
-        number = next(found, len(self._states))
+        number = next((number for number, each in enumerate(self.validation) if each is follower), len(self._states))
         if number < len(self._states) and (state := self._states[number]) is not None:
             self._states[number] = None
-            follower.restore(state, {id(item) for each in self.followers for _, item in each.own.items()})
+            follower.restore(state, {id(item) for each in self.training for _, item in each.own.items()})
 
 
-def _flat(loop: Any) -> list[Any]:
+def _followers(loop: Any) -> list[Follower]:
     combined = compat.COMBINED_LOADER.of(loop)
-    return list(combined.flattened) if combined is not None else []
+    loaders = combined.flattened if combined is not None else []
+    return [follower for loader in loaders if (follower := follower_of(loader)) is not None]
 
 
 def _iterator(trainer: pl.Trainer) -> Any:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from lightning_spot.state import namespaces
 from lightning_spot.state.change_detector import (
     PACKAGES,
+    SCALARS,
     ChangeDetector,
     class_attributes,
     is_handle,
@@ -35,11 +36,13 @@ from lightning_spot.state.plain_values import NotPlain, copy_of, whole
 from lightning_spot.state.randomness import GENERATORS, State, capture_generator, restore_generator
 from lightning_spot.trees import leaves
 
-_SCALARS = frozenset((bool, int, float, str, type(None)))
 _CLOSED = (str, bytes, bytearray, torch.Tensor, np.ndarray, type, types.ModuleType, weakref.ref)
 _EPOCHS = frozenset(("epoch", "_epoch", "current_epoch"))
 _OF_TORCH = frozenset((*vars(nn.Module()), *vars(DataLoader(TensorDataset(torch.zeros(1))))))
 """Attributes of torch's loaders and modules, which are not the user's."""
+
+_FOUND = (*GENERATORS, Dataset, Sampler)
+"""What is found by its own path, and is no value of the object that has it."""
 
 _APART = frozenset(("dataset", "sampler", "batch_sampler", "collate_fn"))
 """Parts of a loader that its own state may leave out."""
@@ -84,7 +87,7 @@ class OwnState:
         """Generators, seeds of samplers that make a new generator for each epoch, and plain values that changed."""
         state: State = {"generators": {}, "seeds": {}, "values": {}}
         for path, item in self.items():
-            if _is_generator(item):
+            if isinstance(item, GENERATORS):
                 state["generators"][path] = capture_generator(item)
             elif _is_seeded(item):
                 state["seeds"][path] = item.seed
@@ -102,7 +105,7 @@ class OwnState:
         for path, item in self.items():
             if id(item) in but:
                 continue
-            if _is_generator(item):
+            if isinstance(item, GENERATORS):
                 if path in state["generators"]:
                     restore_generator(item, state["generators"][path])
                 continue
@@ -123,7 +126,9 @@ class OwnState:
     def _draws(self) -> Any:
         """Where generators are that do not come back by a state."""
         detector = ChangeDetector(())
-        found = ((path, item) for path, item, comes_back in self._walk() if _is_generator(item) and not comes_back)
+        found = (
+            (path, item) for path, item, comes_back in self._walk() if isinstance(item, GENERATORS) and not comes_back
+        )
         return [(path, detector.stamp(item)) for path, item in found]
 
     def _changed(self) -> Iterator[tuple[str, State, State]]:
@@ -143,7 +148,7 @@ class OwnState:
         for path, item, comes_back in self._walk():
             if not _is_owner(path, item):
                 continue
-            own = {name: value for name, value in _attributes(item).items() if _is_value(value)}
+            own = {name: value for name, value in _attributes(item).items() if not isinstance(value, _FOUND)}
             if comes_back:
                 own = {name: value for name, value in own.items() if name in _EPOCHS and _is_epoch(value)}
             if own:
@@ -159,12 +164,12 @@ class OwnState:
         waiting = deque((name, root, 0, False) for name, root in self._roots.items())
         while waiting and len(seen) < _MOST_OBJECTS:
             path, item, depth, within = waiting.popleft()
-            if type(item) in _SCALARS or id(item) in seen or (_is_closed(item) and depth):
+            if type(item) in SCALARS or id(item) in seen or (_is_closed(item) and depth):
                 continue
             seen.add(id(item))
             comes_back = within or (self._by_state and hasattr(item, "load_state_dict"))
             yield path, item, comes_back
-            if depth < _DEEPEST and not _is_generator(item):
+            if depth < _DEEPEST and not isinstance(item, GENERATORS):
                 waiting += [
                     (_name(path, name), part, depth + 1, comes_back and (path != "" or name not in _APART))
                     for name, part in _parts(item)
@@ -180,18 +185,16 @@ def _name(path: str, name: str) -> str:
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
     """What belongs to an object: its attributes, or its items where they are few."""
-    if isinstance(item, (list, tuple)):
-        if len(item) <= _MOST_ITEMS:
-            yield from ((str(number), part) for number, part in enumerate(item))
-    elif isinstance(item, dict):
-        if len(item) <= _MOST_ITEMS:
-            yield from ((str(key), part) for key, part in item.items())
+    if isinstance(item, (list, tuple, dict)):
+        items = item.items() if isinstance(item, dict) else enumerate(item)
+        yield from ((str(key), part) for key, part in items if len(item) <= _MOST_ITEMS)
     elif isinstance(item, functools.partial):
         yield from (("func", item.func), ("args", item.args), ("keywords", item.keywords))
     elif isinstance(item, types.MethodType):
         yield "self", item.__self__
     elif not isinstance(item, (types.FunctionType, types.BuiltinFunctionType)) and _is_open(type(item)):
-        yield from ((name, part) for name, part in _fields(item).items() if not _is_iterator(item, name))
+        at_work = ("_iterator", "multiprocessing_context") if isinstance(item, DataLoader) else ()
+        yield from ((name, part) for name, part in _fields(item).items() if name not in at_work)
 
 
 def _fields(item: Any) -> State:
@@ -209,10 +212,6 @@ def _slots(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _is_iterator(item: Any, name: str) -> bool:
-    return isinstance(item, DataLoader) and name in ("_iterator", "multiprocessing_context")
-
-
 def _is_open(kind: type) -> bool:
     module = kind.__module__
     if module.startswith(("lightning.", "pytorch_lightning.")):
@@ -227,19 +226,12 @@ def _is_closed(item: Any) -> bool:
     return isinstance(item, _CLOSED)
 
 
-def _is_generator(item: Any) -> bool:
-    return isinstance(item, GENERATORS)
-
-
 def _is_owner(path: str, item: Any) -> bool:
     """Whether the attributes of an object are values of the loader's: of containers, what they hold is looked at."""
     kind = type(item)
     if isinstance(item, (list, tuple, dict, functools.partial, types.MethodType, *GENERATORS)) or not _is_open(kind):
         return False
-    if isinstance(item, (DataLoader, Dataset, Sampler, nn.Module)) or path.rpartition(".")[2] in (
-        "sampler",
-        "batch_sampler",
-    ):
+    if isinstance(item, (DataLoader, Dataset, Sampler, nn.Module)) or path.endswith("sampler"):
         return True
     has_a_state = namespaces.classes("", "LightningDataModule")  # by which a program keeps it
     return not kind.__module__.startswith("torch.") and not isinstance(item, has_a_state)
@@ -250,11 +242,6 @@ def _attributes(item: Any) -> State:
     of_torch = _OF_TORCH if isinstance(item, (nn.Module, DataLoader)) else ()
     own = {name: value for name, value in _fields(item).items() if name not in of_torch}
     return {**ChainMap(*map(class_attributes, own_classes(type(item)))), **own}
-
-
-def _is_value(value: Any) -> bool:
-    """Whether a value is looked at where it is; what is an owner itself is found by its own path."""
-    return not (_is_generator(value) or isinstance(value, (Dataset, Sampler)))
 
 
 def _is_seeded(holder: Any) -> bool:
