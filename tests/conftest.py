@@ -109,10 +109,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def begin_warm() -> tuple[str, socket.socket]:
     """Start a warm Python, see ``tests/support/warm.py``; returns it, and what keeps it alive."""
-    python = warm.start(Path(tempfile.mkdtemp(prefix=folders.WARM)))
-    held = warm.hold(python)
-    assert held is not None
-    return python, held
+    return warm.start(Path(tempfile.mkdtemp(prefix=folders.WARM)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -113,20 +113,6 @@ def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
     assert sum(seen.values()) - length < max(*worlds, 2)  # what fills the last batches up, as a DistributedSampler does
 
 
-@pytest.mark.parametrize("worlds", [(4, 2, 3, 1), (1, 2, 4, 1)])
-def test_no_sample_repeats_across_world_sizes_that_divide_evenly(worlds: tuple[int, ...]) -> None:
-    torch.manual_seed(5)
-    states, samples = None, []
-    for world in worlds:
-        ranks = Ranks(world, 144, states)
-        done = [loader.batches_done() for loader in ranks.loaders]
-        if states is not None:
-            assert done == [(len(samples)) // (3 * world)] * world
-        samples += ranks.train(None if world == worlds[-1] and states is not None else 4)
-        states = ranks.states()
-    assert sorted(samples) == list(range(144))
-
-
 def test_a_dealt_epoch_is_itself_resumed_to_the_sample() -> None:
     first = Ranks(4, 100)
     first.train(3)

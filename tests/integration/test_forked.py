@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.goodput.records import read_records
 from lightning_spot.preemption.signals import SignalSource
 from lightning_spot.store.local import LocalStore
-from tests.support.trainer import Net, data, trainer
+from tests.support.trainer import At, Net, data, trainer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G27")
@@ -25,19 +24,9 @@ pytestmark = pytest.mark.guarantee("G27")
 LEFT = 7
 
 
-class Once(pl.Callback):
-    """Does something in the middle of a step, and looks at what has become of it in the next one."""
-
-    def __init__(self, act: Callable[[], None], look: Callable[[], None]) -> None:
-        self.act, self.look = act, look
-
-    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 5:
-            self.act()
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 7:
-            self.look()
+def once(act: Callable[[], None], look: Callable[[], None]) -> tuple[At, At]:
+    """Do something in the middle of a step, and look at what has become of it in the next one."""
+    return At(5, act, "on_after_backward"), At(7, look, "on_train_batch_start")
 
 
 @pytest.mark.parametrize("local_server", [True, False])
@@ -64,7 +53,7 @@ def test_a_child_that_leaves_through_fit_spares_its_parent(tmp_path: Path, local
             seen.append(True)
 
     try:
-        trainer(Once(fork, wait_for_it), spot).fit(Net(), data())
+        trainer(*once(fork, wait_for_it), spot).fit(Net(), data())
     except SystemExit as left:
         if os.getpid() != parent:
             os._exit(int(str(left)))
@@ -92,7 +81,7 @@ def test_a_child_can_be_told_to_end(tmp_path: Path) -> None:
         child.terminate()
         child.join(120)
 
-    trainer(Once(child.start, end), spot).fit(Net(), data())
+    trainer(*once(child.start, end), spot).fit(Net(), data())
     try:
         assert child.exitcode == -signal.SIGTERM
     finally:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.state.compare import differences
 from tests.integration.test_exact import final
 from tests.support import exact_models as m
+from tests.support.exact_cases import Estimated
 from tests.support.exact_table import Case, train
 from tests.support.trainer import Stop, StopAfter, StopAt, StopIn
 
@@ -32,47 +36,35 @@ SEEDED = 5
 class Kept(DataLoader[Any]):
     """Keeps its place as torchdata's loader does: what it has yielded, and whether it was asked for one more."""
 
-    begun: Any = None
-    due: Any = None
+    begun, ended, yielded, due = False, False, 0, None
 
     def __iter__(self) -> Any:
         due, self.due = self.due, None
-        self.begun = _Pass(super().__iter__(), self.dataset, {"yielded": 0} if due is None or due["ended"] else due)
-        return self.begun
+        inner, at = super().__iter__(), {"yielded": 0} if due is None or due["ended"] else due
+        if "data" in at:
+            self.dataset.load_state_dict(at["data"])
+        else:
+            deque(islice(inner, at["yielded"]), 0)
+        return self.go_on(inner, at["yielded"])
+
+    def go_on(self, inner: Iterator[Any], yielded: int) -> Iterator[Any]:
+        self.begun, self.ended, self.yielded = True, False, yielded
+        return self.batches(inner)
+
+    def batches(self, inner: Iterator[Any]) -> Iterator[Any]:
+        for batch in inner:
+            self.yielded += 1
+            yield batch
+        self.ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        if self.begun is None:
+        if not self.begun:
             iter(self)  # draws, as torchdata's does
-        return self.begun.state()  # type: ignore[no-any-return]
+        own = {"data": self.dataset.state_dict()} if hasattr(self.dataset, "state_dict") else {}
+        return {"yielded": self.yielded, "ended": self.ended, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begun, self.due = None, state or None
-
-
-class _Pass:
-    def __init__(self, inner: Any, data: Any, state: dict[str, Any]) -> None:
-        self.inner, self.data, self.yielded, self.ended = inner, data, state["yielded"], False
-        if "data" in state:
-            data.load_state_dict(state["data"])
-        else:
-            for _ in range(self.yielded):
-                next(inner, None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self.inner)
-        except StopIteration:
-            self.ended = True
-            raise
-        self.yielded += 1
-        return batch
-
-    def state(self) -> dict[str, Any]:
-        own = {"data": self.data.state_dict()} if hasattr(self.data, "state_dict") else {}
-        return {"yielded": self.yielded, "ended": self.ended, **own}
+        self.begun, self.due = False, state or None
 
 
 class Sticky(IterableDataset[Any]):
@@ -128,11 +120,8 @@ class Lazy(Kept):
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        return (
-            super().state_dict()
-            if self.begun is not None
-            else {"yielded": 0, "ended": False, "data": {"at": 0, "epoch": 0}}
-        )
+        at_start = {"yielded": 0, "ended": False, "data": {"at": 0, "epoch": 0}}
+        return super().state_dict() if self.begun else at_start
 
 
 class Flagged(Kept):
@@ -145,29 +134,20 @@ class Flagged(Kept):
     def __iter__(self) -> Any:
         if not self.restore:
             self.due, self.epoch_number = None, self.epoch_number + 1
-        self.begun = _Flagged(self, self.due or {"yielded": 0})
-        return self.begun
+        order = torch.randperm(m.SAMPLES, generator=torch.Generator().manual_seed(self.epoch_number))
+        batches = [self.collate_fn([self.dataset[int(i)] for i in part]) for part in order.split(m.BATCH)]
+        yielded = self.due["yielded"] if self.due else 0
+        return self.go_on(iter(batches[yielded:]), yielded)
+
+    def batches(self, inner: Iterator[Any]) -> Iterator[Any]:
+        yield from super().batches(inner)
+        self.restore = False
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "epoch_number": self.epoch_number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restore, self.due, self.epoch_number = True, state, state["epoch_number"]
-
-
-class _Flagged(_Pass):
-    def __init__(self, loader: Flagged, state: dict[str, Any]) -> None:
-        order = torch.randperm(m.SAMPLES, generator=torch.Generator().manual_seed(loader.epoch_number))
-        batches = [loader.collate_fn([loader.dataset[int(i)] for i in part]) for part in order.split(m.BATCH)]
-        super().__init__(iter(batches), None, state)
-        self.loader = loader
-
-    def __next__(self) -> Any:
-        try:
-            return super().__next__()
-        except StopIteration:
-            self.loader.restore = False
-            raise
 
 
 LOADERS: dict[str, Callable[..., Any]] = {
@@ -320,6 +300,11 @@ def tallied() -> Data:
     return Data(read, tally=[0] * 4000)
 
 
+def ordered() -> Data:
+    """Has more numbers than are compared one by one."""
+    return Data(lambda data, index: data.order[index] / 5000, order=list(range(5000)))
+
+
 def augmented() -> Data:
     """Reads through a module without weights."""
     transform = torch.nn.Sequential(torch.nn.Threshold(-9.0, 0.5))
@@ -416,6 +401,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str, str]] = 
     "beside an iterator": (cycled, nothing, EPOCH, "had changed dataset.read"),
     "a module": (augmented, higher, BATCH_END, ""),
     "a long list": (tallied, nothing, EPOCH, ""),
+    "a longer list": (ordered, lambda loader: loader.dataset.order.reverse(), EPOCH, ""),
     "a queue": (queued, nothing, EPOCH, ""),
     "an iterator": (opaque, nothing, EPOCH, "dataset.source"),
     "a sampler": (curriculum, weigh, EPOCH, ""),
@@ -601,19 +587,6 @@ def test_what_an_epoch_was_made_of_is_compared(first: Any, then: Any, equal: boo
         assert [text for text in differences(twin["state_dict"], broken["state_dict"]) if "workers" not in text] == []
 
 
-class Cycle(m.Lean):
-    """Has a scheduler for as many steps as the run takes, or for a number of its own."""
-
-    def __init__(self, steps: int | None) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.01)
-        steps = self.steps or int(self.trainer.estimated_stepping_batches)
-        return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, total_steps=steps), "interval": "step"}]
-
-
 SCHEDULERS = [
     (None, 4, "OneCycleLR is restored with total_steps=15, and this run takes 20"),
     (None, 3, ""),
@@ -626,7 +599,9 @@ def test_a_scheduler_that_ends_before_the_run_is_refused(
     steps: int | None, epochs: int, says: str, tmp_path: Path
 ) -> None:
     def case(epochs: int) -> Case:
-        return Case(model=lambda: Cycle(steps), settings={"max_epochs": epochs, "num_sanity_val_steps": 0})
+        ends = partial(OneCycleLR, max_lr=0.1, total_steps=steps)
+        model = partial(m.Scheduled, ends, interval="step") if steps is not None else Estimated
+        return Case(model=model, settings={"max_epochs": epochs, "num_sanity_val_steps": 0})
 
     with pytest.raises(Stop):
         train(case(3), tmp_path, StopAfter(8), seed=11, every=1)

@@ -78,23 +78,24 @@ class Case:
     soak: bool = False
 
 
+def own(model: Callable[[], pl.LightningModule], **more: Any) -> Case:
+    """A case whose module has its loaders, or a data module."""
+    return Case(model=model, loaders=None, val=None, **more)
+
+
 STREAM = "not exact unless this stream yields the same samples each time"
 
 # -- the table ----------------------------------------------------------------------------------------------------
 
 CALLBACKS: dict[str, Case] = {
-    "backbone-finetuning": Case(
-        model=m.Net,
-        loaders=None,
-        val=None,
+    "backbone-finetuning": own(
+        m.Net,
         callbacks=lambda: [shipped.BackboneFinetuning(1, m.half, train_bn=False, should_align=False)],
         stops=(13, 10),
         covers=("BackboneFinetuning",),
     ),
-    "base-finetuning": Case(
-        model=m.Net,
-        loaders=None,
-        val=None,
+    "base-finetuning": own(
+        m.Net,
         callbacks=lambda: [m.Thaw()],
         stops=(13, 10),
         covers=("BaseFinetuning",),
@@ -134,10 +135,8 @@ CALLBACKS: dict[str, Case] = {
         differs=True,
         covers=("SpikeDetection",),
     ),
-    "learning-rate-finder": Case(
-        model=m.Measured,
-        loaders=None,
-        val=None,
+    "learning-rate-finder": own(
+        m.Measured,
         callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
         covers=("LearningRateFinder",),
     ),
@@ -149,10 +148,8 @@ CALLBACKS: dict[str, Case] = {
         settings={"val_check_interval": 4},
         stops=(8, 4),
     ),
-    "batch-size-finder": Case(
-        model=m.Net,
-        loaders=None,
-        val=None,
+    "batch-size-finder": own(
+        m.Net,
         callbacks=lambda: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=1)],
         covers=("BatchSizeFinder",),
         soak=True,  # tuned as by the one above
@@ -230,10 +227,8 @@ SETTINGS: dict[str, Case] = {
         covers=("check_val_every_n_epoch",),
         soak=True,
     ),
-    "val-not-asked-for-yet": Case(
-        model=m.DrawingForValidation,
-        loaders=None,
-        val=None,
+    "val-not-asked-for-yet": own(
+        m.DrawingForValidation,
         settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
     ),
     "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval"),
@@ -244,19 +239,15 @@ SETTINGS: dict[str, Case] = {
         covers=("limit_train_batches", "limit_val_batches"),
     ),
     "overfit": Case(settings={"overfit_batches": 4}, stops=(6, 4), covers=("overfit_batches",)),
-    "reload-each-epoch": Case(
-        model=m.WithData,
-        loaders=None,
-        val=None,
+    "reload-each-epoch": own(
+        m.WithData,
         settings={"reload_dataloaders_every_n_epochs": 1},
         stops=(8, 3),
         covers=("reload_dataloaders_every_n_epochs",),
         soak=True,
     ),
-    "reload-every-second-epoch": Case(
-        model=m.WithData,
-        loaders=None,
-        val=None,
+    "reload-every-second-epoch": own(
+        m.WithData,
         settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5},
         stops=(7, 9),
     ),
@@ -291,9 +282,7 @@ SETTINGS: dict[str, Case] = {
 
 LOADERS: dict[str, Case] = {
     "estimated-in-setup": Case(model=lambda: m.EstimatedEarly("setup"), loaders=rows),
-    "estimated-in-configure-model": Case(
-        model=lambda: m.EstimatedEarly("configure_model"), data=m.Data, loaders=None, val=None
-    ),
+    "estimated-in-configure-model": own(lambda: m.EstimatedEarly("configure_model"), data=m.Data),
     "workers": Case(
         model=Model,
         loaders=lambda: rows(num_workers=2, prefetch_factor=3),
@@ -361,13 +350,12 @@ LOADERS: dict[str, Case] = {
         loaders=lambda: DataLoader(ConcatDataset([Subset(m.Noisy(), range(8)), m.Noisy()]), BATCH, shuffle=True),
         stops=(9, 7),
     ),
-    "combined-max-size-cycle": Case(
-        model=m.Several, loaders=m.combined("max_size_cycle"), covers=("max_size_cycle",), soak=True
-    ),
-    "combined-min-size": Case(
-        model=m.Several, loaders=m.combined("min_size"), stops=(4, 2), covers=("min_size",), soak=True
-    ),
-    "combined-max-size": Case(model=m.Several, loaders=m.combined("max_size"), covers=("max_size",), soak=True),
+    **{
+        f"combined-{mode.replace('_', '-')}": Case(
+            model=m.Several, loaders=m.combined(mode), stops=stops, covers=(mode,), soak=True
+        )
+        for mode, stops in (("max_size_cycle", (9, 5)), ("min_size", (4, 2)), ("max_size", (9, 5)))
+    },
     "combined-in-a-dictionary": Case(
         model=m.Listed, loaders=lambda: {"first": rows(), "more": [rows(), rows(num_workers=1)]}
     ),
@@ -421,19 +409,17 @@ LOOPS: dict[str, Case] = {
         stops=(10, 3),
         soak=True,
     ),
-    "changed-in-the-sanity-check": Case(model=m.Remembering, loaders=None, val=None, stops=(5, 7)),
+    "changed-in-the-sanity-check": own(m.Remembering, stops=(5, 7)),
     "changed-in-the-sanity-check-and-not-kept": Case(model=kept.Checking, says="Checking.checked"),
-    "changed-in-a-trial": Case(
-        model=partial(m.Remembering, counts_requests=False),  # a trial asks once more
-        loaders=None,
-        val=None,
+    "changed-in-a-trial": own(
+        partial(m.Remembering, counts_requests=False),  # a trial asks once more
         callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
         stops=(7, 6),
         soak=True,
     ),
     "cache-of-the-module": Case(model=m.Caching, says="Caching.cache, Caching.cached"),
     "plain-values-and-generators": Case(model=kept.Kinds, stops=(8, 4)),
-    "generator-of-the-module-and-its-sampler": Case(model=m.SharedGenerator, loaders=None, val=None, stops=(8, 4)),
+    "generator-of-the-module-and-its-sampler": own(m.SharedGenerator, stops=(8, 4)),
     "buffers-outside-the-state-dict": Case(model=kept.Beside, stops=(8, 4)),
     "buffers-that-training-makes": Case(model=kept.Growing, says=kept.MADE, differs=True),
     "objects-of-the-module": Case(

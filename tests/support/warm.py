@@ -56,18 +56,18 @@ _OWN_NETWORK = "/proc/self/ns/net"
 _CLONE_NEWNET = 0x40000000
 
 
-def start(folder: Path) -> str:
-    """Start the servers in ``folder``, whose path is short; returns the executable once it can be called.
+def start(folder: Path) -> tuple[str, socket.socket]:
+    """Start the servers in ``folder``, whose path is short; returns the executable, which can be called, and a holder.
 
-    They end when nobody holds a connection from :func:`hold` any more.
+    They end when nobody holds this or a connection from :func:`hold` any more.
     """
     python = folder / "python"
     python.write_text(f"#!{sys.executable} -SE\n{(HOME / 'tests' / 'support' / 'warm_client.py').read_text()}")
     python.chmod(0o755)
-    servers, trainers = _listen(folder / SERVERS), _listen(folder / TRAINERS)
-    with servers, trainers:
-        _serve(folder, SERVERS, servers, trainers)
-    return str(python)
+    ours, its = socket.socketpair()
+    with its, _listen(folder / SERVERS) as servers, _listen(folder / TRAINERS) as trainers:
+        _serve(folder, SERVERS, servers, its, trainers)
+    return str(python), ours
 
 
 def _listen(path: Path) -> socket.socket:
@@ -174,30 +174,27 @@ class Server:
     Args:
         folder: where it is.
         listening: where requests come in.
+        holder: a connection that keeps it alive, as those from :func:`hold` do.
         sleeping: where those for the server of trainers come in, which is started then.
-        holders: connections that keep it alive, those from :func:`hold` besides.
     """
 
     def __init__(
-        self, folder: Path, listening: socket.socket, sleeping: socket.socket | None, holders: set[socket.socket]
+        self, folder: Path, listening: socket.socket, holder: socket.socket, sleeping: socket.socket | None = None
     ) -> None:
         self._folder = folder
         self._listening = listening
         self._sleeping = sleeping
         self._held: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        for each in (listening, *holders, *([sleeping] if sleeping is not None else [])):
+        for each in (listening, holder, *([sleeping] if sleeping is not None else [])):
             self._selector.register(each, selectors.EVENT_READ)
         self._children: dict[socket.socket, tuple[int, int]] = {}
-        self._holders = set(holders)
+        self._holders = {holder}
 
     def serve(self) -> dict[str, Any] | None:
         """Serve until the last holder is gone; ``None`` then."""
-        held = bool(self._holders)
-        while self._holders or not held:
-            ready = [key.fileobj for key, _ in self._selector.select(None if held else _REQUEST_S)]
-            if not ready and not held:
-                return None  # who started this is gone
+        while self._holders:
+            ready = [key.fileobj for key, _ in self._selector.select()]
             for file in ready:
                 if isinstance(file, int):
                     self._reap(file)
@@ -205,11 +202,8 @@ class Server:
                     self._wake(self._sleeping)
                 elif file is not self._listening:
                     self._hung_up(file)  # type: ignore[arg-type]
-            if self._listening in ready:
-                request = self._accept()
-                if request is not None:
-                    return request
-                held = held or bool(self._holders)
+            if self._listening in ready and (request := self._accept()) is not None:
+                return request
         for connection in list(self._children):
             self._hung_up(connection)
         return None
@@ -408,19 +402,15 @@ def _look_up_once() -> None:
 
 
 def main() -> None:
-    """Serve in FOLDER as KIND (of servers, of trainers) with two sockets.
-
-    The first is where requests come in. The second is where those for trainers come in, or who keeps this alive.
-    """
+    """Serve in FOLDER as KIND (of servers, of trainers), with sockets as :class:`Server` has them."""
     folder, kind = Path(sys.argv[1]), sys.argv[2]
-    listening, other = (socket.socket(fileno=int(number)) for number in sys.argv[3:])
     for module in PRELOADED[kind]:
         importlib.import_module(module)
     if kind == TRAINERS:
         _look_up_once()
     gc.collect()
     gc.freeze()  # the collector of a fork does not touch, and so copy, what all have in common
-    server = Server(folder, listening, *((other, set()) if kind == SERVERS else (None, {other})))
+    server = Server(folder, *(socket.socket(fileno=int(number)) for number in sys.argv[3:]))
     request = server.serve()
     if request is not None:
         become(request, str(folder / "python"))
