@@ -34,10 +34,6 @@ class FitCallback(SpotCallback):
         if trainer.state.fn == "fit":
             FitSession.of(trainer).resume.load(checkpoint)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The module may make the data of the next epoch in its own hook, which follows."""
-        FitState.of(trainer).end_epoch()
-
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Return when everything committed is durable, within the time allowed."""
         FitSession.of(trainer).complete()

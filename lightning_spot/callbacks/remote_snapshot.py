@@ -288,7 +288,6 @@ class RemoteSnapshot(FitCallback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Callbacks may change weights here."""
-        super().on_train_epoch_end(trainer, pl_module)
         if self.snapshotter is not None:
             self.snapshotter.disturbed()
 

@@ -135,7 +135,6 @@ class FitState(PerTrainer):
             *builtin_callbacks.what_begins_anew(trainer),
             *self._untracked.begin_anew([*restoring.lost, *made]),
             *what_is_rank_0s(trainer),
-            *parts.hooked.what_waits(),
             *parts.hooked.what_is_apart(),
         ]
         clock, alone = builtin_callbacks.what_goes_by_the_clock, builtin_callbacks.what_lightning_alone_keeps
@@ -196,10 +195,6 @@ class FitState(PerTrainer):
         if self._is_attached:  # or it is a fit whose state is not kept
             with_ranks(checkpoint, read_checkpoint)  # a file that the user named was read by Lightning
             self._restoring.load(checkpoint, of_another_run=of_another_run)
-
-    def end_epoch(self) -> None:
-        """Where an epoch of training ends, before the module's own hook: put back what fits the data of the next."""
-        self._parts.switches.run(compat.HOOKED, lambda: self._parts.hooked.end_epoch(self._trainer))
 
     def end_untrained(self) -> None:
         """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""

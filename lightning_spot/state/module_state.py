@@ -5,9 +5,9 @@ what they did is kept: which parameters are frozen, plain attributes of modules 
 counter, a list of outputs) and of their classes, settings of the Trainer. What did not change is not kept: there the
 program's word counts. What is no plain value is named where training has changed it. A module that has made such a
 thing again (a cache, a file) keeps all of its attributes for itself: they belong together. Where it has made a data set
-of another class (in ``on_train_epoch_end``), a resumed run trains the rest of the epoch with that of its start: what
-modules within it have changed fits the next one, and comes back when that is made. Values come back one by one into
-what the program makes: its own ties (of weights, of views of a tensor) hold, and those that training made are named.
+of another class, modules within it do so, too: a resumed run trains the rest of the epoch with that of its start.
+Values come back one by one into what the program makes: its own ties (of weights, of views of a tensor) hold, and those
+that training made are named.
 
 What changes in data modules, a user's callbacks and optimizers is named only.
 """
@@ -116,7 +116,8 @@ class Attributes:
 
     Attributes:
         lost: names of what has changed, as ``Class.attribute``, and is not kept.
-        has_made_data: whether a data set is among that, of another class than the one in its place before.
+        has_made_data: whether a data set is among that, of another class than the one in its place before: what the
+            modules within it have changed may fit that one only.
     """
 
     def __init__(self, part: Any, detector: ChangeDetector) -> None:
@@ -133,17 +134,18 @@ class Attributes:
         self.lost: set[str] = set()
         self.has_made_data = False
 
-    def changed(self, part: Any, before: Collection[str], detector: ChangeDetector) -> State:
+    def changed(self, part: Any, before: Collection[str], detector: ChangeDetector, *, keeps: bool = True) -> State:
         """Copies of what has changed; of ``training`` only, where something that is not plain was made again.
 
         Args:
             part: the module, or the class.
             before: names of attributes that count as changed.
             detector: stamps values.
+            keeps: whether more than ``training`` may be kept.
         """
         kept: State = {}
         lost: set[str] = set()
-        was_made = False
+        was_made = not keeps
         own = vars(part)
         is_alike = len(own) == self._count and self._stamps.keys() <= own.keys()
         for name in self._stamps if is_alike else own:
@@ -234,8 +236,6 @@ class ModuleState:
         self._modules: dict[str, Attributes] = {}
         self._settings: State = {}
         self._limits: State = {}  # that the program gave
-        self._makes_data: set[str] = set()  # modules of which data sets are not as they were when attributes were saved
-        self._waiting: dict[str, State] = {}  # attributes of modules, until the next data sets are made
         self._kinds: dict[str, type] = {}
         self._captured = 0
         self._registered: list[tuple[int, int, bool]] = []  # parameters and buffers, when sharing was looked at
@@ -265,17 +265,17 @@ class ModuleState:
             if kind == "attributes":
                 attributes_before[place[0]].add(place[1])
         changed, detector = {}, ChangeDetector([part for _, part in modules])
+        makes_data: tuple[str, ...] = ()
         for name, part in _parts(modules):
             if name in known:
-                changed[name] = known[name].changed(part, attributes_before[name], detector)
+                within = makes_data and name.startswith(makes_data)
+                changed[name] = known[name].changed(part, attributes_before[name], detector, keeps=not within)
                 self.lost |= known[name].lost
-                self._makes_data |= {name} if known[name].has_made_data else set()
+                makes_data += (f"{name}." if name else "",) if known[name].has_made_data else ()
         others = (name for name, part in modules if self._kinds.get(name) is not type(part))
         self.lost |= {name for name in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
         keeps = any(type(each) not in SCALARS for own in changed.values() for each in own.values())
         self._look_what_is_shared(trainer, keeps=keeps)
-        for name, values in self._waiting.items():
-            changed[name] = {**changed.get(name, {}), **values}
         trains, settings = _trains(modules).items(), _settings(trainer)
         return {
             "trains": {
@@ -284,7 +284,6 @@ class ModuleState:
             "attributes": {name: values for name, values in changed.items() if values},
             "shared": self._shared,
             "untrained": self._untrained,
-            "made_data": sorted(self._makes_data),
             "settings": {
                 name: value
                 for name, value in settings.items()
@@ -303,14 +302,8 @@ class ModuleState:
             self._registered, self._untrained = registered, untrained_by_optimizers(trainer)
             self._shared = groups_of(owners_of(trainer.lightning_module), outside_of(trainer))
 
-    def restore(self, trainer: pl.Trainer, saved: State, *, untrained: bool = False) -> None:
-        """Put back what :meth:`capture` returned, after :meth:`begin`.
-
-        Args:
-            trainer: whose module it is.
-            saved: what was captured.
-            untrained: whether nothing is left to train.
-        """
+    def restore(self, trainer: pl.Trainer, saved: State) -> None:
+        """Put back what :meth:`capture` returned, after :meth:`begin`."""
         self.before |= {tuple(name) for name in saved["before"]}
         module = trainer.lightning_module
         parameters = dict(module.named_parameters())
@@ -318,14 +311,6 @@ class ModuleState:
             if name in parameters:
                 parameters[name].requires_grad_(trains)
         attributes = saved["attributes"]
-        if not untrained:
-            self._makes_data = set(saved["made_data"])
-            waits = {name: values for name, values in attributes.items() if self._fits_other_data(name)}
-            self._waiting = {name: {**values} for name, values in waits.items()}
-            modes = {
-                name: {"training": own.pop("training")} for name, own in self._waiting.items() if "training" in own
-            }
-            attributes = {name: values for name, values in attributes.items() if name not in waits} | modes
         self._put(trainer, attributes, saved["shared"])
         if saved["shared"] is not None:
             tie(
@@ -340,18 +325,6 @@ class ModuleState:
             if name not in _LIMITS and hasattr(trainer, name):
                 setattr(trainer, name, value)
 
-    def _fits_other_data(self, name: str) -> bool:
-        return any(not owner or name == owner or name.startswith(f"{owner}.") for owner in self._makes_data)
-
-    def what_waits(self) -> Iterator[str]:
-        """One sentence on data sets that a resumed run does not have, if there are any."""
-        if self._makes_data:
-            names = sorted({name or "the LightningModule" for name in self._makes_data})
-            yield (
-                f"data sets of {', '.join(names)} were wrapped in training, and no snapshot has them: the rest of this"
-                " epoch is trained on those of this start. Make them in train_dataloader, from the epoch's number"
-            )
-
     def what_is_apart(self) -> Iterator[str]:
         """One sentence on what training had tied, parted or made again, and the program does not, if there is any."""
         if self._apart:
@@ -360,12 +333,6 @@ class ModuleState:
                 f" program makes it now: {_listed(self._apart)}. Tie or replace them where they are made, or in"
                 " on_train_start"
             )
-
-    def end_epoch(self, trainer: pl.Trainer) -> None:
-        """Before hooks make the data sets of the next epoch: what fits these comes back. A second call does nothing."""
-        waiting, self._waiting = self._waiting, {}
-        self._makes_data.clear()
-        self._put(trainer, waiting)
 
     @staticmethod
     def _put(trainer: pl.Trainer, attributes: dict[str, State], shared: Groups | None = None) -> None:

@@ -349,7 +349,7 @@ _HOOKED: Mapping[Stage, Restore] = {
     Stage.LOAD: lambda parts, saved: parts.hooked.restore_limits(parts.trainer, saved),
     Stage.TRAIN_START: lambda parts, saved: parts.hooked.restore(parts.trainer, saved),
     Stage.FIRST_BATCH: lambda parts, saved: parts.hooked.restore_generators(parts.trainer, saved),
-    Stage.UNTRAINED: lambda parts, saved: parts.hooked.restore(parts.trainer, saved, untrained=True),
+    Stage.UNTRAINED: lambda parts, saved: parts.hooked.restore(parts.trainer, saved),
 }
 
 PARTS = (

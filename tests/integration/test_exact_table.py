@@ -111,7 +111,7 @@ def test_equal_where_no_batch_is_left_of_an_epoch(name: str, tmp_path: Path) -> 
     assert logged(tmp_path / "broken") == logged(tmp_path / "undisturbed") != []
 
 
-def test_a_start_before_the_first_epoch_that_averages_is_not_warned_of(tmp_path: Path) -> None:
+def test_a_start_where_averaging_begins_is_not_warned_of(tmp_path: Path) -> None:
     """A run that had taken all its steps there is given more of them."""
     case = CASES["weight-averaging-stochastic"]
     train(replace(case, settings={**case.settings, "max_steps": 5}), tmp_path / "broken", seed=11, every=1)

@@ -95,7 +95,7 @@ def test_a_resume_in_the_middle_of_an_epoch_goes_on(tmp_path: Path) -> None:
     learner, said = fit(tmp_path / "run")
     assert learner.baseline.alpha == 1.0
     assert type(learner.rows) is WithBaseline
-    assert sum("were wrapped in training" in text for text in said) == 1
+    assert sum("begin anew: Baseline.alpha, Learner.rows." in text for text in said) == 1
 
 
 def test_a_resume_at_the_end_of_an_epoch_is_exact(tmp_path: Path) -> None:
