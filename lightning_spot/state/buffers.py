@@ -80,7 +80,7 @@ class Buffers:
         """Give them the values that :meth:`capture` found, where they have the shape that they had."""
         present = _all(module)
         for name, value in saved.items():
-            if name in present and not _write(present[name], value) and shape_of(present[name]) == shape_of(value):
+            if name in present and not write(present[name], value) and shape_of(present[name]) == shape_of(value):
                 _replace(module, name, value, present[name])
         self._changed |= set(saved)
 
@@ -106,10 +106,10 @@ def put(module: torch.nn.Module, values: Values) -> None:
     present = _all(module)
     for name, value in values.items():
         if name in present:
-            _write(present[name], value)
+            write(present[name], value)
 
 
-def _write(present: torch.Tensor, value: torch.Tensor) -> bool:
+def write(present: torch.Tensor, value: torch.Tensor) -> bool:
     """Write a value into a tensor; ``False`` if that cannot be, since it has another shape or layout."""
     if present.is_nested or value.is_nested:  # torch takes none for another one's shape
         return False

@@ -194,35 +194,14 @@ def _tensors_differ(left: torch.Tensor, right: torch.Tensor) -> str | None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    none = torch.empty(0, dtype=torch.uint8)  # a nested tensor may have no parts
-    return torch.cat([none, *(_bits_of_one(part.detach().cpu()) for part in _parts(tensor))])
-
-
-def _bits_of_one(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().cpu()
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:  # made of several tensors
+        written = io.BytesIO()
+        torch.save(tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor, written)
+        return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     # One element counts as contiguous with any stride, and is viewed with that of 1 only.
     return (flat.clone(memory_format=torch.contiguous_format) if flat.numel() == 1 else flat).view(torch.uint8)
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a sparse, nested or quantised one is made of."""
-    if tensor.is_nested:
-        return list(tensor.unbind())
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.int_repr(), *_scales(tensor)] if tensor.is_quantized else [tensor]
-
-
-def _scales(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What the numbers of a quantised tensor are multiplied by, and which of them stands for zero."""
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return [torch.tensor([tensor.q_scale(), float(tensor.q_zero_point())], dtype=torch.float64)]
-    return [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
 
 
 def _equal(left: Any, right: Any) -> bool:

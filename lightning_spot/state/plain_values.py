@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_spot.state.buffers import write
 from lightning_spot.state.change_detector import SCALARS
 from lightning_spot.state.randomness import GENERATORS, capture_generator, is_of_process, restore_generator
 
@@ -153,17 +154,9 @@ def _within(present: Any, value: Any, place: str, tied: Collection[str]) -> Any:
         value = kind(_within(mine[index], item, f"{place}.{index}", tied) for index, item in enumerate(value))
     if place not in tied:
         return value
-    if kind is torch.Tensor and are_alike([present, value]) and not present.requires_grad:
-        _write(present, value)
+    if kind is torch.Tensor and are_alike([present, value]) and not present.requires_grad and write(present, value):
         return present
     return present if _fill(present, value) else value
-
-
-def _write(present: torch.Tensor, value: torch.Tensor) -> None:
-    for axis, stride in enumerate(present.stride()):
-        if stride == 0 and present.shape[axis]:  # expanded: torch does not write to one number twice
-            present, value = present.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
-    present.copy_(value)
 
 
 def _fill(present: Any, value: Any) -> bool:
