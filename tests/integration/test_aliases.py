@@ -449,6 +449,7 @@ OUTSIDE = [
     (Case(callbacks=lambda: [Fading(copies="save")]), f"{SHARED_AGAIN}Fading.row, net.0.weight."),
     (Case(callbacks=lambda: [Fading(again=True)]), ""),
     (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(of="bank")]), f"{SHARED_AGAIN}Fading.row, bank."),
+    (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(again=True, of="bank")]), ""),
     (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Parting(of="whole bank")]), ""),
     (
         Case(model=lambda: Doing(step=sums_and_fades), data=Bank, loaders=None, val=None),

@@ -10,11 +10,12 @@ from typing import Any
 
 import lightning.pytorch
 import pytest
-import torch
 
 import lightning_spot
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.state import namespaces
+from tests.support.snapshots import serverless
+from tests.support.trainer import Stop
 
 
 @pytest.fixture
@@ -114,47 +115,23 @@ def test_classes_defined_first_fit_a_lightning_imported_later(other: Any) -> Non
 
 
 def test_classes_of_both_are_known(other: Any, tmp_path: Path) -> None:
-    from tests.support.trainer import data
+    demos = pytest.importorskip("pytorch_lightning.demos.boring_classes")
 
-    class Net(other.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(16, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.01)
-
-    class Stop(Exception):
-        pass
-
-    class StopAt(other.Callback):  # type: ignore[misc]
-        def on_before_backward(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 5:
-                raise Stop
+    def stop(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            raise Stop
 
     def fit(*callbacks: Any) -> SpotCheckpoint:
-        spot = SpotCheckpoint(
-            str(tmp_path / "run"), local_server=False, interval=EverySteps(2), on_full="wait", notices=None
-        )
+        spot = serverless(tmp_path / "run", interval=EverySteps(2))
         frozen = other.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
-        run = other.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            callbacks=[*callbacks, frozen, spot],
-        )
-        run.fit(Net(), data(4))
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        run = other.Trainer(max_epochs=2, accelerator="cpu", callbacks=[*callbacks, frozen, spot], **quiet)
+        run.fit(demos.BoringModel())
         return spot
 
     with pytest.raises(Stop):
-        fit(StopAt())
-    resumed = fit().resumed_from
-    assert resumed.step == 4
+        fit(other.callbacks.LambdaCallback(on_before_backward=stop))
+    assert fit().resumed_from.step == 4
 
 
 def test_why_a_name_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,27 +205,6 @@ class Bound(Lean):
         self.log("found", found)
 
 
-class Summed(Lean):
-    """Logs what :class:`Summing` has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums = torch.zeros(3)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.log("sums", self.sums.sum())
-
-
-class Summing(pl.Callback):
-    """Writes to a tensor of the module, which it has from where training begins."""
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.sums = pl_module.sums
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.sums.add_(1)
-
-
 class ByHand(Lean):
     """Steps with one optimizer in every batch, and with the other on the gradients of four."""
 

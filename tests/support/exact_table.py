@@ -393,7 +393,7 @@ LOADERS: dict[str, Case] = {
 _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 LOOPS: dict[str, Case] = {
-    "manual": Case(model=Gan),
+    "manual": Case(model=Gan, stops=(8, 5)),
     "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
     "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
     "precise-state": Case(  # a product in float32, beside parameters in bfloat16
@@ -431,13 +431,11 @@ LOOPS: dict[str, Case] = {
     "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
     "more-epochs-later": Case(model=lambda: kept.Limited(4), stops=(18,), ignored=("hooked.before",)),
     "tied-in-containers": Case(model=kept.Bound, stops=(8, 3)),
-    "shared-with-a-callback": Case(model=kept.Summed, callbacks=lambda: [kept.Summing()], stops=(8, 3), says="Summing"),
     "fewer-epochs-later": Case(model=lambda: kept.Limited(2), stops=(8,), ignored=("hooked.before",)),
     "extra-state-and-lazy-layer": Case(model=kept.Extra, stops=(8, 4)),
     "buffers-without-a-shape": Case(model=kept.Odd, stops=(8, 4)),
     "left-out-of-the-state-dict": Case(model=kept.LeavingOut, stops=(8, 4)),
     "toggled-over-batches": Case(model=kept.Toggling, stops=(2, 5)),
-    "gradients-over-batches": Case(model=kept.ByHand, stops=(7,)),
     "gathered-outputs": Case(model=m.Gathering),
     "skipped-batches": Case(model=m.Skipping, loaders=lambda: rows(batch_size=3), stops=(9, 6)),
     "iterator-step": Case(model=m.Fetching),

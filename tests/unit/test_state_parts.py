@@ -16,7 +16,6 @@ from lightning_spot.state.compare import differences
 from lightning_spot.state.dump import VERSION, in_present_form
 from lightning_spot.state.randomness import capture_random, restore_random
 from lightning_spot.state.state_parts import PARTS, Stage, StatePart, StateParts
-from tests.support.said import said_about
 
 
 class Trainer(SimpleNamespace):
@@ -49,23 +48,6 @@ def test_state_parts_are_restored_by_stage_in_table_order(trainer: Any, monkeypa
     for stage in Stage:
         parts.restore(stage, {name: value for name, value in saved.items() if name != "d"})
     assert done == [("a", 1), ("b", False), ("a", 1)]
-
-
-def test_a_part_that_fails_is_off_and_the_others_are_captured(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def gone(_: StateParts) -> None:
-        raise AttributeError("_renamed")
-
-    monkeypatch.setattr(state_parts, "PARTS", (StatePart("a", "a part", gone), StatePart("b", None, lambda _: 2)))
-    parts = StateParts(trainer)
-    assert parts.capture() == {"a": None, "b": 2}
-    assert said_about(caplog, "part-off") == ["a part"]
-    assert not parts.switches.is_on("a part")
-    assert parts.capture() == {"a": None, "b": 2}
-    monkeypatch.setattr(state_parts, "PARTS", (StatePart("b", None, gone),))
-    with pytest.raises(AttributeError):  # which costs the snapshot, and is said there
-        parts.capture()
 
 
 # -- generators --------------------------------------------------------------------------------------------------------
