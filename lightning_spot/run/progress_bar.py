@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -17,9 +17,6 @@ from lightning_spot.untrusted import plain
 
 logger = logging.getLogger(__name__)
 
-_DRAWN_EVERY_S = 0.2
-_JOIN_S = 5.0
-
 
 def transfer_bar(console: Console) -> Progress:
     """A bar with bytes, speed and the time left; it vanishes at its end, and is none where ``console`` is no terminal.
@@ -27,8 +24,9 @@ def transfer_bar(console: Console) -> Progress:
     Args:
         console: of standard error: pipes get the result alone.
     """
+    can_draw = console.is_terminal and not console.is_dumb_terminal
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not _can_draw(console))
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not can_draw)
 
 
 class RestoreProgress:
@@ -45,64 +43,45 @@ class RestoreProgress:
     """
 
     def __init__(self, what: str, nbytes: int, *, after_s: float = 3.0, every_s: float = 30.0) -> None:
-        self.done = 0
-        self._what, self._nbytes = what, nbytes
-        self._after_s, self._every_s = after_s, every_s
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._show, name="spot-restoring", daemon=True)
-        self._begun_s = time.monotonic()
+        self.done, self._nbytes, self._what, self._every_s = 0, nbytes, what, every_s
+        self._lock, self._begun_s = threading.Lock(), time.monotonic()
+        self._due_s = self._begun_s + after_s
+        self._bar = transfer_bar(Console(file=sys.stderr))
+        self._task = self._bar.add_task(plain(f"[spot] restoring {what}"), total=nbytes)
 
     def __call__(self, nbytes: int) -> None:
         """So many bytes more are there. May be called from any thread."""
         with self._lock:
             self.done += nbytes
+            now_s = time.monotonic()
+            if now_s < self._due_s:
+                return
+            if self._bar.disable:
+                self._due_s = now_s + self._every_s
+            try:
+                self._show(now_s - self._begun_s)
+            except Exception as error:  # such as a terminal that is gone: that is no reason to end a restore
+                logger.debug("the progress of the restore cannot be shown: %r", error)
 
     def __enter__(self) -> RestoreProgress:
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads can be had now: a restore does without
-            logger.debug("the restore shows no progress: %s", error)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(_JOIN_S)
+    def __exit__(self, *_raised: object) -> None:
+        with contextlib.suppress(Exception):
+            if self._bar.live.is_started:
+                self._bar.stop()
 
-    def _show(self) -> None:
-        if self._ended.wait(self._after_s):
+    def _show(self, taken_s: float) -> None:
+        if not self._bar.disable:
+            self._bar.start()
+            self._bar.update(self._task, completed=self.done)
             return
-        console = Console(file=sys.stderr)
-        try:
-            if _can_draw(console):
-                self._draw(console)
-            else:
-                self._write_lines()
-        except Exception as error:  # such as a terminal that is gone: that is no reason to end a restore
-            logger.debug("the progress of the restore cannot be shown: %r", error)
-
-    def _draw(self, console: Console) -> None:
-        with transfer_bar(console) as bar:
-            task = bar.add_task(plain(f"[spot] restoring {self._what}"), total=self._nbytes, completed=self.done)
-            while not self._ended.wait(_DRAWN_EVERY_S):
-                bar.update(task, completed=self.done)
-
-    def _write_lines(self) -> None:
-        while True:
-            say(
-                logging.INFO,
-                "restoring",
-                "restoring {about}: {done} of {size}, {speed}/s",
-                about=self._what,
-                done=format_bytes(self.done),
-                size=format_bytes(self._nbytes),
-                speed=format_bytes(int(self.done / max(1e-3, time.monotonic() - self._begun_s))),
-            )
-            if self._ended.wait(self._every_s):
-                return
-
-
-def _can_draw(console: Console) -> bool:
-    return bool(console.is_terminal and not console.is_dumb_terminal)
+        say(
+            logging.INFO,
+            "restoring",
+            "restoring {about}: {done} of {size}, {speed}/s",
+            about=self._what,
+            done=format_bytes(self.done),
+            size=format_bytes(self._nbytes),
+            speed=format_bytes(int(self.done / max(1e-3, taken_s))),
+        )

@@ -7,21 +7,12 @@ import logging
 import os
 import pty
 import sys
-import threading
-from collections.abc import Iterator
 
 import pytest
 
 from lightning_spot.run.progress_bar import RestoreProgress
 from tests.support.said import informed
 from tests.support.waiting import until
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert not [item for item in set(threading.enumerate()) - before if item.name == "spot-restoring"]
 
 
 class Terminal:
@@ -74,31 +65,23 @@ def test_a_terminal_shows_a_bar_with_bytes_and_speed(
         Terminal(monkeypatch) as terminal,
         RestoreProgress("step-1 from storage", 8_000_000, after_s=0.0) as progress,
     ):
-        until(lambda: terminal.shows(b"step-1 from storage"), "the bar")
         progress(2_000_000)
+        until(lambda: terminal.shows(b"step-1 from storage"), "the bar")
         until(lambda: terminal.shows(b"2.0/8.0 MB"), "the bytes")
         progress(2_000_000)
         until(lambda: terminal.shows(b"B/s"), "the speed")
     assert not lines(caplog)
 
 
-def test_elsewhere_a_line_says_it_at_the_start_and_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_elsewhere_a_line_says_it_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with RestoreProgress("step-1 from storage", 8_000_000, after_s=0.0, every_s=0.01) as progress:
-        until(lambda: lines(caplog), "the first line")
-        assert informed(caplog)["restoring"]["about"] == "step-1 from storage"
-        progress(2_000_000)
-        until(lambda: lines(caplog)[-1] == "2.00 MB", "the next line")
-    assert lines(caplog)[0] == "0 B"
-
-
-def test_one_line_is_enough_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    with RestoreProgress("step-1 from storage", 8, after_s=0.0) as progress:
-        until(lambda: lines(caplog), "the first line")
-        progress(4)
-        progress(4)
-    assert len(lines(caplog)) == 1
+    for every_s, said in ((0.0, ["2.00 MB", "4.00 MB"]), (1000.0, ["2.00 MB"])):
+        caplog.clear()
+        with RestoreProgress("step-1 from storage", 8_000_000, after_s=0.0, every_s=every_s) as progress:
+            progress(2_000_000)
+            progress(2_000_000)
+        assert lines(caplog) == said
+    assert informed(caplog)["restoring"]["about"] == "step-1 from storage"
 
 
 def test_a_terminal_that_is_gone_ends_no_restore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +89,4 @@ def test_a_terminal_that_is_gone_ends_no_restore(monkeypatch: pytest.MonkeyPatch
         terminal.stream.close()
         with RestoreProgress("step-1 from storage", 8, after_s=0.0) as progress:
             progress(8)
-    assert progress.done == 8
-
-
-def test_without_a_thread_it_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with RestoreProgress("step-1 from storage", 8, after_s=0.0) as progress:
-        progress(8)
     assert progress.done == 8
