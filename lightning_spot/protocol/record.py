@@ -2,8 +2,7 @@
 
 ``KEY.lock`` is held while one is being started, ``KEY.alive`` by the server as long as it lives (it names its process),
 ``KEY.http`` is its socket, ``KEY.log`` is what it writes. ``KEY.attempt-0001.reached`` is how far an attempt got, as
-its trainer says; ``KEY.opened-…`` says what a rank that restores has opened for others. All of it is this
-user's alone, see :mod:`.ownership`.
+its trainer says. All of it is this user's alone, see :mod:`.ownership`.
 """
 
 from __future__ import annotations
@@ -265,11 +264,10 @@ def sweep(folder: Path) -> None:
     How far a killed attempt got is kept for a month: its run may go on until then.
     """
     now_s = time.time()
-    for kind, after_s in (("reached", _FORGOTTEN_S), ("opened", _ABANDONED_S)):
-        for path in folder.glob(f"*.{kind}*"):
-            with contextlib.suppress(OSError):
-                if now_s - path.lstat().st_mtime > after_s:
-                    path.unlink()
+    for path in folder.glob("*.reached"):
+        with contextlib.suppress(OSError):
+            if now_s - path.lstat().st_mtime > _FORGOTTEN_S:
+                path.unlink()
     for path in folder.glob("*.alive"):
         record = ServerRecord(folder, path.name.removesuffix(".alive"))
         with contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too

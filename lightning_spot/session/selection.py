@@ -20,7 +20,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.goodput.records import read_records
 from lightning_spot.run.choice import open_newest
-from lightning_spot.run.export import Exporter, ExporterAddress, NotExportedError, import_snapshot
+from lightning_spot.run.export import Exported, NotExportedError, exported, import_snapshot, this_host
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
@@ -109,17 +109,17 @@ def choose(
     Returns:
         the snapshot and its checkpoint; ``None`` if there is none.
     """
-    with contextlib.closing(Restore(ranks, location, load)) as restore:
-        if ranks.rank != 0:
-            return restore.follow()
-        try:
-            opened = _newest(look(), restore)
-        except Exception as error:
-            ranks.tell(Failed.of(error))
-            raise
-        chosen = (ResumedFrom.of(opened[0]), opened[1]) if opened is not None else None
-        ranks.tell(chosen[0] if chosen is not None else None)
-        return chosen
+    restore = Restore(ranks, location, load)
+    if ranks.rank != 0:
+        return restore.follow()
+    try:
+        opened = _newest(look(), restore)
+    except Exception as error:
+        ranks.tell(Failed.of(error))
+        raise
+    chosen = (ResumedFrom.of(opened[0]), opened[1]) if opened is not None else None
+    ranks.tell(chosen[0] if chosen is not None else None)
+    return chosen
 
 
 def _newest(found: Survey, restore: Restore) -> tuple[OpenSnapshot, Checkpoint] | None:
@@ -144,12 +144,10 @@ class Try:
     """What all ranks are to try.
 
     Attributes:
-        turn: counts the tries, from 1.
         manifest: of the snapshot, as JSON.
         holders: URL and tier of the stores that have it, nearest first, or a shard of it; and the manifest of that.
     """
 
-    turn: int
     manifest: str
     holders: tuple[tuple[str, str, str], ...]
 
@@ -164,23 +162,10 @@ class Restore:
     """
 
     def __init__(self, ranks: Agreement, location: Location, load: Callable[[OpenSnapshot], Checkpoint]) -> None:
-        self._ranks, self._location, self._load, self._turn = ranks, location, load, 0
-        self._exporter: Exporter | None = None
-        self._leader: ExporterAddress | None = None
-        if ranks.size > 1:
-            self._exporter = Exporter(location.url)
-            addresses = ranks.gather(self._exporter.address)
-            hosts = [address.host for address in addresses]
-            leader = hosts.index(hosts[ranks.rank])
-            if leader != ranks.rank:
-                self._leader = addresses[leader]
-                self.close()
-
-    def close(self) -> None:
-        """Give nothing to others any more."""
-        if self._exporter is not None:
-            self._exporter.close()
-            self._exporter = None
+        self._ranks, self._location, self._load = ranks, location, load
+        hosts = ranks.gather(this_host())
+        own = hosts[ranks.rank]
+        self._leader, self._is_shared = hosts.index(own), hosts.count(own) > 1
 
     def announce(
         self, found: Survey, source: Source, manifest: Manifest, progress: Progress | None = None
@@ -193,10 +178,9 @@ class Restore:
             manifest: of the snapshot.
             progress: called with the number of bytes just checked.
         """
-        self._turn += 1
-        tried = Try(self._turn, manifest.to_json(), tuple(_holders(found, manifest, source)))
+        tried = Try(manifest.to_json(), tuple(_holders(found, manifest, source)))
         self._ranks.tell(tried)
-        return self._open_on_all(tried, source, progress)
+        return self.open(tried, source, progress)
 
     def use(self, snapshot: OpenSnapshot) -> Checkpoint:
         """Load it on every rank."""
@@ -207,7 +191,7 @@ class Restore:
         loaded: Checkpoint | None = None
         while isinstance(said := self._ranks.tell(), Try):
             try:
-                with contextlib.closing(self._open_on_all(said)) as snapshot:
+                with contextlib.closing(self.open(said)) as snapshot:
                     loaded = self.use(snapshot)
             except Exception as error:  # rank 0 knows, and decides
                 logger.debug("a snapshot could not be used on all ranks: %r", error)
@@ -215,39 +199,39 @@ class Restore:
             raise said.error()
         return None if said is None or loaded is None else (said, loaded)
 
-    def _open_on_all(self, tried: Try, source: Source | None = None, progress: Progress | None = None) -> OpenSnapshot:
-        with contextlib.ExitStack() as opened:  # closed where another rank could not
-            snapshot = self._ranks.together(
-                lambda: opened.enter_context(contextlib.closing(self.open(tried, source, progress)))
-            )
-            opened.pop_all()
-        return snapshot
-
     def open(self, tried: Try, source: Source | None = None, progress: Progress | None = None) -> OpenSnapshot:
-        """Open the snapshot on this rank.
+        """Open a snapshot on each host, then on each rank.
 
         Args:
             tried: what it is.
-            source: where rank 0 has found it; other ranks look for themselves.
+            source: where rank 0 has found it; other hosts look for themselves.
             progress: called with the number of bytes just checked.
         """
-        manifest = Manifest.from_json(tried.manifest)
-        if self._leader is not None:
-            try:
-                return import_snapshot(self._leader, tried.turn, manifest)
-            except NotExportedError as error:
-                text = "{error}; this rank reads the snapshot itself"
-                say(logging.WARNING, "not-imported", text, about=tried.turn, error=error)
-        if self._exporter is None:
-            return self._open(tried, manifest, source, progress, shared=False)
-        try:
-            snapshot = self._open(tried, manifest, source, progress, shared=True)
-        except Exception as error:
-            problem = error if isinstance(error, SpotError) else SpotError(f"{type(error).__name__}: {error}")
-            self._exporter.export(tried.turn, problem)
-            raise
-        self._exporter.export(tried.turn, snapshot)
-        return snapshot
+        manifest, mine = Manifest.from_json(tried.manifest), list[OpenSnapshot]()
+        with contextlib.ExitStack() as opened:  # closed where another rank could not
+
+            def keep(snapshot: OpenSnapshot) -> None:
+                mine.append(opened.enter_context(contextlib.closing(snapshot)))
+
+            def lead() -> Exported | None:
+                if self._leader != self._ranks.rank:
+                    return None
+                keep(self._open(tried, manifest, source, progress, shared=self._is_shared))
+                return exported(mine[0])
+
+            def follow() -> None:
+                if said is not None and not mine:
+                    try:
+                        keep(import_snapshot(said, manifest))
+                    except NotExportedError as error:
+                        text = "{error}; this rank reads the snapshot itself"
+                        say(logging.WARNING, "not-imported", text, about=manifest.name, error=error)
+                        keep(self._open(tried, manifest, None, None, shared=False))
+
+            said = self._ranks.everyones(lead)[self._leader]
+            self._ranks.together(follow)
+            opened.pop_all()
+        return mine[0]
 
     def _open(
         self, tried: Try, manifest: Manifest, source: Source | None, progress: Progress | None, *, shared: bool

@@ -22,7 +22,7 @@ from lightning_spot.errors import (
     SnapshotFailedError,
     SnapshotNotFoundError,
 )
-from lightning_spot.run.export import Exporter, import_snapshot
+from lightning_spot.run.export import exported, import_snapshot
 from lightning_spot.run.sources import HOST, MemorySource
 from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.server.reconcile import Servers
@@ -304,10 +304,8 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
                     own = shard_manifest(2, rank)
                     theirs = shard_image(own)[own.files[1].offset : own.files[1].stop]
                     assert bytes(image[span.offset : span.stop]) == theirs
-            with contextlib.closing(Exporter(str(tmp_path / "run"))) as exporter:
-                exporter.export(1, opened)
-                with contextlib.closing(import_snapshot(exporter.address, 1, newest)) as imported:
-                    assert imported.reader().read() == checkpoint_of(2)
+            with contextlib.closing(import_snapshot(exported(opened), newest)) as imported:
+                assert imported.reader().read() == checkpoint_of(2)
     with source.shards() as place:
         for shard in (each for each in source.survey().shards if each.snapshot == newest.name):
             place.read(shard, 0, memoryview(bytearray(shard.nbytes)))

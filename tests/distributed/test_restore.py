@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
@@ -19,8 +20,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
-from lightning_spot.run import export, reading
-from lightning_spot.run.export import Exporter, NotExportedError, import_snapshot
+from lightning_spot.run import reading
+from lightning_spot.run.export import NotExportedError, exported, import_snapshot
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import StoreSource
@@ -132,10 +133,6 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
     before = set(os.listdir("/proc/self/fd"))
     yield
-    for thread in threading.enumerate():
-        if thread.name.startswith("spot-giv"):
-            thread.join(120)
-            assert not thread.is_alive()
     for number in set(os.listdir("/proc/self/fd")) - before:
         path = Path(f"/proc/self/fd/{number}")
         if path.exists() and "spot" in os.readlink(path):
@@ -222,7 +219,7 @@ def test_if_memory_is_short_ranks_read_only_the_shards_they_need(
 @pytest.fixture
 def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 on one host, 2 and 3 on another, which does not see the first one's directories."""
-    monkeypatch.setattr(export, "this_host", lambda: f"host {rank_of_this_thread() // 2}")
+    monkeypatch.setattr(selection, "this_host", lambda: f"host {rank_of_this_thread() // 2}")
 
     def open_store(url: str) -> LocalStore:
         assert rank_of_this_thread() == 2, "the first rank of the other host opens for it"
@@ -363,68 +360,16 @@ def test_a_rank_that_cannot_reach_its_hosts_reader_reads_alone(
     assert [str(facts["error"]) for facts in said(caplog, "not-imported")] == ["no way there"]
 
 
-# -- giving and taking ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def exporter(run: LocalStore) -> Iterator[Exporter]:
-    exporter = Exporter(run.url)
-    yield exporter
-    exporter.close()
-
-
-def manifest_of(run: LocalStore) -> Manifest:
-    return run.survey().manifests[0]
-
-
-def test_a_taker_waits_until_it_is_ready_and_hears_why_it_is_not(run: LocalStore, exporter: Exporter) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(import_snapshot, exporter.address, 1, manifest_of(run))
-        with pytest.raises(TimeoutError):
-            waiting.result(0.1)
-        exporter.export(1, CorruptSnapshotError("part 3 is bad", part=3))
-        with pytest.raises(CorruptSnapshotError, match="part 3 is bad"):
-            waiting.result(120)
-    exporter.export(2, TierError("x"))
-    with pytest.raises(NotExportedError):
-        import_snapshot(exporter.address, 1, manifest_of(run))
-
-
-@pytest.mark.parametrize("how", ["it closes", "it has ended"])
-def test_nobody_waits_for_a_giver_that_is_gone(run: LocalStore, exporter: Exporter, how: str) -> None:
-    address = exporter.address
-    assert address.process is not None
-    if how == "it has ended":
-        ended = replace(address.process, started=address.process.started - 1)  # another one has its number
+def test_a_rank_opens_what_another_has_open_or_nothing(run: LocalStore) -> None:
+    manifest = run.survey().manifests[0]
+    with contextlib.closing(StoreSource(run, "storage").open(manifest, shared=True)) as opened:
+        what = exported(opened)
+        with contextlib.closing(import_snapshot(what, manifest)) as imported:
+            assert imported.reader().read() == (run.root / manifest.data_path).read_bytes()
+        before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(NotExportedError):
-            import_snapshot(replace(address, process=ended), 1, manifest_of(run))
-        return
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(import_snapshot, address, 1, manifest_of(run))
-        with pytest.raises(TimeoutError):
-            waiting.result(0.05)
-        exporter.close()
-        with pytest.raises(NotExportedError):
-            waiting.result(120)
-
-
-@pytest.mark.parametrize("note", ["", "{", "[]", "{}", '{"turn": 1}', '{"turn": "1"}', '{"turn": 1, "fds": 3}'])
-def test_a_damaged_note_is_none(run: LocalStore, exporter: Exporter, note: str) -> None:
-    Path(exporter.address.note).write_text(note)
-    with pytest.raises(NotExportedError):
-        import_snapshot(exporter.address, 1, manifest_of(run))
-
-
-def test_strangers_get_nothing(run: LocalStore, exporter: Exporter) -> None:
-    """The note is this user's alone; a strange one in its place is not read."""
-    exporter.export(1, TierError("x"))
-    note = Path(exporter.address.note)
-    assert (note.stat().st_mode & 0o077, note.parent.stat().st_mode & 0o022) == (0, 0)
-    note.rename(note.with_suffix(".own"))
-    note.symlink_to(note.with_suffix(".own"))
-    with pytest.raises(NotExportedError):
-        import_snapshot(exporter.address, 1, manifest_of(run))
-    note.with_suffix(".own").unlink()
+            import_snapshot(replace(what, fds=(*what.fds, 2**20)), manifest)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def test_a_rank_of_another_host_reads_shards_of_several_servers(
     for writer in range(3):
         servers.put(1, writer, writer)
     told: list[Any] = []
-    here = SimpleNamespace(rank=0, size=1, tell=told.append, gather=lambda mine: [mine], together=lambda do: do())
+    here = SimpleNamespace(rank=0, tell=told.append, gather=lambda mine: [mine], together=lambda do: do())
+    here.everyones = lambda do: [do()]
     ranks, location = cast(Agreement, here), Location.of(str(tmp_path / "run"))
     restore = Restore(ranks, location, lambda _: {})
     found = Survey(
