@@ -410,23 +410,17 @@ def without_failed(found: Survey, attempt: int, on_failure: OnResumeFailure) -> 
         return found
     gone = min(failed // _STARTS_EACH, len(names) - 1) if on_failure == "older" else 0
     starts = "1 start of this run has" if failed == 1 else f"{failed} starts of this run have"
-    if gone:
-        way_on = "Pass resume=False to start afresh"
-    elif len(names) == 1:
-        way_on = "No older snapshot is there: pass resume=False to start afresh if this start fails, too"
-    elif on_failure == "older":
-        way_on = f"The next start tries an older one, {names[1]}"
-    else:
-        way_on = "If this start fails, too, pass on_resume_failure='older' to try the one before, or resume=False"
-    again = names[gone] if gone else "it again"
+    way_on = "pass resume=False to start afresh"
+    if on_failure == "error" and len(names) > 1:
+        way_on += ", or on_resume_failure='older' to try the one before"
     say(
         logging.WARNING,
         "resumes-failing",
-        "{starts} ended without a snapshot since {about}. This one resumes from {again}. {way_on}",
+        "{starts} ended without a snapshot since {about}. This one resumes from {again}. If it fails, too, {way_on}",
         about=names[0],
         only_rank_zero=True,
         starts=starts,
-        again=again,
+        again=names[gone] if gone else "it again",
         way_on=way_on,
     )
     left_out = set(names[:gone])

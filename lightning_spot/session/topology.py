@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.protocol.record import find_record
+from lightning_spot.retry import retried
 from lightning_spot.run.export import this_host
 from lightning_spot.run.location import Location
 from lightning_spot.server.host import Host
@@ -105,21 +106,19 @@ def check_storage(ranks: Agreement, location: Location, info: RunInfo) -> None:
 
 
 def _check_storage(url: str, info: RunInfo) -> None:
-    store, deadline_s = open_store(url), time.monotonic() + _SEEN_S
-    while True:
-        try:
-            if _is_claimed(store, info):
-                return
-            problem = f"the claim of attempt {info.attempt}, which rank 0 has written there, is not seen"
-        except TierError as error:
-            problem = str(error)
-        if time.monotonic() > deadline_s:
-            break
-        time.sleep(_LOOK_S)
-    raise SettingsError(
-        f"{url} cannot be used from every host ({problem}). Each host writes its shards there: give a bucket, or a"
-        " directory that all hosts mount, or a snapshot server (servers='spot://host:7070')"
-    )
+    store = open_store(url)
+
+    def look() -> None:
+        if not _is_claimed(store, info):
+            raise TierError(f"the claim of attempt {info.attempt}, which rank 0 has written there, is not seen")
+
+    try:
+        retried(look, repeat(_LOOK_S, int(_SEEN_S / _LOOK_S)), lambda error: isinstance(error, TierError))
+    except TierError as error:
+        raise SettingsError(
+            f"{url} cannot be used from every host ({error}). Each host writes its shards there: give a bucket, or a"
+            " directory that all hosts mount, or a snapshot server (servers='spot://host:7070')"
+        ) from error
 
 
 def _is_claimed(store: Store, info: RunInfo) -> bool:
