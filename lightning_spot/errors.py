@@ -130,22 +130,11 @@ class SnapshotFailedError(SpotError):
 
     Attributes:
         reason: why.
-        nbytes: size of the snapshot in bytes, where it is too large.
-        memory_bytes: the server's limit in bytes, where it is too large.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        reason: FailureReason,
-        nbytes: int = 0,
-        memory_bytes: int = 0,
-    ) -> None:
+    def __init__(self, message: str, *, reason: FailureReason) -> None:
         super().__init__(message)
         self.reason = reason
-        self.nbytes = nbytes
-        self.memory_bytes = memory_bytes
 
 
 class ModelChangedError(SpotError, RuntimeError):
@@ -208,30 +197,16 @@ class FencedError(SpotError):
     """A later attempt of the run has taken over, so this writer's snapshots are refused.
 
     Attributes:
-        run: name of the run.
-        attempt: the writer's attempt.
         current: the attempt that holds the run now.
     """
 
-    def __init__(self, message: str, *, run: str = "", attempt: int = 0, current: int = 0) -> None:
+    def __init__(self, message: str, *, current: int = 0) -> None:
         super().__init__(message)
-        self.run = run
-        self.attempt = attempt
         self.current = current
 
 
 class RunBusyError(SpotError):
-    """A live trainer already writes this run; two trainers must not write one run.
-
-    Attributes:
-        run: name of the run.
-        pid: process id of the trainer that holds it.
-    """
-
-    def __init__(self, message: str, *, run: str = "", pid: int = 0) -> None:
-        super().__init__(message)
-        self.run = run
-        self.pid = pid
+    """A live trainer already writes this run; two trainers must not write one run."""
 
 
 class NoticeUnavailableError(SpotError):

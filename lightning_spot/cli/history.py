@@ -143,9 +143,7 @@ class _Run:
         if signs_s and (silent_s := time.time() - max(signs_s)) < SILENT_S:
             raise RunBusyError(
                 f"a trainer (host {claim.host}, pid {claim.pid}) gave a sign of life {silent_s:.0f} s ago. End it"
-                f" first. If its machine is gone, wait until {SILENT_S:.0f} s have passed",
-                run=self.location.name,
-                pid=claim.pid,
+                f" first. If its machine is gone, wait until {SILENT_S:.0f} s have passed"
             )
 
     def check_not_begun(self) -> None:

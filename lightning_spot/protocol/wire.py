@@ -77,8 +77,8 @@ _STATUS: dict[type[SpotError], int] = {
 }
 KnownReason = TypeVar("KnownReason", bound=errors.Reason)
 
-_NUMBERS = ("nbytes", "memory_bytes", "attempt", "current", "pid", "part")
-_TEXTS = ("run", "where")
+_NUMBERS = ("current", "part")
+_TEXTS = ("where",)
 
 
 class PartKind(enum.IntEnum):

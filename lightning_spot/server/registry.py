@@ -290,9 +290,7 @@ class Registry:
         if another and not itself:
             raise RunBusyError(
                 f"a live trainer on this host (pid {current.pid}) already writes run {current.name!r}. Give this"
-                " trainer another dirpath, or end the other one first",
-                run=current.name,
-                pid=current.pid,
+                " trainer another dirpath, or end the other one first"
             )
 
     def _check_same_places(self, current: RunInfo, info: RunInfo) -> None:
@@ -311,7 +309,5 @@ class Registry:
             raise FencedError(
                 f"attempt {info.attempt} of run {current.name!r} is another trainer's (on"
                 f" {current.host or 'another host'}): two were started at once. Stop one of them",
-                run=current.name,
-                attempt=info.attempt,
                 current=current.attempt,
             )

@@ -590,8 +590,6 @@ class Ring:
                 if other.manifest is not None and file_order(other.manifest) > file_order(manifest):
                     raise FencedError(
                         f"{manifest.name} of attempt {manifest.attempt} is older than the one that is there",
-                        run=manifest.run,
-                        attempt=manifest.attempt,
                         current=other.manifest.attempt,
                     )
                 if other.manifest == manifest:  # its sender never heard that it had arrived

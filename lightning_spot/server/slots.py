@@ -768,8 +768,6 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
             raise SnapshotFailedError(
                 f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the server"
                 f" with {remedy}",
-                nbytes=nbytes,
-                memory_bytes=limit,
                 reason=FailureReason.TOO_LARGE,
             )
     most = min(limits.memory_bytes, limits.run_memory_bytes or limits.memory_bytes)

@@ -159,8 +159,6 @@ def check_fence(run: str, attempt: int, current: int) -> None:
         raise FencedError(
             f"attempt {attempt} of run {run!r} may no longer write: attempt {current} has taken over."
             " Stop this trainer, or give it another dirpath",
-            run=run,
-            attempt=attempt,
             current=current,
         )
 
@@ -203,7 +201,6 @@ def _taken(attempt: int, where: str, by: Claim | None) -> FencedError:
     return FencedError(
         f"attempt {attempt} of the run at {where} is taken by another trainer{who}: two were started at once. Stop one"
         " of them",
-        attempt=attempt,
         current=attempt,
     )
 

@@ -487,7 +487,7 @@ def is_another(noted: Manifest | None, manifest: Manifest) -> bool:
 def not_ours(url: str, manifest: Manifest) -> FencedError:
     """Why a file is not replaced on behalf of others: it has no manifest of ours."""
     why = f"{url}/{manifest.name} was not saved by lightning_spot: it stays as it is. Save under another name"
-    return FencedError(why, run=manifest.run, attempt=manifest.attempt, current=manifest.attempt)
+    return FencedError(why, current=manifest.attempt)
 
 
 def check_file_fence(manifest: Manifest, existing: Manifest | None) -> None:

@@ -444,14 +444,14 @@ def test_an_error_from_a_server_is_one_of_ours_and_one_line(body: bytes) -> None
 
 
 KNOWN: list[SpotError] = [
-    *(SnapshotFailedError("why", reason=reason, nbytes=2, memory_bytes=1) for reason in FailureReason),
+    *(SnapshotFailedError("why", reason=reason) for reason in FailureReason),
     *(TierError("why", tier="spot://server", reason=reason) for reason in TierReason),
     *(ServerRefusedError("why", tier="spot://server", status=500, reason=reason) for reason in TierReason),
     ServerUnreachableError("why", tier="spot://server"),
     CorruptSnapshotError("why", where="there", part=3),
     CorruptSnapshotError("why", is_newer_format=True),
-    FencedError("why", run="run", attempt=1, current=2),
-    RunBusyError("why", run="run", pid=3),
+    FencedError("why", current=2),
+    RunBusyError("why"),
     SnapshotNotFoundError("why"),
 ]
 

@@ -424,7 +424,7 @@ def test_damage_before_a_deadline_is_repaired_or_logged(run: Damaging, can_be_ta
 
 def test_what_a_tier_has_refused_is_not_called_durable(run: Damaging) -> None:
     """It was, at the end of an attempt that a later one had taken over from."""
-    later = FencedError("a later one", run="run", attempt=1, current=2)
+    later = FencedError("a later one", current=2)
     run.store.errors = lambda kind, _: later if kind == "put" else None
     run.take(3)
     ending = run.ending(None)
@@ -450,7 +450,7 @@ def test_a_fenced_snapshot_is_not_reported_lost_with_a_server(
 ) -> None:
     """Servers may refuse a shard as it is committed: no tier is known to."""
     run.take(3)
-    later = FencedError("attempt 2 has taken over", run="run", attempt=1, current=2)
+    later = FencedError("attempt 2 has taken over", current=2)
     monkeypatch.setattr(run.host, "seal", Mock(side_effect=later))
     run.writer.begin(run.state, manifest_of(4, nbytes=0), wait_s=30.0)
     run.writer.settle(30.0)

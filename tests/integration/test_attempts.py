@@ -113,7 +113,7 @@ def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, mon
     host, told = Listed(), list[Any]()
     attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
     monkeypatch.setattr(host, "fail", lambda *what: told.append(what))
-    attempt.writer.fence = FencedError("attempt 2 has taken over", run="run", attempt=1, current=2)
+    attempt.writer.fence = FencedError("attempt 2 has taken over", current=2)
     how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
     try:
         attempt.write({}, step=4, writers=2, **how)

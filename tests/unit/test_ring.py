@@ -125,9 +125,8 @@ def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
 
 def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
     bench.open()
-    with pytest.raises(SnapshotFailedError, check=FailureReason.TOO_LARGE.caused) as caught:
+    with pytest.raises(SnapshotFailedError, check=FailureReason.TOO_LARGE.caused):
         bench.server.lease(RUN, 1, 65 * MIB)
-    assert (caught.value.nbytes, caught.value.memory_bytes) == (65 * MIB, 64 * MIB)
 
 
 @pytest.mark.parametrize("slots", [3, None])
@@ -224,7 +223,7 @@ def test_a_refusal_of_one_attempt_is_not_reported_for_the_next(bench: Bench) -> 
     """Its server may serve a run again that another host had taken over meanwhile."""
     bench.server.begin_session("trainer")
     bench.open(attempt=1, session="trainer")
-    bench.tier().fail(FencedError("a later one", run="run", attempt=1, current=2))
+    bench.tier().fail(FencedError("a later one", current=2))
     bench.save(1)
     until(lambda: any(tier.refused for tier in bench.server.tiers().values()), "the tier to refuse it")
     bench.server.end_session("trainer")
@@ -241,7 +240,7 @@ def test_an_overtaken_attempt_is_logged_once(bench: Bench, session: str, caplog:
     if session:
         bench.server.begin_session(session)
     bench.open(session=session)
-    bench.tier().fail(FencedError("attempt 2 has taken over", run="run", attempt=1, current=2))
+    bench.tier().fail(FencedError("attempt 2 has taken over", current=2))
 
     def refused(step: int) -> None:
         name = bench.save(step, wait_s=60).name
