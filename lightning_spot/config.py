@@ -592,12 +592,9 @@ def _why_no_bucket(url: str) -> str:
     bucket, _, path = below.partition("/")
     if not separator or scheme.lower() not in BUCKET_SCHEMES:
         return ""
-    if "\\" in below:  # some make a slash of it, some do not
-        return "a backslash in the name of an object is stored elsewhere by some libraries: leave it out"
-    if re.search(r"[][]", bucket):
-        return f"no bucket has [ or ] in its name, as {bucket!r} has"
-    if scheme.lower() in _AZURE and re.search(r"[][]", first := path.partition("/")[0]):
-        return f"adlfs takes the first folder, {first!r}, for a host with an IPv6 address: leave [ and ] out of it"
+    named = bucket + (path.partition("/")[0] if scheme.lower() in _AZURE else "")  # adlfs takes both for a host
+    if "\\" in below or "[" in named or "]" in named:
+        return "some libraries take \\, [ and ] there for something else than names: leave them out"
     if not bucket:
         return f"it names no bucket, as {scheme}://bucket/run-1 does: is a variable in it empty?"
     return ""

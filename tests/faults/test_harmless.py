@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import unexpected
-from lightning_spot.capture.unexpected import UnexpectedFailures, failure_of, is_of_user
+from lightning_spot.capture.unexpected import UnexpectedFailures
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.store.local import LocalStore
 from tests.support.program import run
@@ -157,26 +157,6 @@ def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> Non
             Strike("capture/writer:SnapshotWriter.begin", MemoryError("none is left")),
             on_error="raise",
         )
-
-
-def test_whose_error_it_is() -> None:
-    def users() -> None:
-        raise ValueError("of a test")
-
-    def caught(call: Callable[[], Any]) -> Exception:
-        try:
-            call()
-        except Exception as error:
-            return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
-        raise AssertionError("nothing was raised")
-
-    assert is_of_user(caught(users))
-    ours = caught(lambda: None if torch.zeros(2).reshape(3) is None else 1)
-    assert is_of_user(ours)  # the lambda is this file's
-    assert failure_of(SnapshotFailedError("full", reason=FailureReason.RING_FULL)).args == ("full",)
-    left = unexpected.as_failure(MemoryError())
-    assert FailureReason.UNEXPECTED.caused(left)
-    assert str(left) == "MemoryError"
 
 
 SHARED = [

@@ -298,8 +298,8 @@ def test_s3(tmp_path: Path, s3: str, local_server: bool) -> None:
         ({"dirpath": "s3://bucket/${UNSET_HERE}/run"}, "UNSET_HERE} is not expanded, .*: it is not set here"),
         ({"dirpath": "az://$web/$UNSET_HERE/run"}, r": \$UNSET_HERE is not expanded"),
         ({"dirpath": "s3://$web/run"}, r": \$web is not expanded"),
-        ({"dirpath": "az://box/[x]/run"}, r"takes the first folder, '\[x\]', for a host .* leave \[ and \] out of it"),
-        ({"dirpath": "az://box/back\\slash"}, "a backslash in the name of an object"),
+        ({"dirpath": "az://box/[x]/run"}, "leave them out"),
+        ({"dirpath": "az://box/back\\slash"}, "leave them out"),
         ({"dirpath": "x", "servers": "spot://h:1", "local_server": False}, "local_server=False with servers="),
     ],
 )

@@ -10,8 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_spot import Keep, SettingsError, SpotCheckpoint
-from lightning_spot.callbacks.remote_snapshot import RemoteSnapshot
+from lightning_spot import Keep, SpotCheckpoint
 from lightning_spot.store.local import LocalStore
 from tests.support.snapshots import EachDurable, spot
 from tests.support.trainer import Net, data, trainer
@@ -72,9 +71,3 @@ def test_in_yaml(tmp_path: Path, given: str) -> None:
     known = {"3": Keep(newest=3), "{newest: 3, newer_than: 2d}": Keep(newest=3, newer_than=172800.0)}
     expected = known.get(given, Keep(best=2, monitor="val_loss", mode="max"))
     assert read.snapshots.in_common()["keep"] == expected
-
-
-@pytest.mark.parametrize("keep", [0, 1.5, None, {"oldest": 1}, {"best": 1}])
-def test_what_cannot_be_used_is_one_error(tmp_path: Path, keep: Any) -> None:
-    with pytest.raises(SettingsError):
-        RemoteSnapshot(str(tmp_path / "run-1"), keep=keep)

@@ -75,20 +75,6 @@ def test_joint_work_is_done_by_the_threads_that_could_start(only_one: None) -> N
     assert len(by) == 2
 
 
-def test_what_one_of_them_raises_is_raised_when_all_have_ended() -> None:
-    ended = threading.Event()
-
-    def work() -> None:
-        if threading.current_thread() is threading.main_thread():
-            assert ended.wait(120)
-        else:
-            ended.set()
-            raise OSError("broken")
-
-    with pytest.raises(OSError, match="broken"):
-        work_together(work, 2, "spot-copy")
-
-
 def test_concurrent_requests_are_answered_in_order() -> None:
     at_once = threading.Barrier(3)
 
@@ -133,12 +119,6 @@ def test_no_request_follows_a_failure_or_an_interrupt(
         threads.all_at_once([functools.partial(ask, number) for number in range(20)], "ask", 2)
     monkeypatch.undo()
     assert sorted(begun) == [0, 1]
-
-
-def test_requests_are_made_in_turn_if_no_thread_can_start(only_one: None) -> None:
-    asked: list[int] = []
-    threads.all_at_once([functools.partial(asked.append, number) for number in range(5)], "spot-slots")
-    assert asked == [0, 1, 2, 3, 4]
 
 
 def test_a_slot_not_made_during_training_is_made_when_needed(only_one: None, tmp_path: Path) -> None:

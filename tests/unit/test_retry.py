@@ -17,14 +17,11 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-def test_pauses_grow_up_to_the_longest() -> None:
-    assert list(itertools.islice(growing(1.0, 5.0), 5)) == [1.0, 2.0, 4.0, 5.0, 5.0]
-    assert list(itertools.islice(growing(9.0, 5.0), 2)) == [5.0, 5.0]
-
-
-def test_the_pause_after_some_failures_is_that_of_as_many_tries() -> None:
-    assert [pause_after(failures, 1.0, 5.0) for failures in range(1, 6)] == list(itertools.islice(growing(1.0, 5.0), 5))
-    assert pause_after(10**6, 1.0, 5.0) == 5.0
+@pytest.mark.parametrize(("first_s", "pauses"), [(1.0, [1.0, 2.0, 4.0, 5.0, 5.0]), (9.0, [5.0, 5.0])])
+def test_pauses_grow_up_to_the_longest(first_s: float, pauses: list[float]) -> None:
+    assert list(itertools.islice(growing(first_s, 5.0), len(pauses))) == pauses
+    assert [pause_after(failures, first_s, 5.0) for failures in range(1, len(pauses) + 1)] == pauses
+    assert pause_after(10**6, first_s, 5.0) == 5.0
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
