@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -515,36 +515,31 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
     def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
         vars(strategy).pop("load_optimizer_state_dict", None)
         FitState.of(trainer).fixed_steps.note(trainer)
-        saved, present = checkpoint["optimizer_states"], trainer.optimizers
-        if len(saved) != len(present):
-            raise _other_optimizers(snapshot, f"{len(saved)} optimizers", f"{len(present)}")
-        try:
-            load(checkpoint)
-        except ValueError as error:
-            for number, (state, optimizer) in enumerate(zip(saved, present, strict=True)):
-                if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-                    continue
-                before, now = _groups(state["param_groups"]), _groups(optimizer.param_groups)
-                if before != now:
-                    raise _other_optimizers(snapshot, f"optimizer {number} with {before}", now) from error
-            raise
+        saved, present = checkpoint["optimizer_states"], [vars(optimizer) for optimizer in trainer.optimizers]
+        before, now, cause = _groups(saved), _groups(present), None
+        if len(saved) == len(present):  # else Lightning leaves some out
+            try:
+                load(checkpoint)
+                return
+            except ValueError as error:
+                if before == now:
+                    raise
+                cause = error
+        raise ModelChangedError(
+            f"snapshot {snapshot} has {before}, and configure_optimizers makes {now}. Make those of the snapshot there,"
+            " also where training replaces or extends them; or start afresh with resume=False",
+            missing=[],
+            unexpected=[],
+            reshaped=[],
+        ) from cause
 
     strategy.load_optimizer_state_dict = load_optimizer_state_dict
 
 
-def _groups(groups: list[dict[str, Any]]) -> str:
-    return f"groups of {', '.join(str(len(group['params'])) for group in groups)} parameters"
-
-
-def _other_optimizers(snapshot: str, before: str, now: str) -> ModelChangedError:
-    return ModelChangedError(
-        f"snapshot {snapshot} has {before}, and configure_optimizers makes {now}. If the program was changed, take that"
-        " back; if it replaces optimizers, or adds groups of parameters, in mid-training, make them so in"
-        " configure_optimizers when it is started again. Or start afresh with resume=False",
-        missing=[],
-        unexpected=[],
-        reshaped=[],
-    )
+def _groups(optimizers: Sequence[Mapping[str, Any]]) -> str:
+    """The sizes of the groups of parameters of each optimizer."""
+    sizes = ([str(len(group["params"])) for group in each.get("param_groups", ())] for each in optimizers)
+    return f"optimizers with groups of {'; '.join(map(', '.join, sizes))} parameters"
 
 
 def check_limits(trainer: pl.Trainer, checkpoint: dict[str, Any], snapshot: str) -> None:
