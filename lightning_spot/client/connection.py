@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_spot.errors import ServerRefusedError, TierReason
 from lightning_spot.protocol.credentials import client_context
-from lightning_spot.protocol.ownership import connect
+from lightning_spot.protocol.ownership import is_own_user
 from lightning_spot.protocol.wire import Address
 
 CONNECT_TIMEOUT_S = 5.0
@@ -32,14 +32,22 @@ def connect_to_own(path: str, timeout_s: float) -> socket.socket:
         ServerRefusedError: if another user's process is at it: waiting would not help.
         OSError: if nothing can be reached there.
     """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        return connect(path, timeout_s)
-    except PermissionError as error:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        if not is_own_user(connection):
+            raise PermissionError("another user's process is at this socket")
+    except BaseException as error:
+        connection.close()
+        if not isinstance(error, PermissionError):
+            raise
         raise ServerRefusedError(
             f"{path} is not used ({error.strerror or error}). Remove it, or set LIGHTNING_SPOT_RUNTIME_DIR to a private"
             " directory",
             status=403,
         ) from error
+    return connection
 
 
 class BoundedSocket(socket.socket):
@@ -109,34 +117,35 @@ class Connection(http.client.HTTPConnection):
             OSError: if nothing can be reached.
         """
         self.timeout = _left(deadline_s)
+        context = client_context() if self._address.tls else None
         if self._address.socket_path:
             plain = connect_to_own(self._address.socket_path, self.timeout)
         else:
             plain = socket.create_connection((self.host, self.port), self.timeout)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = self._secured(plain, deadline_s) if self._address.tls else BoundedSocket(fileno=plain.detach())
-
-    def _secured(self, plain: socket.socket, deadline_s: float) -> BoundedTLSSocket:
-        with contextlib.ExitStack() as unless_done:
-            unless_done.enter_context(plain)
-            context = client_context()
-            context.sslsocket_class = BoundedTLSSocket
+        if context is None:
+            self.sock = BoundedSocket(fileno=plain.detach())
+        else:
             plain.settimeout(_left(deadline_s))
-            try:
-                secured = context.wrap_socket(plain, server_hostname=self.host)
-            except ssl.SSLCertVerificationError as error:
-                raise self._untrusted(
-                    f"shows a certificate that is not trusted ({error.verify_message}). Nothing was sent. Set"
-                    " LIGHTNING_SPOT_CA to the file of its CA, or correct the address"
-                ) from error
-            except ssl.SSLEOFError:  # it went away, or is too busy
-                raise
-            except ssl.SSLError as error:
-                raise self._untrusted(
-                    f"does not speak TLS with this client ({error.reason}). Nothing was sent. If it runs without"
-                    " --tls-cert, write spot:// instead of spots://"
-                ) from error
-            unless_done.pop_all()
+            self.sock = self._secured(plain, context)
+
+    def _secured(self, plain: socket.socket, context: ssl.SSLContext) -> BoundedTLSSocket:
+        """The connection by TLS; what fails has closed it."""
+        context.sslsocket_class = BoundedTLSSocket
+        try:
+            secured = context.wrap_socket(plain, server_hostname=self.host)
+        except ssl.SSLCertVerificationError as error:
+            raise self._untrusted(
+                f"shows a certificate that is not trusted ({error.verify_message}). Nothing was sent. Set"
+                " LIGHTNING_SPOT_CA to the file of its CA, or correct the address"
+            ) from error
+        except ssl.SSLEOFError:  # it went away, or is too busy
+            raise
+        except ssl.SSLError as error:
+            raise self._untrusted(
+                f"does not speak TLS with this client ({error.reason}). Nothing was sent. If it runs without"
+                " --tls-cert, write spot:// instead of spots://"
+            ) from error
         assert isinstance(secured, BoundedTLSSocket)
         return secured
 

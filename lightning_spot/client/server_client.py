@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from lightning_spot.client.connection import BoundedSocket, Connection, Pool
 from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES, check_token
-from lightning_spot.errors import MalformedError, ServerRefusedError, ServerUnreachableError, SpotError, TierReason
-from lightning_spot.protocol.credentials import Secrets
+from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SpotError, TierReason
+from lightning_spot.protocol.credentials import current_secrets
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
     DIGEST_HEADER,
@@ -24,6 +24,7 @@ from lightning_spot.protocol.wire import (
     UPGRADE,
     WANT_DIGEST_HEADER,
     Address,
+    answered,
     attempt_text,
     error_from_body,
     target_of,
@@ -83,7 +84,7 @@ class ServerClient:
     def __init__(self, address: Address, token: str | None = None) -> None:
         self.address = address
         given = (check_token("token=", token),) if token is not None else ()
-        self._secrets = (lambda: given) if given else Secrets()
+        self._secrets = (lambda: given) if given else current_secrets
         self._pool = Pool(address)
         self._attempt = ""
 
@@ -125,7 +126,9 @@ class ServerClient:
             again=method in _IDEMPOTENT if again is None else again,
             pulse=pulse,
         )
-        return self._json(self._exchange(request, _read_all))
+        answer = self._exchange(request, _read_all)
+        with answered(str(self.address)):
+            return read_object(answer or b"{}", _LONGEST_ANSWER_BYTES)
 
     def ping(self, timeout_s: float = PING_S) -> None:
         """Ask whether the server is there: who waits for a long answer does it meanwhile.
@@ -209,15 +212,6 @@ class ServerClient:
         self._pool.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _json(self, answer: bytes) -> dict[str, Any]:
-        try:
-            return read_object(answer or b"{}", _LONGEST_ANSWER_BYTES)
-        except MalformedError as error:
-            raise ServerUnreachableError(
-                f"{self.address} sent no answer of a snapshot server: {error}; is it the right address?",
-                tier=str(self.address),
-            ) from error
 
     def _exchange(self, request: _Request, read: _Read) -> Any:
         """Send a request; once more if a kept connection broke, or the server failed, and that does no harm."""

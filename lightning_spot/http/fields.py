@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, LARGEST, MOST_PART_BYTES
-from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError
+from lightning_spot.errors import ServerRefusedError, SettingsError
 from lightning_spot.http.limits import Quota, client_of
 from lightning_spot.protocol.wire import DIGEST_HEADER
 from lightning_spot.server.slots import Making
@@ -55,28 +55,19 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
     if (request.content_length or 0) > most_bytes:
         raise ServerRefusedError(f"the request's body is longer than {most_bytes} bytes", status=413)
     with ExitStack() as held:
-        fields = await _read_json(request, most_bytes, held)
-    if (check := request.get(STILL_MAY)) is not None:
-        check()
-    return fields
-
-
-async def _read_json(request: web.Request, most_bytes: int, held: ExitStack) -> dict[str, Any]:
-    try:
-        body = await asyncio.wait_for(_collect(request, most_bytes, held), _BODY_TIMEOUT_S)
-    except TimeoutError:
-        raise ServerRefusedError(
-            f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s", status=408
-        ) from None
-    if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
-        raise ServerRefusedError("the request's body was damaged on its way", status=400)
-    if len(body) > SMALL_BODY_BYTES and sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
-        raise SettingsError(f"the request's body holds more than {_MOST_VALUES} values")
-    try:
+        try:
+            body = await asyncio.wait_for(_collect(request, most_bytes, held), _BODY_TIMEOUT_S)
+        except TimeoutError:
+            text = f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s"
+            raise ServerRefusedError(text, status=408) from None
+        if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
+            raise ServerRefusedError("the request's body was damaged on its way", status=400)
+        if len(body) > SMALL_BODY_BYTES and sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
+            raise SettingsError(f"the request's body holds more than {_MOST_VALUES} values")
         large = len(body) > SMALL_BODY_BYTES
         fields = await asyncio.to_thread(read_object, body, most_bytes) if large else read_object(body or b"{}")
-    except MalformedError as error:
-        raise SettingsError(f"the request's body must be a JSON object: {error}") from error
+    if (check := request.get(STILL_MAY)) is not None:
+        check()
     return fields
 
 

@@ -41,7 +41,7 @@ from lightning_spot.events import CLOSE_S, Events
 from lightning_spot.http.flags import ServerSettings, add_arguments, settings_from
 from lightning_spot.http.limits import DESCRIPTORS
 from lightning_spot.http.routes import Service
-from lightning_spot.protocol.credentials import Reloaded, Secrets, server_context
+from lightning_spot.protocol.credentials import Reloaded, current_secrets, server_context
 from lightning_spot.protocol.listening import allow_descriptors
 from lightning_spot.protocol.ownership import own_directories, own_socket, remove_file
 from lightning_spot.protocol.record import ServerRecord, hold, port_area, sweep
@@ -147,7 +147,7 @@ async def _serve(
     )
     events = Events(webhooks=filter(None, [environment.webhook if is_lent else None]))  # a trainer tells its own
     # A local server asks for no token: whoever reaches its sockets is the same user.
-    service = Service(server, Secrets() if is_lent and environment.secrets else None)
+    service = Service(server, current_secrets if is_lent and environment.secrets else None)
     runner = service.runner()
     await runner.setup()
     assert runner.server is not None
@@ -189,7 +189,7 @@ async def _serve_metrics(server: SnapshotServer, environment: Environment, ends:
         text = "metrics of this host's server are not served: {error}. Set LIGHTNING_SPOT_METRICS to a free address"
         say(logging.WARNING, "metrics-not-served", text, error=error)
         return
-    service = Service(server, Secrets() if environment.secrets else None, only_metrics=True)
+    service = Service(server, current_secrets if environment.secrets else None, only_metrics=True)
     runner = service.runner(_SHUTDOWN_S)
     await runner.setup()
     ends.push_async_callback(runner.cleanup)

@@ -48,6 +48,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -113,7 +114,6 @@ from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import Figures, RunInfo, parse_run
 from lightning_spot.server.slots import Held
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Image
@@ -151,20 +151,6 @@ _FLUSH_TURN_S = 5.0
 _FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
 _LOOKS = 32  # requests that ask a tier at once, shared by who sends them: threads are left for what others ask
 
-_NO_SESSION = """\
-<!DOCTYPE html>
-<html lang="en">
-<head><meta charset="utf-8"><title>Snapshot server</title></head>
-<body>
-<h1>Snapshot server</h1>
-<p>This is a snapshot server of lightning_spot. Its status page is opened by a link, which works once, for a minute. The
-link gives this browser access for 12 hours, or until the server ends. To make one:</p>
-<pre>{token}lightning-spot status --open --server {scheme}://HOST:PORT</pre>
-<p>To list the snapshots of a run that this server holds:</p>
-<pre>{token}lightning-spot ls {scheme}://HOST:PORT/RUN</pre>
-</body>
-</html>
-"""
 _TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
 
 
@@ -329,7 +315,8 @@ class Service:
         """What a browser without a session is shown, the same at every address: how to have one."""
         if self._secrets is not None:
             self.counted.add("denied requests (of a browser)", request.remote or THIS_HOST, key="request-denied")
-        page = _NO_SESSION.format(
+        page = Path(__file__).with_name("no_session.html").read_text()
+        page = page.format(
             token="" if self._secrets is None else _TOKEN_LINE, scheme="spots" if request.secure else "spot"
         )
         return web.Response(text=page, content_type="text/html", status=401, headers=HEADERS)
@@ -597,20 +584,15 @@ class Files:
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """``GET``."""
-        text, path = request.match_info["run"], request.match_info["path"].strip("/")
-        found = await self._find(text, path)
-        try:
-            return await self._answer(request, path, *found)
-        except SnapshotNotFoundError:  # it left memory just now; something newer may have that name
-            return await self._answer(request, path, *await self._find(text, path))
-
-    async def _answer(self, request: web.Request, path: str, held: Held, manifest: Manifest) -> web.StreamResponse:
+        path = request.match_info["path"].strip("/")
+        held, manifest = self._find(request.match_info["run"], path)
         etag = etag_of(manifest)
         if request.headers.get(hdrs.IF_MATCH, etag) != etag:
             raise ServerRefusedError(f"{path} was replaced while it was being read", status=412)
         if path.endswith("manifest.json"):
             return web.Response(text=manifest.to_json(), content_type="application/json")
-        span = manifest.span_at(path) or FileSpan(path, 0, manifest.nbytes)  # another name, of a snapshot of one file
+        span = manifest.span_at(path)
+        assert span is not None
         start, stop, _ = request.http_range.indices(span.nbytes)
         is_range = hdrs.RANGE in request.headers
         if start >= stop and is_range:
@@ -632,9 +614,9 @@ class Files:
         await response.write_eof()
         return response
 
-    async def _find(self, text: str, path: str) -> tuple[Held, Manifest]:
+    def _find(self, run: str, path: str) -> tuple[Held, Manifest]:
         """What a path names."""
-        key = self._server.registry.key(text)
+        key = self._server.registry.key(run)
         try:
             return resolve(self._server.ring, key, path)
         except SnapshotNotFoundError as error:
@@ -677,7 +659,7 @@ class Files:
         if (await json_body(request)).get("unseen") is True:
             await asyncio.to_thread(self._server.remove, text, path, unseen=True)
             return web.json_response({})
-        _, manifest = await self._find(text, path)
+        _, manifest = self._find(key, path)
         if path not in (manifest.name, manifest.data_path):
             raise ServerRefusedError(
                 f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",

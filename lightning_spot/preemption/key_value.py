@@ -142,7 +142,7 @@ class KeyValueClient:
 
     def _connected(self, within_s: float) -> socket.socket:
         """A connection on which all is said that was said, and asked that is not known."""
-        connection = greeted(lambda: socket.create_connection(self._address, timeout=within_s), self._secret)
+        connection = greeted(self._address, within_s, self._secret)
         try:
             keep_alive(connection, SILENT_S)
             connection.settimeout(CONNECT_S)

@@ -79,26 +79,21 @@ class Reloaded(Generic[Made]):
 # -- secrets and tokens -----------------------------------------------------------------------------------------------
 
 
-class Secrets:
-    """The secrets of this process at each call, see :func:`~lightning_spot.config.read_secrets`.
+def current_secrets() -> tuple[str, ...]:
+    """The secrets of this process now, see :func:`~lightning_spot.config.read_secrets`: the first is sent.
 
     The environment may change, too: a trainer hands its credentials to the local server.
 
     Raises:
-        SettingsError: if they cannot be used now.
+        SettingsError: if they cannot be used, and could not before.
     """
+    path = token_file()
+    return _secrets_in(path)() if path is not None else read_secrets()
 
-    def __init__(self) -> None:
-        self._path = token_file()
-        self._read = Reloaded(filter(None, [self._path]), read_secrets)
 
-    def __call__(self) -> tuple[str, ...]:
-        """All that a server accepts; the first is sent."""
-        if (path := token_file()) is None:
-            return read_secrets()
-        if path != self._path:
-            self._path, self._read = path, Reloaded([path], read_secrets)
-        return self._read()
+@functools.cache
+def _secrets_in(path: str) -> Reloaded[tuple[str, ...]]:
+    return Reloaded([path], read_secrets)
 
 
 class Rights(enum.Enum):

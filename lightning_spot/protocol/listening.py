@@ -88,11 +88,12 @@ def tcp_listener(host: str, silent_s: float) -> socket.socket:
     return listener
 
 
-def greeted(connect: Callable[[], socket.socket], secret: str) -> socket.socket:
+def greeted(address: tuple[str, int], within_s: float, secret: str) -> socket.socket:
     """Connect to one who is :class:`Listening`, and be let in.
 
     Args:
-        connect: makes a connection, with its timeout.
+        address: host and port.
+        within_s: timeout of the connection.
         secret: to greet with.
 
     Raises:
@@ -100,7 +101,7 @@ def greeted(connect: Callable[[], socket.socket], secret: str) -> socket.socket:
     """
     tries = _TRIES
     while True:
-        connection = connect()
+        connection = socket.create_connection(address, within_s)
         try:
             connection.sendall(json.dumps({"secret": secret}).encode() + b"\n")
             if connection.recv(len(_WELCOME)) == _WELCOME:

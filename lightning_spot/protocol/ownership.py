@@ -184,25 +184,6 @@ def own_socket(path: Path) -> socket.socket:
     return made
 
 
-def connect(address: str, timeout_s: float) -> socket.socket:
-    """Connect to a Unix socket of this user's.
-
-    Raises:
-        PermissionError: if another user's process is at it.
-        OSError: if nothing can be reached there.
-    """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(timeout_s)
-        connection.connect(address)
-        if not is_own_user(connection):
-            raise PermissionError("another user's process is at this socket")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 def is_own_user(connection: socket.socket) -> bool:
     """Whether the other end of a Unix socket is of this user, or root; where that is not told, its mode has to do."""
     credentials = peer_of(connection)

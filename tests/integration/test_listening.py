@@ -65,7 +65,7 @@ def listening() -> Iterator[Callable[..., tuple[str, int]]]:
 
 
 def greet(where: tuple[str, int]) -> socket.socket:
-    return greeted(lambda: socket.create_connection(where, LAST_S), SECRET)
+    return greeted(where, LAST_S, SECRET)
 
 
 def hears_hello(connection: socket.socket) -> bool:
@@ -144,22 +144,17 @@ def test_a_greeting_has_its_time_however_it_is_cut(
 @pytest.mark.parametrize("said", [b"", b'{"secret":'], ids=["silent", "half a greeting"])
 def test_strangers_use_up_no_descriptors_threads_or_ranks(said: bytes) -> None:
     """1,100 silent connections, and the trainer had no descriptor left."""
-    server = KeyValueServer(SECRET)
-    strangers: list[socket.socket] = []
     threads = threading.active_count()
-    try:
+    with contextlib.ExitStack() as stack:
+        server, strangers = stack.enter_context(contextlib.closing(KeyValueServer(SECRET))), []
         for _ in range(5 * most_connections(2)):
-            strangers.append(socket.create_connection((LOOPBACK, server.port), LAST_S))
+            strangers.append(stack.enter_context(socket.create_connection((LOOPBACK, server.port), LAST_S)))
             strangers[-1].sendall(said)
         with contextlib.closing(KeyValueClient(LOOPBACK, server.port, SECRET)) as rank:  # which comes last
             rank.set("k", 1)
             assert rank.get("k", LAST_S) == 1
         until(lambda: sum(map(is_open, strangers)) <= most_connections(2), "those before to give way", LAST_S)
         assert threading.active_count() <= threads + 1  # the rank's own
-    finally:
-        for each in strangers:
-            each.close()
-        server.close()
 
 
 def test_strangers_never_displace_ranks(listening: Callable[..., tuple[str, int]]) -> None:
@@ -179,17 +174,12 @@ def test_strangers_never_displace_ranks(listening: Callable[..., tuple[str, int]
 
 def test_a_silent_rank_survives_a_garbage_collection(caplog: pytest.LogCaptureFixture) -> None:
     """An event loop keeps no task: one that waits for a silent rank is held by nothing else."""
-    server = KeyValueServer(SECRET)
-    connection = greet((LOOPBACK, server.port))
-    try:
+    with contextlib.closing(KeyValueServer(SECRET)) as server, greet((LOOPBACK, server.port)) as connection:
         until(lambda: server._writers, "it to be known there", LAST_S)
         for _ in range(3):
             gc.collect()
             time.sleep(0.02)
         assert is_open(connection)
-    finally:
-        connection.close()
-        server.close()
     assert not caplog.records
 
 
@@ -341,34 +331,29 @@ def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytes
 
 def test_a_connection_that_is_reset_is_made_anew() -> None:
     """So it ends where rank 0 gave it up first, or where what lies between has forgotten it; rank 0 is there still."""
-    server = KeyValueServer("secret")
-    first, second = (KeyValueClient("127.0.0.1", server.port, "secret") for _ in range(2))
-    try:
+    with (
+        contextlib.closing(KeyValueServer("secret")) as server,
+        contextlib.closing(KeyValueClient("127.0.0.1", server.port, "secret")) as first,
+        contextlib.closing(KeyValueClient("127.0.0.1", server.port, "secret")) as second,
+    ):
         assert second.get("from the first", 0.1) is None
         until(lambda: len(server._writers) == 2, "rank 0 to know both", LAST_S)
-        (theirs,) = (each for each in server._writers if each.get_extra_info("peername") == own_name(second))
+        own_name = ("127.0.0.1", second._socket.getsockname()[1])
+        (theirs,) = (each for each in server._writers if each.get_extra_info("peername") == own_name)
         theirs.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        server._listening._loop.call_soon_threadsafe(theirs.transport.abort)
+        server._listening.call(theirs.transport.abort)
         until(lambda: len(server._writers) == 1, "it to be reset", LAST_S)
         first.set("from the first", 1)
         second.set("from the second", 2)
         assert second.get("from the first", LAST_S) == 1
         assert first.get("from the second", LAST_S) == 2
         check_is_told_that_rank_0_goes(second, server)
-    finally:
-        second.close()
-        first.close()
-        server.close()
 
 
 def check_is_told_that_rank_0_goes(channel: KeyValueClient, server: KeyValueServer) -> None:
     server.close()
     with pytest.raises(ConnectionError):
         channel.get("anything", LAST_S)
-
-
-def own_name(channel: KeyValueClient) -> Any:
-    return ("127.0.0.1", channel._socket.getsockname()[1])
 
 
 # -- a link that fails without a word ----------------------------------------------------------------------------------
@@ -384,10 +369,13 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
 
 def test_ranks_hear_of_each_other_when_a_link_works_again(network: Network) -> None:
     """What was published meanwhile, on either side, too; a server that has gone by then is told from it."""
-    server = network.there("first", lambda: KeyValueServer("secret", network.address["first"]))
-    address = (network.address["first"], server.port, "secret")
-    first, second = (network.there(host, lambda: KeyValueClient(*address)) for host in ("first", "second"))
-    try:
+    with contextlib.ExitStack() as stack:
+        server = network.there("first", lambda: KeyValueServer("secret", network.address["first"]))
+        stack.callback(server.close)
+        address = (network.address["first"], server.port, "secret")
+        first, second = (network.there(host, lambda: KeyValueClient(*address)) for host in ("first", "second"))
+        for client in (first, second):
+            stack.callback(client.close)
         assert second.get("from the first", 0.1) is None
         network.cut("second")
         first.set("from the first", 1)
@@ -399,7 +387,3 @@ def test_ranks_hear_of_each_other_when_a_link_works_again(network: Network) -> N
         assert network.there("second", lambda: second.get("from the first", LAST_S)) == 1
         assert first.get("from the second", LAST_S) == 2
         check_is_told_that_rank_0_goes(second, server)
-    finally:
-        second.close()
-        first.close()
-        server.close()

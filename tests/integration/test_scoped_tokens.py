@@ -16,11 +16,10 @@ from aiohttp import web
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.client.stores import open_store
 from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError
 from lightning_spot.http.routes import Service
-from lightning_spot.protocol.credentials import Rights, Scope, Secrets, scope_of
+from lightning_spot.protocol.credentials import Rights, Scope, current_secrets, scope_of
 from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.parts import checksum
@@ -28,6 +27,7 @@ from tests.integration.test_fit import stopped
 from tests.support import folders
 from tests.support.said import said_about
 from tests.support.server import RunningServer, image_of, manifest_of, served
+from tests.support.uploads import server_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -56,11 +56,7 @@ TOKENS = {
 @pytest.mark.parametrize(
     ("prefix", "covered", "others"),
     [
-        (
-            "run-1",
-            ["run-1", "run-1-fit-2", "run-1.x", "run-1_x", "run-1=x", "run-1+x"],
-            ["run-10", "run", "run-2", "x-run-1"],
-        ),
+        ("run-1", ["run-1", "run-1-fit-2", "run-1.x", "run-1_x", "run-1=x"], ["run-10", "run", "run-2", "x-run-1"]),
         ("team-", ["team-", "team-a", "team-1"], ["team", "tea", "teams"]),
         ("0", ["0", "0-x"], ["00", "1"]),
     ],
@@ -81,17 +77,8 @@ def test_a_token_is_what_its_secret_has_signed() -> None:
             scope_of(forged, [SECRET])
         assert caught.value.is_for_the_token
         assert forged not in str(caught.value)
-    for given in (
-        "",
-        ".",
-        "..",
-        "spot1..",
-        "spot1.e30.",
-        token[:-1],
-        token + "=",
-        token.replace("spot1", "spot2"),
-        "é",
-    ):
+    others = ["", ".", "..", "spot1..", "spot1.e30.", token[:-1], token + "=", token.replace("spot1", "spot2"), "é"]
+    for given in others:
         with pytest.raises(ServerRefusedError):
             scope_of(given, [SECRET])
 
@@ -141,7 +128,7 @@ def test_the_command_prints_a_token(cli: Callable[..., str], monkeypatch: pytest
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SnapshotServer, int]]:
     """A server with a run of each team, which have a snapshot each."""
     below = str(tmp_path_factory.mktemp("below"))
-    server = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=open_store, flush_to=below)
+    server = server_of(flush_to=below)
     with served(server, secrets=(OTHER_SECRET, SECRET)) as port:
         client = ServerClient(Address("127.0.0.1", port), SECRET)
         for name, identity in (("team-a-1", MINE), ("team-b-1", FOREIGN)):
@@ -158,8 +145,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SnapshotS
 
 def routes() -> list[tuple[str, str]]:
     """Every request that a server knows: one that is added is asked, too."""
-    server = SnapshotServer(slots=2, memory_bytes=2**20, open_store=lambda _url: pytest.fail("written"))
-    found = Service(server, None).application().router.routes()
+    found = Service(server_of(), None).application().router.routes()
     return sorted({(each.method, each.resource.canonical) for each in found if each.resource is not None})
 
 
@@ -237,8 +223,7 @@ def test_a_request_that_is_added_is_denied(kind: str, monkeypatch: pytest.Monkey
         return app
 
     monkeypatch.setattr(Service, "application", application)
-    server = SnapshotServer(slots=2, memory_bytes=2**20, open_store=open_store)
-    with served(server, secrets=(SECRET,)) as port:
+    with served(server_of(), secrets=(SECRET,)) as port:
         assert asked(port, TOKENS[kind], "GET", "/v1/new")[0] == (200 if kind == "secret" else 403)
         assert asked(port, TOKENS[kind], "GET", "/v1/nothing")[0] == (404 if kind == "secret" else 403)
 
@@ -327,7 +312,7 @@ def test_a_secret_is_changed_without_a_gap(
         at_server.write_text(at_server_now)
         at_client.write_text(at_client_now)
         client.call("GET", "/v1/runs")
-        assert scope_of(TOKENS["read"], Secrets()()) if SECRET in at_client_now else True
+        assert scope_of(TOKENS["read"], current_secrets()) if SECRET in at_client_now else True
         if SECRET in at_server_now:
             signed.call("GET", "/v1/runs")
         else:
@@ -347,15 +332,15 @@ def test_a_file_that_cannot_be_read_any_more_is_a_warning(
     path = tmp_path / "token"
     path.write_text(SECRET)
     monkeypatch.setenv("LIGHTNING_SPOT_TOKEN_FILE", str(path))
-    current = Secrets()
+    assert current_secrets() == (SECRET,)
     for text in ("\n", f"{SECRET}\n{OTHER_SECRET}\nthird-secret-of-one"):
         path.write_text(text)
-        assert current() == (SECRET,)
+        assert current_secrets() == (SECRET,)
     path.unlink()
-    assert current() == (SECRET,)
+    assert current_secrets() == (SECRET,)
     assert said_about(caplog, "credentials-not-read") == [str(path)]
     path.write_text(OTHER_SECRET)
-    assert current() == (OTHER_SECRET,) == read_environment().secrets
+    assert current_secrets() == (OTHER_SECRET,) == read_environment().secrets
     path.write_text("a\nb\nc")
     with pytest.raises(SettingsError, match="3 lines"):
         read_environment()
@@ -383,24 +368,14 @@ def test_a_training_with_a_scoped_token_shows_it_nowhere(
     assert [run["name"] for run in runs] == ["run-1"]
     store = ServerStore(f"{server.url}/run-1")
     until(lambda: 15 in {manifest.step for manifest in store.survey().manifests}, "the newest snapshot at the server")
-    shown = [server.log.read_bytes(), caplog.text.encode()]
-    servers = [
-        pid
-        for pid in map(str, _descendants())
-        if b"--embedded" in _of(pid, "cmdline") or str(server.process.pid) == pid
-    ]
+    pids = [name for name in os.listdir("/proc") if name.isdecimal()]
+    servers = [pid for pid in pids if b"--embedded" in _of(pid, "cmdline") or str(server.process.pid) == pid]
     assert len(servers) >= 1
+    shown = [server.log.read_bytes(), caplog.text.encode()]
     shown += [_of(pid, name) for pid in servers for name in ("cmdline", "environ")]
-    shown += [
-        path.read_bytes()
-        for path in [*folders.files_below(runtime_dir), *folders.files_below(tmp_path / "run-1")]
-        if path.is_file()
-    ]
+    files = [*folders.files_below(runtime_dir), *folders.files_below(tmp_path / "run-1")]
+    shown += [path.read_bytes() for path in files if path.is_file()]
     assert not any(given.encode() in text for text in shown for given in (token, SECRET))
-
-
-def _descendants() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def _of(pid: str, name: str) -> bytes:

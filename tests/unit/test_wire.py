@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,8 +17,6 @@ from lightning_spot.errors import SettingsError
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import InProcessHost
-from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot import packing
 from lightning_spot.store.retention import Keep
 from tests.support.server import MIB
@@ -89,19 +86,6 @@ def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
     pair.near.bring(2, trained(image))
     pair.check(2, trained(image))
     assert kinds == {"WHOLE": 2}
-
-
-def test_the_setting_goes_from_server_to_server(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[RunInfo] = []
-    opened = SnapshotServer.open_run
-
-    def noting(self: SnapshotServer, info: RunInfo, client: str = "") -> Any:
-        told.append(info)
-        return opened(self, info, client)
-
-    monkeypatch.setattr(SnapshotServer, "open_run", noting)
-    pair.open(compression="off")
-    assert [info.compression for info in told] == ["off", "off"]
 
 
 def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> None:
