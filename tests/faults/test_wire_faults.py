@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder, packers
-from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.http import upload_requests
 from lightning_spot.protocol.wire import NO_DIGEST, Address, PartKind
@@ -22,6 +22,7 @@ from lightning_spot.snapshot import packing
 from lightning_spot.snapshot.parts import checksum
 from tests.support.proxy import Proxy
 from tests.support.server import MIB, manifest_of
+from tests.support.uploads import send
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
 
@@ -102,8 +103,7 @@ def test_a_base_whose_slot_was_taken_at_the_sender_is_not_used(
 
 def test_a_sender_without_room_for_a_base_sends_whole(tmp_path: Path, pair: Pair, kinds: Counter[str]) -> None:
     pair.near.close()
-    pair.near = Sender(tmp_path / "small", pair.url, slots=1)
-    try:
+    with closing(Sender(tmp_path / "small", pair.url, slots=1)) as pair.near:
         pair.open()
         image = state(1, MIB)
         for step in (1, 2, 3):
@@ -111,14 +111,11 @@ def test_a_sender_without_room_for_a_base_sends_whole(tmp_path: Path, pair: Pair
             pair.near.bring(step, bytes(image))
             pair.check(step, bytes(image))
         assert kinds == {"WHOLE": 3}
-    finally:
-        pair.near.close()
 
 
 @pytest.mark.parametrize("place", [100, 3 * MIB])
 def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: int) -> None:
-    proxy = Proxy(pair.url, seed=1)
-    try:
+    with closing(Proxy(pair.url, seed=1)) as proxy:
         pair.open(proxy.url)
         image = state(1, 20 * MIB)
         pair.near.bring(1, bytes(image))
@@ -132,8 +129,6 @@ def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: 
         proxy.cut_after = None
         assert pair.near.flush() == []
         pair.check(2, bytes(image))
-    finally:
-        proxy.close()
 
 
 def test_an_upload_the_receiver_forgot_midway_starts_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +174,7 @@ class Upload:
         self.leased = self.client.call("POST", f"/v1/runs/{RUN}/uploads", request)
 
     def send(self, *parts: OutgoingPart) -> list[str]:
-        stream = PartStream(self.client, self.leased["upload"])
-        try:
-            return [digest for _, digest in stream.send(parts)]
-        finally:
-            stream.close()
+        return send(self.client, self.leased["upload"], *parts)
 
     def part(self, kind: PartKind, content: bytes) -> OutgoingPart:
         return OutgoingPart(0, len(self.image), self.manifest.checksums[0], kind, content)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,52 +174,53 @@ def is_others_link(path: Path, mine: Path) -> None:
     os.lchown(path, NOBODY, NOBODY)
 
 
-def is_a_link(path: Path, mine: Path) -> None:
-    path.symlink_to(mine)
-
-
-def is_a_dangling_link(path: Path, mine: Path) -> None:
-    path.symlink_to(mine / "new")
-
-
-def is_a_file(path: Path, _mine: Path) -> None:
-    path.touch()
-
-
-def is_a_pipe(path: Path, _mine: Path) -> None:
-    os.mkfifo(path)
-
-
 def is_a_socket(path: Path, _mine: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
 
 
-def is_a_device(path: Path, _mine: Path) -> None:
-    os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # as /dev/zero, which never ends
+def is_others_file(path: Path, _mine: Path) -> None:
+    path.write_text("{}")
+    os.chown(path, NOBODY, NOBODY)
 
 
-def of_mode(mode: int) -> Callable[[Path, Path], None]:
-    def squat(path: Path, _mine: Path) -> None:
-        path.mkdir()
-        path.chmod(mode)
-
-    squat.__name__ = f"has_mode_{mode:o}"
-    return squat
+def is_others_too(path: Path, mine: Path) -> None:
+    is_others_file(mine.parent / "others", mine)
+    os.link(mine.parent / "others", path)
 
 
-SQUATS: list[Callable[[Path, Path], None]] = [
-    is_others, is_others_link, is_a_link, is_a_dangling_link, is_a_file, is_a_pipe, is_a_socket, is_a_device,
-]  # fmt: skip
+def has_mode(mode: int, path: Path, _mine: Path) -> None:
+    path.mkdir()
+    path.chmod(mode)
+
+
+Squat = Callable[[Path, Path], Any]
+ANYTHING: dict[str, Squat] = {
+    "others": is_others,
+    "others' link": is_others_link,
+    "link": lambda path, mine: path.symlink_to(mine),
+    "dangling link": lambda path, mine: path.symlink_to(mine / "new"),
+    "file": lambda path, _: path.touch(),
+    "pipe": lambda path, _: os.mkfifo(path),
+    "socket": is_a_socket,
+    "device": lambda path, _: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5)),  # /dev/zero, which never ends
+}
+FILES: dict[str, Squat] = {
+    "others' file": is_others_file,
+    "two names": lambda path, mine: os.link(mine / "thesis.tmp", path),
+    "others' second name": is_others_too,
+}
+MODES = {f"mode {mode:o}": partial(has_mode, mode) for mode in (0o777, 0o1777, 0o770, 0o1770, 0o702)}
+SQUATS: dict[str, Squat] = {**ANYTHING, **FILES, **MODES}
 
 
 @as_root
-@pytest.mark.parametrize("squat", [*SQUATS, *map(of_mode, (0o777, 0o1777, 0o770, 0o1770, 0o702))])
+@pytest.mark.parametrize("squat", [*ANYTHING, *MODES])
 def test_a_runtime_directory_open_to_others_is_named_at_once(
-    squat: Callable[[Path, Path], None], open_dir: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
+    squat: str, open_dir: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = open_dir / "rt"
-    squat(folder, mine)
+    SQUATS[squat](folder, mine)
     monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(folder))
     before, began_s = os.lstat(folder), time.monotonic()
     for begin in (starting.attach, lambda url, run: starting.start(url, run, **SETTINGS)):
@@ -232,35 +234,20 @@ def test_a_runtime_directory_open_to_others_is_named_at_once(
 # -- a record ----------------------------------------------------------------------------------------------------------
 
 
-def is_others_file(path: Path, _mine: Path) -> None:
-    path.write_text("{}")
-    os.chown(path, NOBODY, NOBODY)
-
-
-def has_two_names(path: Path, mine: Path) -> None:
-    os.link(mine / "thesis.tmp", path)
-
-
-def is_others_too(path: Path, mine: Path) -> None:
-    is_others_file(mine.parent / "others", mine)
-    os.link(mine.parent / "others", path)
-
-
-RECORDS = [*SQUATS, is_others_file, has_two_names, is_others_too]
-RECORDS.remove(is_a_file)
-
-
 @as_root
 @pytest.mark.parametrize(
     ("name", "squat"),
-    [*itertools.product(("alive", "lock", "log"), RECORDS), ("http", is_others)],
+    [
+        *itertools.product(("alive", "lock", "log"), [each for each in (*ANYTHING, *FILES) if each != "file"]),
+        ("http", "others"),
+    ],
 )
 def test_what_is_in_the_place_of_a_record_is_named_at_once(
-    name: str, squat: Callable[[Path, Path], None], runtime: Path, mine: Path, tmp_path: Path
+    name: str, squat: str, runtime: Path, mine: Path, tmp_path: Path
 ) -> None:
     """It was there before the directory became this user's alone, say."""
     place: Path = getattr(find_record(str(tmp_path)), name)
-    squat(place, mine)
+    SQUATS[squat](place, mine)
     began_s = time.monotonic()
     with pytest.raises(SettingsError, match=f"{place.name} is .*remove it"):
         starting.start(str(tmp_path), "run", **SETTINGS)
@@ -270,13 +257,11 @@ def test_what_is_in_the_place_of_a_record_is_named_at_once(
 
 
 @as_root
-@pytest.mark.parametrize("squat", [*RECORDS, is_a_file])
-def test_what_is_in_the_place_of_how_far_an_attempt_got(
-    squat: Callable[[Path, Path], None], runtime: Path, mine: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("squat", [*ANYTHING, *FILES])
+def test_what_is_in_the_place_of_how_far_an_attempt_got(squat: str, runtime: Path, mine: Path, tmp_path: Path) -> None:
     record = AttemptRecord(attempt=1, begun_unix_s=1.0)
     place = runtime / f"{find_record(str(tmp_path)).key}.attempt-0001.reached"
-    squat(place, mine)
+    SQUATS[squat](place, mine)
     assert read_reached(str(tmp_path), 1) is None
     with contextlib.suppress(SettingsError, OSError):  # of a directory, which cannot be replaced
         keep_reached(str(tmp_path), record)
@@ -298,12 +283,10 @@ def test_a_record_without_an_end_is_not_read(runtime_dir: Path, tmp_path: Path) 
 
 
 @as_root
-@pytest.mark.parametrize("squat", [is_others_link, is_a_link, is_a_pipe, is_a_device, is_others_file, has_two_names])
-def test_what_is_in_the_place_of_a_socket_is_removed(
-    squat: Callable[[Path, Path], None], runtime: Path, mine: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("squat", ["others' link", "link", "pipe", "device", "others' file", "two names"])
+def test_what_is_in_the_place_of_a_socket_is_removed(squat: str, runtime: Path, mine: Path, tmp_path: Path) -> None:
     record = find_record(str(tmp_path))
-    squat(record.http, mine)
+    SQUATS[squat](record.http, mine)
     starting.start(str(tmp_path), "run", **SETTINGS).disconnect()
 
 
@@ -384,11 +367,9 @@ def test_a_swapped_directory_is_not_the_one_that_was_opened(runtime_dir: Path, m
 
 
 @as_root
-@pytest.mark.parametrize("squat", [*SQUATS, of_mode(0o777)])
-def test_an_area_of_another_user_costs_a_different_name_only(
-    squat: Callable[[Path, Path], None], open_dir: Path, mine: Path
-) -> None:
-    squat(open_dir / "area", mine)
+@pytest.mark.parametrize("squat", [*ANYTHING, *MODES])
+def test_an_area_of_another_user_costs_a_different_name_only(squat: str, open_dir: Path, mine: Path) -> None:
+    SQUATS[squat](open_dir / "area", mine)
     before = os.lstat(open_dir / "area")
     area = SlotArea(open_dir / "area")
     assert area.path.name.startswith("area-")
@@ -428,27 +409,23 @@ def test_a_swapped_area_leaves_the_new_one_alone(tmp_path: Path, mine: Path) -> 
     area.close()
 
 
-@pytest.mark.parametrize("squat", [is_a_link, is_a_pipe, is_a_socket, has_two_names])
-def test_a_slot_is_made_anew_whatever_has_its_name(
-    squat: Callable[[Path, Path], None], open_dir: Path, mine: Path
-) -> None:
-    squat(open_dir / "slot-7.img", mine)
+@pytest.mark.parametrize("squat", ["link", "pipe", "socket", "two names"])
+def test_a_slot_is_made_anew_whatever_has_its_name(squat: str, open_dir: Path, mine: Path) -> None:
+    SQUATS[squat](open_dir / "slot-7.img", mine)
     memory = SlotMemory.create(4096, open_dir / "slot-7.img")
     memory.map[:4] = b"ours"
     assert (open_dir / "slot-7.img").read_bytes()[:4] == b"ours"
     memory.close()
 
 
-@pytest.mark.parametrize("squat", [is_a_link, is_a_dangling_link, is_a_pipe, is_a_socket])
+@pytest.mark.parametrize("squat", ["link", "dangling link", "pipe", "socket"])
 @pytest.mark.parametrize("name", ["slot-3.json", "slot-3.img", f"run-{RUN.key}.json"])
-def test_what_is_in_the_place_of_a_slot_is_dropped(
-    squat: Callable[[Path, Path], None], name: str, tmp_path: Path, mine: Path
-) -> None:
+def test_what_is_in_the_place_of_a_slot_is_dropped(squat: str, name: str, tmp_path: Path, mine: Path) -> None:
     (tmp_path / "area").mkdir(mode=0o700)
     for each in ("slot-3.json", "slot-3.img"):
         (tmp_path / "area" / each).write_text("{}")
     (tmp_path / "area" / name).unlink(missing_ok=True)
-    squat(tmp_path / "area" / name, mine)
+    SQUATS[squat](tmp_path / "area" / name, mine)
     area = SlotArea(tmp_path / "area")
     assert (area.adopt(), list(area.runs())) == ([], [])
     area.close()

@@ -7,8 +7,8 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import count, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION
+from lightning_spot.config import MOST_PART_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -34,19 +34,19 @@ from lightning_spot.errors import (
 from lightning_spot.http import routes, upload_requests
 from lightning_spot.http.limits import Quota, client_at
 from lightning_spot.http.routes import not_ready
-from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind
+from lightning_spot.protocol.wire import NO_DIGEST, Frame, PartKind
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.server import registry, ring, snapshot_server
 from lightning_spot.server.registry import MOST_AHEAD
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.delta import MOST_RANGES, Coding, decode
 from lightning_spot.snapshot.files import FileSpan
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.fences import Claim, digest_of
-from tests.support.server import served
+from tests.integration.test_service_limits import request
 from tests.support.small_trainer import image_of as archive_of
+from tests.support.uploads import asked, begin, commit, open_run, part_of, plain_of, send, server_of, streaming
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -56,55 +56,14 @@ ANOTHER = "127.0.0.2"
 """An address of loopback that another client has."""
 
 
-def server_of(memory_bytes: int = 2**28, **more: Any) -> SnapshotServer:
-    return SnapshotServer(**{"slots": None, "memory_bytes": memory_bytes, "open_store": open_store, **more})
-
-
-@contextmanager
-def asked(server: SnapshotServer) -> Iterator[ServerClient]:
-    with served(server) as port:
-        client = ServerClient(Address("127.0.0.1", port))
-        yield client
-        client.close()
-
-
-def open_run(client: ServerClient, run: str = "run", attempt: int = 1, **more: Any) -> None:
-    client.call("POST", f"/v1/runs/{run}/open", {"attempt": attempt, **more})
-
-
-def begin(client: ServerClient, nbytes: int, run: str = "run", **more: Any) -> str:
-    return str(client.call("POST", f"/v1/runs/{run}/uploads", {"attempt": 1, "nbytes": nbytes, **more})["upload"])
-
-
-def send(client: ServerClient, upload: str, data: bytes) -> None:
-    stream = PartStream(client, upload)
-    assert len(list(stream.send([OutgoingPart.whole(0, memoryview(data), checksum(data))]))) == 1
-    stream.close()
-
-
-def commit(client: ServerClient, step: int, data: bytes, run: str = "run") -> Manifest:
-    plain = Manifest(run=run, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data))
-    manifest = plain.sealed(memoryview(data))
-    upload = begin(client, len(data), run)
-    send(client, upload, data)
-    client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
-    return manifest
-
-
 def say(
     client: ServerClient, method: str, path: str, body: Any, source: str = "127.0.0.1", nbytes: int | None = None
 ) -> socket.socket:
     """Send a request from an address of loopback, or its beginning, and leave its answer for later."""
-    data = json.dumps(body).encode()
     address = (client.address.host, client.address.port)
     connection = socket.create_connection(address, timeout=30, source_address=(source, 0))
-    connection.sendall(head_of(method, path, f"Content-Length: {len(data) if nbytes is None else nbytes}") + data)
+    connection.sendall(request(method, path, json.dumps(body).encode(), nbytes=nbytes))
     return connection
-
-
-def head_of(method: str, path: str, header: str) -> bytes:
-    protocol = f"Host: 127.0.0.1\r\n{PROTOCOL_HEADER}: {PROTOCOL_VERSION}"
-    return f"{method} {path} HTTP/1.1\r\n{protocol}\r\n{header}\r\n\r\n".encode()
 
 
 def status_of(connection: socket.socket, within_s: float = 30.0) -> int:
@@ -175,20 +134,17 @@ def test_a_part_is_no_larger_than_a_server_accepts() -> None:
     with asked(server_of()) as client:
         open_run(client)
         commit(client, 1, b"a base")
-        upload = begin(client, nbytes)
         for part_bytes, is_taken in ((nbytes, False), (MOST_PART_BYTES, True)):
-            stream = PartStream(client, upload)
-            stream._socket.settimeout(30)
-            stream._socket.sendall(Frame(PartKind.SAME, 0, part_bytes, 0, NO_DIGEST).pack())
-            assert bool(stream._socket.recv(16)) == is_taken
-            stream.close()
+            with streaming(client, nbytes) as stream:
+                stream.sendall(Frame(PartKind.SAME, 0, part_bytes, 0, NO_DIGEST).pack())
+                assert bool(stream.recv(16)) == is_taken
 
 
 @pytest.mark.parametrize(
     ("nbytes", "part_bytes"), [(MOST_PART_BYTES * 2, MOST_PART_BYTES + 1), (2**20, 1), (2**26, 2**13)]
 )
 def test_parts_of_a_size_that_nobody_sends_are_refused(nbytes: int, part_bytes: int) -> None:
-    plain = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=nbytes, part_bytes=part_bytes)
+    plain = plain_of(1, nbytes, part_bytes=part_bytes)
     with asked(server_of()) as client:
         open_run(client)
         with pytest.raises((SettingsError, CorruptSnapshotError), match="parts"):
@@ -198,7 +154,7 @@ def test_parts_of_a_size_that_nobody_sends_are_refused(nbytes: int, part_bytes: 
 def test_a_slot_holds_no_more_names_than_bytes() -> None:
     """A server keeps the manifest of each slot in memory of its own, and lists it to whoever asks."""
     spans = tuple(FileSpan(f"__{number}_0.distcp", 0, 0) for number in range(3000))
-    empty = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=1, files=spans[:50])
+    empty = plain_of(1, 1, files=spans[:50])
     with asked(server_of()) as client:
         open_run(client)
         begin(client, 1, name=empty.name, manifest=empty.to_dict())
@@ -213,19 +169,9 @@ def test_where_no_memory_is_left_beside_the_slots_parts_go_whole(monkeypatch: py
     with asked(server_of()) as client:
         open_run(client)
         commit(client, 1, base)
-        upload = begin(client, len(new), name=snapshot_name(2, 1), manifest=_of(2, len(new)).to_dict())
-        stream = PartStream(client, upload)
-        for _ in range(3):  # what was refused has taken nothing
-            frame = Frame(PartKind.DELTA, 0, len(new), len(delta), checksum(new))
-            stream._socket.sendall(frame.pack() + delta)
-            assert stream._socket.recv(16).hex() == NO_DIGEST
-        part = OutgoingPart.whole(0, memoryview(new), checksum(new))
-        assert list(stream.send([part])) == [(part, checksum(new))]
-        stream.close()
-
-
-def _of(step: int, nbytes: int) -> Manifest:
-    return Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=nbytes)
+        upload = begin(client, len(new), manifest=plain_of(2, len(new)).to_dict())
+        refused = OutgoingPart(0, len(new), checksum(new), PartKind.DELTA, delta)  # what was refused has taken nothing
+        assert send(client, upload, *[refused] * 3, part_of(new)) == [*[NO_DIGEST] * 3, checksum(new)]
 
 
 @pytest.mark.parametrize("coding", list(Coding))
@@ -258,7 +204,7 @@ def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.Mon
             PartStream(client, upload)
         address = (client.address.host, client.address.port)
         with socket.create_connection(address, timeout=30, source_address=(ANOTHER, 0)) as other:
-            other.sendall(head_of("POST", f"/v1/uploads/{upload}/stream", "Upgrade: spot-parts"))
+            other.sendall(request("POST", f"/v1/uploads/{upload}/stream", headers="Upgrade: spot-parts\r\n"))
             assert other.recv(65536).startswith(b"HTTP/1.1 101 ")
 
 
@@ -312,7 +258,7 @@ def test_a_restarted_server_knows_no_more_runs_than_it_may(tmp_path: Path, monke
     upload = before.lease("run-19", 1, len(image))
     with upload.slot.view(len(image)) as view:
         view[:] = image
-    before.seal(upload.id, replace(_of(1, len(image)), run="run-19"))
+    before.seal(upload.id, plain_of(1, len(image), "run-19"))
     before.close(keep_unsafe=True)
     monkeypatch.setattr(snapshot_server, "MOST_RUNS", 8)
     after = server_of(area=tmp_path / "area")
@@ -395,26 +341,35 @@ def _wait_until_refused(client: ServerClient, stack: ExitStack, names: Iterator[
     raise AssertionError("as many as may wait have no end")
 
 
-def test_who_waits_for_a_flush_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/flush"), ("DELETE", "/v1/files/run/file")], ids=["flushes", "deletions"]
+)
+def test_who_asks_much_of_a_slow_tier_keeps_nobody_waiting(
+    method: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """64 of them held every thread on which a server answers."""
-    monkeypatch.setattr(routes, "_FLUSHES", 8)
-    server, flushed, flushing = server_of(), threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(routes, "_FLUSHES", 4)
+    monkeypatch.setattr(routes, "_LOOKS", 4)
+    server, done, begun = server_of(), threading.Event(), threading.Semaphore(0)
 
-    def flush(_run: str | None, _wait_s: float) -> list[str]:
-        flushing.release()
-        assert flushed.wait(120)
+    def slow(*_: Any) -> list[str]:
+        begun.release()
+        assert done.wait(120)
         return []
 
-    monkeypatch.setattr(server, "flush", flush)
+    monkeypatch.setattr(server, "flush", slow)
+    monkeypatch.setattr(server.routes, "check_owner", slow)
     with asked(server) as client, ExitStack() as stack:
-        stack.callback(flushed.set)
-        for _ in range(4):
-            stack.enter_context(say(client, "POST", "/v1/flush", {"wait_s": 3600}))
-            assert flushing.acquire(timeout=120)
-        assert status_of(say(client, "POST", "/v1/flush", {})) == 503
-        assert client.call("GET", "/v1/runs")["runs"] == []
-        stack.enter_context(say(client, "POST", "/v1/flush", {}, ANOTHER))
-        assert flushing.acquire(timeout=120)
+        stack.callback(done.set)
+        open_run(client)
+        for _ in range(2):  # half of all, as long as it is alone
+            stack.enter_context(say(client, method, path, {}))
+            assert begun.acquire(timeout=120)
+        assert status_of(say(client, method, path, {})) == 503
+        assert client.call("GET", "/v1/runs", timeout_s=30)["runs"]
+        stack.enter_context(say(client, method, path, {}, ANOTHER))
+        assert begun.acquire(timeout=120)
+        assert not begun.acquire(blocking=False)
 
 
 def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,28 +388,6 @@ def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> Non
             assert turns.acquire(timeout=120)
             assert status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 503
         until(lambda: status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 200, "its place to be free")
-
-
-def test_who_removes_much_at_a_slow_tier_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_LOOKS", 4)
-    server, asked_it, asking = server_of(), threading.Event(), threading.Semaphore(0)
-
-    def slow(_key: str) -> None:
-        asking.release()
-        assert asked_it.wait(120)
-
-    monkeypatch.setattr(server, "check_owner", slow)
-    with asked(server) as client, ExitStack() as stack:
-        stack.callback(asked_it.set)
-        open_run(client)
-        for _ in range(2):  # half of all, as long as it is alone
-            stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}))
-            assert asking.acquire(timeout=120)
-        assert status_of(say(client, "DELETE", "/v1/files/run/file", {})) == 503
-        assert client.call("GET", "/v1/runs", timeout_s=30)["runs"]
-        stack.enter_context(say(client, "DELETE", "/v1/files/run/file", {}, ANOTHER))
-        assert asking.acquire(timeout=120)
-        assert not asking.acquire(blocking=False)
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -496,7 +429,7 @@ def test_a_body_holds_no_millions_of_lists() -> None:
         upload = begin(client, 10)
         address = (client.address.host, client.address.port)
         with socket.create_connection(address, timeout=30) as connection:
-            connection.sendall(head_of("POST", f"/v1/uploads/{upload}/commit", f"Content-Length: {len(bomb)}") + bomb)
+            connection.sendall(request("POST", f"/v1/uploads/{upload}/commit", bomb))
             assert b"values" in connection.recv(65536)
 
 

@@ -7,11 +7,12 @@ import json
 import resource
 import signal
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_spot.cli.cert import SERVER, SERVER_KEY
 from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.client.stores import open_store
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -37,15 +38,15 @@ from lightning_spot.errors import (
 )
 from lightning_spot.http import fields, routes, upload_requests
 from lightning_spot.http.limits import Connections
-from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Address, Frame, PartKind, parse_spot_url
+from lightning_spot.protocol.credentials import server_context
+from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.uploads import Received
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
-from tests.integration.test_quotas import commit, open_run
 from tests.integration.test_server import put_file
-from tests.support.server import RunningServer, StartServer, image_of, manifest_of, served
+from tests.support.server import RunningServer, StartServer, image_of, manifest_of
 from tests.support.small_trainer import image_of as archive_of
+from tests.support.uploads import asked, begin, commit, open_run, part_of, plain_of, send, server_of, streaming
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -101,7 +102,7 @@ def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_server: StartServ
     server = start_server("--slots", "1")
     client = server.client()
     open_run(client)
-    client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 100})  # the only slot
+    begin(client, 100)  # the only slot
     lease = json.dumps({"attempt": 1, "nbytes": 100, "wait_s": 60}).encode()
     with (
         connected(server, MANY, b""),
@@ -118,7 +119,7 @@ def test_idle_slow_and_waiting_peers_keep_nobody_waiting(start_server: StartServ
 def test_a_server_that_makes_memory_for_many_answers_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leased on the threads on which it answers: for a minute, no trainer of 64 that began at once had an answer."""
     made, leasing = threading.Event(), threading.Semaphore(0)
-    server = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
+    server = server_of()
     lease = server.lease
 
     def slow(*what: Any, **more: Any) -> Any:
@@ -127,28 +128,24 @@ def test_a_server_that_makes_memory_for_many_answers_others(monkeypatch: pytest.
         return lease(*what, **more)
 
     monkeypatch.setattr(server, "lease", slow)
-    with served(server) as port, ThreadPoolExecutor(32) as pool:
-        client = ServerClient(Address("127.0.0.1", port))
+    with asked(server) as client, ThreadPoolExecutor(32) as pool:
         open_run(client)
-        asked = [
-            pool.submit(client.call, "POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9}) for _ in range(32)
-        ]
+        leased = [pool.submit(begin, client, 9) for _ in range(32)]
         try:
-            for _ in asked:
+            for _ in leased:
                 assert leasing.acquire(timeout=120)
             assert [run["name"] for run in client.call("GET", "/v1/runs", timeout_s=30)["runs"]] == ["run"]
         finally:
             made.set()
-        assert len({answer.result(120)["upload"] for answer in asked}) == 32
+        assert len({answer.result(120) for answer in leased}) == 32
 
 
 def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_server: StartServer) -> None:
     server = start_server("--slots", "1")
     client = server.client()
     open_run(client)
-    body = {"attempt": 1, "nbytes": 100}
-    upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
-    lease = request("POST", "/v1/runs/run/uploads", json.dumps({**body, "wait_s": 60}).encode())
+    upload = begin(client, 100)
+    lease = request("POST", UPLOADS, json.dumps({"attempt": 1, "nbytes": 100, "wait_s": 60}).encode())
     with connected(server, 5, lease):
         time.sleep(0.3)
     time.sleep(0.2)
@@ -157,12 +154,12 @@ def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_server: StartServer)
 
     def leased() -> bool:
         with suppress(SnapshotFailedError):  # a server that is slow has not heard yet that they have gone
-            return bool(client.call("POST", "/v1/runs/run/uploads", body))
+            return bool(begin(client, 100))
         return False
 
     until(leased, "the slot to be had")
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-        client.call("POST", "/v1/runs/run/uploads", body)
+        begin(client, 100)
 
 
 class Silent(asyncio.Protocol):
@@ -171,84 +168,101 @@ class Silent(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
 
 
-async def _serving(connections: Connections) -> tuple[asyncio.AbstractServer, int]:
+Connect = Callable[..., Awaitable[asyncio.StreamReader]]
+
+
+@asynccontextmanager
+async def serving(**limits: Any) -> AsyncIterator[tuple[Connections, Connect]]:
+    """Serve silently within these limits; what connects from an address of loopback, and waits until that counts."""
+    connections, kept = Connections(Silent, **limits), list[asyncio.StreamWriter]()
     server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
-    return server, server.sockets[0].getsockname()[1]
+
+    async def connect(
+        say: bytes = b"", address: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+    ) -> asyncio.StreamReader:
+        before, port = {*connections._open}, server.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0), ssl=tls)
+        kept.append(writer)
+        while not {*connections._open} - before:
+            await asyncio.sleep(0.01)
+        dripping.add(asyncio.create_task(_drip(writer, say)))
+        return reader
+
+    dripping = set[asyncio.Task[None]]()
+    yield connections, connect
+    for task in dripping:
+        task.cancel()
+    server.close()
 
 
-async def _hung_up(reader: asyncio.StreamReader) -> None:
+async def _drip(writer: asyncio.StreamWriter, say: bytes) -> None:
+    for byte in say:
+        writer.write(bytes([byte]))
+        await asyncio.sleep(0.05)
+
+
+async def hung_up(reader: asyncio.StreamReader) -> None:
     """Wait until the service hangs up."""
     with suppress(ConnectionResetError):
         await asyncio.wait_for(reader.read(), 30)
 
 
-def test_a_head_has_its_time_and_so_has_silence() -> None:
+@pytest.fixture(params=["plain", "tls"])
+def tls(request: pytest.FixtureRequest, certs: Path) -> Callable[[], ssl.SSLContext] | None:
+    return context_of(certs) if request.param == "tls" else None
+
+
+def context_of(folder: Path) -> Callable[[], ssl.SSLContext]:
+    return server_context(str(folder / SERVER), str(folder / SERVER_KEY), None)
+
+
+def test_a_head_or_a_handshake_has_its_time(tls: Callable[[], ssl.SSLContext] | None) -> None:
     async def run() -> None:
-        connections = Connections(Silent, head_timeout_s=0.5)
-        server, port = await _serving(connections)
-        begun_s = time.monotonic()
-        silent, _ = await asyncio.open_connection("127.0.0.1", port)
-        slow, slowly = await asyncio.open_connection("127.0.0.1", port)
-
-        async def drip() -> None:
-            while True:
-                slowly.write(b"x")
-                await asyncio.sleep(0.05)
-
-        dripping = asyncio.create_task(drip())
-        await _hung_up(silent)
-        assert time.monotonic() - begun_s >= 0.5
-        await _hung_up(slow)  # a byte now and then gains no time
-        dripping.cancel()
-        server.close()
+        async with serving(tls=tls, head_timeout_s=0.5) as (connections, connect):
+            begun_s = time.monotonic()
+            await hung_up(await connect())
+            assert time.monotonic() - begun_s >= 0.5
+            await hung_up(await connect(b"\x16\x03\x01\x02\x00\x01" + bytes(1000)))  # a byte now and then gains none
+            while connections._open:
+                await asyncio.sleep(0.01)
 
     asyncio.run(run())
 
 
 def test_a_request_that_is_being_handled_is_no_silence() -> None:
     async def run() -> None:
-        connections = Connections(Silent, head_timeout_s=0.5)
-        server, port = await _serving(connections)
-        kept, keep = await asyncio.open_connection("127.0.0.1", port)
-        while not connections._open:
-            await asyncio.sleep(0.01)
-        (handled,) = connections._open
-        handled.begin_request()
-        await asyncio.sleep(1.0)
-        assert not handled.gone.done()
-        handled.end_request()
-        keep.write(b"a head")
-        await _hung_up(kept)
-        server.close()
+        async with serving(head_timeout_s=0.5) as (connections, connect):
+            kept = await connect()
+            (handled,) = connections._open
+            handled.begin_request()
+            await asyncio.sleep(1.0)
+            assert not handled.gone.done()
+            handled.end_request()
+            handled.data_received(b"a head")
+            await hung_up(kept)
+
+    asyncio.run(run())
+
+
+def test_each_of_many_that_come_at_once_displaces_another(tls: Callable[[], ssl.SSLContext] | None) -> None:
+    """Those that came in one turn of the loop displaced the same one, and the others stayed: beyond all limits."""
+
+    async def run() -> None:
+        async with serving(tls=tls, most=5, head_timeout_s=60.0) as (connections, connect):
+            readers = [await connect() for _ in range(5)]
+            readers += await asyncio.gather(*(connect() for _ in range(20)))
+            for reader in readers[:20]:
+                await hung_up(reader)
+            assert len(connections._open) == 5
 
     asyncio.run(run())
 
 
 def test_silence_between_requests_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "SERVER_IDLE_TIMEOUT_S", 0.5)
-    server = SnapshotServer(slots=1, memory_bytes=2**20, open_store=open_store)
-    with served(server) as port, socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        connection.sendall(request("GET", "/healthz"))
+    with asked(server_of()) as client, _connect(client, request("GET", "/healthz")) as connection:
         while connection.recv(4096):
             pass
-
-
-def test_each_of_many_that_come_at_once_displaces_another() -> None:
-    """Those that came in one turn of the loop displaced the same one, and the others stayed: beyond all limits."""
-
-    async def run() -> None:
-        connections = Connections(Silent, most=5)
-        server, port = await _serving(connections)
-        ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
-        while len(connections._open) < 5:
-            await asyncio.sleep(0.01)
-        ends += await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(20)))
-        for reader, _ in ends[:20]:
-            await _hung_up(reader)
-        assert len(connections._open) == 5
-        server.close()
-
-    asyncio.run(run())
 
 
 @pytest.fixture
@@ -260,12 +274,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SnapshotServer, Ser
         (upload_requests, "FRAME_WAIT_S"),
     ):
         monkeypatch.setattr(module, name, 2.0)
-    server = SnapshotServer(slots=2, memory_bytes=2**28, open_store=open_store)
-    with served(server) as port:
-        client = ServerClient(Address("127.0.0.1", port))
+    server = server_of(slots=2)
+    with asked(server) as client:
         open_run(client)
         yield server, client
-        client.close()
 
 
 def _connect(client: ServerClient, sent: bytes) -> socket.socket:
@@ -286,13 +298,10 @@ def test_a_body_that_does_not_come_is_not_waited_for(hasty: tuple[SnapshotServer
 
 def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     server, client = hasty
-    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
-    stream = PartStream(client, upload)
-    stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
-    stream._socket.settimeout(30)
-    assert stream._socket.recv(16) == b""
-    stream.close()
-    client.call("DELETE", f"/v1/uploads/{upload}")
+    with streaming(client, 1000) as stream:
+        stream.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
+        with suppress(ConnectionError):
+            assert stream.recv(16) == b""
     until(lambda: _nobody_holds_a_slot(server), "the slot to be free")
 
 
@@ -314,7 +323,7 @@ def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[SnapshotSe
 # -- numbers that lie -------------------------------------------------------------------------------------------------
 
 HUGE = 10**15
-MANIFEST = asdict(Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100))
+MANIFEST = asdict(plain_of(1, 100))
 BOMB = {**MANIFEST, "nbytes": HUGE, "part_bytes": 1}
 OPEN, UPLOADS = "/v1/runs/run/open", "/v1/runs/run/uploads"
 
@@ -497,7 +506,7 @@ def test_a_range_outside_a_file_is_refused(lasting_server: RunningServer, header
 
 def test_a_manifest_that_promises_a_petabyte_costs_nothing(lasting_server: RunningServer) -> None:
     client, process = lasting_server.client(), psutil.Process(lasting_server.process.pid)
-    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
+    upload = begin(client, 100)
     before = process.memory_info().rss
     for text in (json.dumps({"manifest": BOMB}), json.dumps({"manifest": {**BOMB, "part_bytes": 0}})):
         assert answer(lasting_server, request("POST", f"/v1/uploads/{upload}/commit", text.encode()))[0] in (400, 422)
@@ -522,14 +531,9 @@ LYING_FRAMES = [
 def test_a_frame_that_lies_ends_its_stream_only(
     lasting_server: RunningServer, frame: tuple[PartKind, int, int, int]
 ) -> None:
-    client = lasting_server.client()
-    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100})["upload"]
-    stream = PartStream(client, upload)
-    stream._socket.sendall(Frame(*frame, NO_DIGEST).pack())
-    stream._socket.settimeout(30)
-    assert stream._socket.recv(16) == b""
-    stream.close()
-    client.call("DELETE", f"/v1/uploads/{upload}")
+    with streaming(lasting_server.client(), 100) as stream:
+        stream.sendall(Frame(*frame, NO_DIGEST).pack())
+        assert stream.recv(16) == b""
 
 
 # -- requests that are not what they seem -----------------------------------------------------------------------------
@@ -542,11 +546,8 @@ def test_a_frame_that_lies_ends_its_stream_only(
 )
 def test_an_upload_commits_only_what_it_was_opened_for(lasting_server: RunningServer, change: dict[str, Any]) -> None:
     client, data = lasting_server.client(), bytes(100)
-    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 100, "name": snapshot_name(1, 1)})["upload"]
-    stream = PartStream(client, upload)
-    halves = [OutgoingPart.whole(start, memoryview(data)[start : start + 50], checksum(data[:50])) for start in (0, 50)]
-    assert len(list(stream.send(halves))) == 2
-    stream.close()
+    upload = begin(client, 100)
+    assert len(send(client, upload, *(part_of(data[:50], start) for start in (0, 50)))) == 2
     manifest = {**MANIFEST, "part_bytes": 50, **change}
     with pytest.raises((SettingsError, CorruptSnapshotError)):
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
@@ -596,7 +597,7 @@ def test_health_and_readiness_tell_strangers_no_secret(start_server: StartServer
     commit(trainer, 1, b"hush", "hush")
     until(lambda: "the storage, or another server, is failing" in ready()[1], "the tier to fail")
     assert ready()[0] == 503
-    trainer.call("POST", "/v1/runs/hush/uploads", {"attempt": 1, "nbytes": 100})
+    begin(trainer, 100, "hush")
     assert "memory is full" in ready()[1]
     server.process.send_signal(signal.SIGTERM)
     until(lambda: "shutting down" in ready()[1], "the server to begin its end")
@@ -605,24 +606,14 @@ def test_health_and_readiness_tell_strangers_no_secret(start_server: StartServer
 # -- many senders at once ---------------------------------------------------------------------------------------------
 
 
-def snapshot_of(run: str, step: int, nbytes: int, part_bytes: int) -> tuple[Manifest, memoryview]:
-    image = memoryview(image_of(step, nbytes))
-    name = snapshot_name(step, 1)
-    plain = Manifest(run=run, name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=part_bytes)
-    return plain.sealed(image), image
-
-
 def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 8)
-    server = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
-    with served(server) as port, ExitStack() as stack:
-        client = ServerClient(Address("127.0.0.1", port))
+    with asked(server_of()) as client, ExitStack() as stack:
         open_run(client)
         streams = []
         for step in range(24):
-            body = {"attempt": 1, "nbytes": 4096, "name": snapshot_name(step, 1)}
-            upload = client.call("POST", "/v1/runs/run/uploads", body)["upload"]
+            upload = begin(client, 4096)
             streams.append(PartStream(client, upload))
             stack.callback(streams[-1].close)
             with (
@@ -632,22 +623,20 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
             ):  # 8 for 4 uploads are two for each
                 stack.callback(PartStream(client, upload).close)
         for step, stream in enumerate(streams):
-            part = memoryview(image_of(step, 4096))
-            (arrived,) = stream.send([OutgoingPart.whole(0, part, checksum(part))])
-            assert arrived[1] == checksum(part)
+            part = part_of(image_of(step, 4096))
+            assert list(stream.send([part])) == [(part, part.digest)]
 
 
 def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_requests, "MOST_STREAMS", 2)
-    server = SnapshotServer(slots=None, memory_bytes=64 * 2**20, open_store=lambda _url: pytest.fail("written"))
-    with served(server) as port:
-        store = ServerStore(f"spot://127.0.0.1:{port}/run")
-        open_run(store.client)
+    server = server_of()
+    with asked(server) as client:
+        store = ServerStore(f"{client.address}/run")
+        open_run(client)
         for step in range(3):
-            manifest, image = snapshot_of("run", step, 2**20, 2**16)
-            store.put(manifest, image, attempt=1)
-            assert bytes(server.committed("run")[0].view()) == bytes(image)
-        store.client.close()
+            image = image_of(step, 2**20)
+            store.put(plain_of(step, 2**20, part_bytes=2**16).sealed(memoryview(image)), memoryview(image), attempt=1)
+            assert bytes(server.committed("run")[0].view()) == image
 
 
 OTHER = b"\xee" * 50
@@ -662,14 +651,9 @@ def test_what_was_checked_and_written_again_is_unchecked_again(
     lasting_server: RunningServer, start: int, sent: bytes, announced: bytes
 ) -> None:
     client, data = lasting_server.client(), bytes(1000)
-    manifest = Manifest(run="run", name=snapshot_name(90, 1), step=90, attempt=1, nbytes=1000).sealed(memoryview(data))
-    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 1000})["upload"]
-    for place, what, digest in ((0, data, checksum(data)), (start, sent, checksum(announced))):
-        stream = PartStream(client, upload)
-        part = OutgoingPart.whole(place, memoryview(what), digest)
-        answered = [found for _, found in stream.send([part])]
-        stream.close()
-    is_refused = answered == [NO_DIGEST]
+    manifest, upload = plain_of(90, 1000).sealed(memoryview(data)), begin(client, 1000)
+    send(client, upload, part_of(data))
+    is_refused = send(client, upload, part_of(sent, start, checksum(announced))) == [NO_DIGEST]
     try:
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})
     except CorruptSnapshotError:
@@ -698,11 +682,7 @@ def test_a_range_that_is_being_written_is_not_checked() -> None:
 
 def test_a_part_that_could_not_be_made_is_not_there(lasting_server: RunningServer) -> None:
     client = lasting_server.client()
-    manifest = Manifest(run="run", name=snapshot_name(91, 1), step=91, attempt=1, nbytes=10, checksums=(NO_DIGEST,))
-    upload = client.call("POST", UPLOADS, {"attempt": 1, "nbytes": 10})["upload"]
-    stream = PartStream(client, upload)
-    stream._socket.sendall(Frame(PartKind.SAME, 0, 10, 0, NO_DIGEST).pack())
-    assert stream._socket.recv(16).hex() == NO_DIGEST
-    stream.close()
+    manifest, upload = plain_of(91, 10, checksums=(NO_DIGEST,)), begin(client, 10)
+    assert send(client, upload, OutgoingPart(0, 10, NO_DIGEST, PartKind.SAME, b"")) == [NO_DIGEST]
     with pytest.raises(CorruptSnapshotError):
         client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest.to_dict()})

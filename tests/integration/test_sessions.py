@@ -25,8 +25,6 @@ import pytest
 
 from lightning_spot.client import embedded, starting
 from lightning_spot.client.embedded import EmbeddedHost
-from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import RunBusyError, ServerUnreachableError, SpotError, TierError
@@ -36,11 +34,11 @@ from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.local import LocalStore
 from tests.support.said import said_about
-from tests.support.server import RunningServer, StartServer, named_run, server_pid
+from tests.support.server import StartServer, named_run, server_pid
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
+from tests.support.uploads import begin, commit, open_run
 from tests.support.waiting import lives, until
 
 pytestmark = pytest.mark.guarantee("G3")
@@ -61,6 +59,13 @@ def start(dirpath: Path, slots: int = 3, **more: Any) -> EmbeddedHost:
         **more,
     }
     return starting.start(str(dirpath), "run", **settings)
+
+
+def opened(dirpath: Path, attempt: int = 1, **more: Any) -> EmbeddedHost:
+    """Start, or find, the local server, and open the run."""
+    host = start(dirpath, **more)
+    host.open_run(info_of(str(dirpath), attempt))
+    return host
 
 
 def filling(host: EmbeddedHost) -> int:
@@ -123,8 +128,7 @@ def go_on_and_end(
     dirpath: Path, runtime_dir: Path, newest: int, attempt: int, pids: set[int], stall_s: float = PATIENT_S
 ) -> None:
     """The next trainer comes: it finds the newest that was committed, takes another, and leaves nothing behind."""
-    host = start(dirpath, server_call_timeout_s=stall_s)
-    host.open_run(info_of(str(dirpath), attempt))
+    host = opened(dirpath, attempt, server_call_timeout_s=stall_s)
     pids.add(server_pid(host))
     reader = start(dirpath)  # what it looks at stays in memory until it leaves
     reader.run = host.run
@@ -168,9 +172,8 @@ def test_a_server_is_struck(
     tmp_path: Path, runtime_dir: Path, blow: signal.Signals, phase: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     stall_s = STALL_S if blow is STOP else PATIENT_S
-    host = start(tmp_path, server_call_timeout_s=stall_s)
+    host = opened(tmp_path, server_call_timeout_s=stall_s)
     pid = server_pid(host)
-    host.open_run(info_of(str(tmp_path), 1))
     for step in (1, 2):
         take(host, step, NBYTES)
     threads = reach(host, phase, 3, NBYTES)
@@ -205,8 +208,7 @@ def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir
 
 
 def test_every_call_to_a_stopped_server_ends_in_time(tmp_path: Path) -> None:
-    host = start(tmp_path, server_call_timeout_s=STALL_S)
-    host.open_run(info_of(str(tmp_path), 1))
+    host = opened(tmp_path, server_call_timeout_s=STALL_S)
     lease = host.lease(NBYTES, 0.0)
     take(host, 1, NBYTES)
     manifest = host.manifests()[0]
@@ -240,8 +242,7 @@ def test_every_call_to_a_stopped_server_ends_in_time(tmp_path: Path) -> None:
 
 
 def test_a_slow_server_is_waited_for_as_long_as_it_answers(tmp_path: Path) -> None:
-    host = start(tmp_path, slots=1, server_call_timeout_s=STALL_S)
-    host.open_run(info_of(str(tmp_path), 1))
+    host = opened(tmp_path, slots=1, server_call_timeout_s=STALL_S)
     only = host.lease(NBYTES, 0.0)
     began_s = time.monotonic()
     threading.Timer(3 * STALL_S, lambda: host.abort(only)).start()
@@ -288,10 +289,8 @@ def test_a_stopped_starter_does_not_block_others_forever(tmp_path: Path, monkeyp
 
 
 def test_a_new_session_of_one_trainer_never_loses_to_its_old_one(tmp_path: Path) -> None:
-    old = start(tmp_path)
-    old.open_run(info_of(str(tmp_path), 1))
-    new = start(tmp_path)
-    new.open_run(info_of(str(tmp_path), 1))
+    old = opened(tmp_path)
+    new = opened(tmp_path)
     take(new, 1, NBYTES)
     old.disconnect()
     take(new, 2, NBYTES)
@@ -313,8 +312,7 @@ def test_a_server_that_replaced_another_is_not_taken_for_it(tmp_path: Path) -> N
 
 
 def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
-    host = start(tmp_path)
-    host.open_run(info_of(str(tmp_path), 1))
+    host = opened(tmp_path)
     lease = host.lease(NBYTES, 0.0)
     child = os.fork()
     if child == 0:
@@ -334,8 +332,7 @@ def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
 
 def test_an_answer_that_ctrl_c_left_is_not_used_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next slot that was mapped was another one: what was written there was not what its server had sealed."""
-    host = start(tmp_path)
-    host.open_run(info_of(str(tmp_path), 1))
+    host = opened(tmp_path)
     take(host, 1, NBYTES)
 
     def pressed(*_: Any) -> Any:
@@ -352,8 +349,7 @@ def test_an_answer_that_ctrl_c_left_is_not_used_for_the_next(tmp_path: Path, mon
 
 def test_a_slot_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under ``ulimit -v``: it ended the training."""
-    host = start(tmp_path)
-    host.open_run(info_of(str(tmp_path), 1))
+    host = opened(tmp_path)
 
     def fails(_fd: int, _nbytes: int) -> Any:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -368,8 +364,7 @@ def test_a_slot_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch:
 
 
 def test_replaced_slots_are_unmapped_in_the_trainer(tmp_path: Path) -> None:
-    host = start(tmp_path, slots=1)
-    host.open_run(info_of(str(tmp_path), 1))
+    host = opened(tmp_path, slots=1)
     released = []
     host.released = lambda shared: released.append(len(shared))
     for step, nbytes in enumerate((NBYTES, 2 * NBYTES, 4 * NBYTES, 8 * NBYTES), start=1):
@@ -386,8 +381,7 @@ def test_replaced_slots_are_unmapped_in_the_trainer(tmp_path: Path) -> None:
 
 
 def test_an_embedded_server_serves_its_trainer_after_sigterm(tmp_path: Path, runtime_dir: Path) -> None:
-    host = start(tmp_path)
-    host.open_run(info_of(str(tmp_path), 1))
+    host = opened(tmp_path)
     pid = server_pid(host)
     os.kill(pid, TERM)
     time.sleep(0.7)
@@ -403,8 +397,7 @@ def test_an_embedded_server_serves_its_trainer_after_sigterm(tmp_path: Path, run
 
 
 def test_a_second_sigterm_ends_the_server_at_once(tmp_path: Path) -> None:
-    host = start(tmp_path)
-    host.open_run(info_of(str(tmp_path), 1))
+    host = opened(tmp_path)
     pid = server_pid(host)
     os.kill(pid, TERM)
     until(lambda: not _ready(host.client), "the server to begin its end")  # of two at once it would hear one
@@ -413,41 +406,16 @@ def test_a_second_sigterm_ends_the_server_at_once(tmp_path: Path) -> None:
     until(lambda: not lives(pid), "the server to end")
 
 
-@pytest.fixture
-def busy_server(start_server: StartServer, tmp_path: Path) -> tuple[RunningServer, ServerClient]:
-    """A snapshot server with an open run, an upload under way, and a tier below that fails."""
-    durable = tmp_path / "durable"
-    server = start_server("--storage", str(durable), "--drain-timeout", "60s")
-    client = server.client()
-    client.call("POST", "/v1/runs/run/open", {"attempt": 1})
-    return server, client
-
-
-def _send(client: ServerClient, step: int) -> None:
-    upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
-    _commit(client, upload, step)
-
-
-def _commit(client: ServerClient, upload: str, step: int) -> None:
-    image = image_of(step, 1000)
-    stream = PartStream(client, upload)
-    list(stream.send([OutgoingPart.whole(0, memoryview(image), checksum(image))]))
-    stream.close()
-    manifest = {**manifest_of(step, 1, 1000).sealed(memoryview(image)).to_dict(), "run_id": ""}
-    client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": manifest})
-
-
-def test_a_draining_server_takes_no_new_runs_and_serves_others(
-    busy_server: tuple[RunningServer, ServerClient], tmp_path: Path
-) -> None:
-    server, client = busy_server
-    upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
+def test_a_draining_server_takes_no_new_runs_and_serves_others(start_server: StartServer, tmp_path: Path) -> None:
+    server = start_server("--storage", str(tmp_path / "durable"), "--drain-timeout", "60s")
+    open_run(client := server.client())
+    upload = begin(client, 1000)
     server.process.send_signal(signal.SIGTERM)
     until(lambda: not _ready(client), "the server to begin its end")
     with pytest.raises(SpotError, match="shutting down"):
-        client.call("POST", "/v1/runs/another/open", {"attempt": 1})
-    _commit(client, upload, 1)  # was under way
-    _send(client, 2)  # is urgent
+        open_run(client, "another")
+    commit(client, 1, image_of(1, 1000), upload=upload)  # was under way
+    commit(client, 2, image_of(2, 1000))  # is urgent
     assert server.process.wait(120) == 0
     assert LocalStore(tmp_path / "durable" / "run").survey().manifests[0].step == 2
 
@@ -488,14 +456,14 @@ def test_a_second_server_on_a_taken_port_touches_nothing(
 ) -> None:
     server = start_server(listen=f"127.0.0.1:{port}")
     client = server.client()
-    client.call("POST", "/v1/runs/run/open", {"attempt": 1})
-    _send(client, 1)
-    upload = client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"]
+    open_run(client)
+    commit(client, 1, image_of(1, 1000))
+    upload = begin(client, 1000)
     shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
     before = sorted((path, path.stat().st_ino) for path in shm.rglob("*"))
     assert before
     assert main(["--listen", f"127.0.0.1:{port}", "--memory-limit", "64MiB"]) == 2
     assert "in use" in capsys.readouterr().err
     assert sorted((path, path.stat().st_ino) for path in shm.rglob("*")) == before
-    _commit(client, upload, 2)
+    commit(client, 2, image_of(2, 1000), upload=upload)
     assert len(client.call("GET", "/v1/runs/run/snapshots")["snapshots"]) == 2

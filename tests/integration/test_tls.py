@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,30 +22,28 @@ import pytest
 from lightning_spot import retry
 from lightning_spot.cli.cert import CA, CLIENT, SERVER, SERVER_KEY, make
 from lightning_spot.client.filesystem import SpotFileSystem
-from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.client.stores import open_store
 from lightning_spot.config import why_no_place, without_password
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError, TierReason
 from lightning_spot.http import routes, upload_requests
-from lightning_spot.http.limits import MOST_STRANGERS, Connections
+from lightning_spot.http.limits import MOST_STRANGERS
 from lightning_spot.http.routes import Service
-from lightning_spot.protocol.credentials import client_context, server_context
+from lightning_spot.protocol.credentials import client_context
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_fit import stopped
-from tests.integration.test_service_limits import Silent, _hung_up, _serving, connected, descriptors
+from tests.integration.test_service_limits import Silent, connected, context_of, descriptors, hung_up, serving
 from tests.support import folders
 from tests.support.said import said_about
-from tests.support.server import RunningServer, served
+from tests.support.server import RunningServer
 from tests.support.snapshots import spot
 from tests.support.trainer import Net, Probe, data, trainer
+from tests.support.uploads import asked, begin, open_run, part_of, plain_of, send, server_of, streaming
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -72,23 +70,10 @@ def hasty(monkeypatch: pytest.MonkeyPatch, certs: Path) -> Iterator[tuple[Snapsh
     """A server in this process that gives no stream more than two seconds."""
     monkeypatch.setattr(upload_requests, "FRAME_WAIT_S", 2.0)
     monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
-    server = SnapshotServer(slots=2, memory_bytes=2**28, open_store=open_store)
-    with (
-        served(server, tls=context_of(certs)) as port,
-        closing(ServerClient(Address("127.0.0.1", port, tls=True))) as at,
-    ):
-        at.call("POST", "/v1/runs/run/open", {"attempt": 1, "token": ""})
-        yield server, at
-
-
-def context_of(folder: Path, client_ca: Path | None = None) -> Callable[[], ssl.SSLContext]:
-    return server_context(str(folder / SERVER), str(folder / SERVER_KEY), str(client_ca) if client_ca else None)
-
-
-def snapshot(step: int, image: bytes) -> Manifest:
-    name = snapshot_name(step, 1)
-    plain = Manifest(run="run", name=name, step=step, attempt=1, nbytes=len(image), part_bytes=PARTS)
-    return plain.sealed(memoryview(image))
+    server = server_of(slots=2)
+    with asked(server, tls=context_of(certs)) as client:
+        open_run(client)
+        yield server, client
 
 
 # -- the whole way -----------------------------------------------------------------------------------------------------
@@ -102,7 +87,10 @@ def test_a_snapshot_goes_and_comes_by_tls(start_tls: StartServer, cli: Callable[
         store = ServerStore(f"{url}/run")
         first = random.Random(1).randbytes(4 * PARTS + 12345)
         second = first[: 2 * PARTS] + random.Random(2).randbytes(len(first) - 2 * PARTS)
-        manifests = [snapshot(step, image) for step, image in enumerate((first, second), 1)]
+        manifests = [
+            plain_of(step, len(image), part_bytes=PARTS).sealed(memoryview(image))
+            for step, image in enumerate((first, second), 1)
+        ]
         for manifest, image in zip(manifests, (first, second), strict=True):
             store.put(manifest, memoryview(image), attempt=1)
         assert store.sent.same_bytes == 2 * PARTS  # as without TLS, what the server has is not sent
@@ -292,104 +280,37 @@ def test_flags_that_do_not_fit_are_named(flags: list[str], complaint: str, cli: 
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_handshake_that_never_ends_is_hung_up_on(certs: Path) -> None:
-    async def run() -> None:
-        connections = Connections(Silent, tls=context_of(certs), head_timeout_s=0.5)
-        server, port = await _serving(connections)
-        silent, _ = await asyncio.open_connection("127.0.0.1", port)
-        slow, slowly = await asyncio.open_connection("127.0.0.1", port)
-
-        async def drip() -> None:
-            for byte in b"\x16\x03\x01\x02\x00\x01" + bytes(1000):
-                slowly.write(bytes([byte]))
-                await asyncio.sleep(0.05)
-
-        dripping = asyncio.create_task(drip())
-        await _hung_up(silent)
-        await _hung_up(slow)
-        dripping.cancel()
-        until_empty = asyncio.create_task(_emptied(connections))
-        await asyncio.wait_for(until_empty, 30)
-        server.close()
-
-    asyncio.run(run())
-
-
-async def _emptied(connections: Connections) -> None:
-    while connections._open:
-        await asyncio.sleep(0.01)
-
-
 def test_a_head_after_the_handshake_has_what_is_left(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a connection counts from its first moment: those in their handshake give way to others, too."""
     monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
 
     async def run() -> None:
-        connections = Connections(Silent, tls=context_of(certs), head_timeout_s=1.0, most=3)
-        server, port = await _serving(connections)
-        reader, _ = await asyncio.open_connection("127.0.0.1", port, ssl=client_context())
-        await _hung_up(reader)
-        connections.head_timeout_s = 60.0
-        ends = []
-        for _ in range(4):
-            ends.append(await asyncio.open_connection("127.0.0.1", port))
-            await asyncio.sleep(0.05)
-        await _hung_up(ends[0][0])
-        assert not any(reader.at_eof() for reader, _ in ends[1:])
-        assert len(connections._open) == 3
-        server.close()
+        async with serving(tls=context_of(certs), head_timeout_s=1.0) as (_, connect):
+            await hung_up(await connect(tls=client_context()))
 
     asyncio.run(run())
 
 
-def test_those_without_a_token_displace_each_other_only(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_without_a_token_displace_each_other_only(certs: Path) -> None:
     """First the oldest one of the address that has most; never one that has shown a token."""
-    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
 
     async def run() -> None:
-        connections = Connections(Silent, tls=context_of(certs), most_strangers=3)
-        server, port = await _serving(connections)
-        kept = []  # else the ends here would be closed
-
-        async def connect(address: str) -> asyncio.StreamReader:
-            count = len(connections._open)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
-            kept.append(writer)
-            while len(connections._open) == count < 4:
-                await asyncio.sleep(0.01)
-            return reader
-
-        admitted = await connect("127.0.0.2")
-        next(iter(connections._open)).admit()
-        alone = await connect("127.0.0.3")
-        flood = [await connect("127.0.0.2") for _ in range(20)]
-        for reader in flood[:-2]:
-            await _hung_up(reader)
-        assert not any(reader.at_eof() for reader in (admitted, alone, *flood[-2:]))
-        assert len(connections._open) == 4
-        server.close()
+        async with serving(tls=context_of(certs), most_strangers=3) as (connections, connect):
+            admitted = await connect(address="127.0.0.2")
+            next(iter(connections._open)).admit()
+            alone = await connect(address="127.0.0.3")
+            flood = [await connect(address="127.0.0.2") for _ in range(20)]
+            for reader in flood[:-2]:
+                await hung_up(reader)
+            assert not any(reader.at_eof() for reader in (admitted, alone, *flood[-2:]))
+            assert len(connections._open) == 4
 
     asyncio.run(run())
 
 
-def test_where_few_files_may_be_open_a_token_keeps_its_place(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_SPOT_CA", str(certs / CA))
+def test_where_few_files_may_be_open_a_token_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "open_files", lambda: 16)
-
-    async def run() -> None:
-        connections = Service(Mock(), None).connections(Silent, context_of(certs))
-        server, port = await _serving(connections)
-        ends = [await asyncio.open_connection("127.0.0.1", port, ssl=client_context())]
-        next(iter(connections._open)).admit()
-        for _ in range(8):
-            ends.append(await asyncio.open_connection("127.0.0.1", port))
-            await asyncio.sleep(0.05)
-        for reader, _ in ends[1:-2]:
-            await _hung_up(reader)
-        assert not any(reader.at_eof() for reader, _ in (ends[0], *ends[-2:]))
-        server.close()
-
-    asyncio.run(run())
+    connections = Service(Mock(), None).connections(Silent, Mock())
+    assert (connections._most, connections._most_strangers) == (4, 2)
 
 
 @pytest.mark.slow
@@ -415,12 +336,12 @@ def _open_sockets(server: RunningServer) -> list[str]:
 
 def test_a_stream_by_tls_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     server, client = hasty
-    stream = stream_of(client)
-    stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
-    stream._socket.deadline_s = time.monotonic() + 30
-    with suppress(ConnectionError):
-        assert stream._socket.recv(1) == b""
-    until(lambda: not any(upload.streams for upload in map(server.find_upload, server.uploads)), "the stream to end")
+    with streaming(client, 1000) as stream:
+        stream.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
+        with suppress(ConnectionError):
+            assert stream.recv(1) == b""
+        (upload,) = map(server.find_upload, server.uploads)
+        until(lambda: not upload.streams, "the stream to end")
 
 
 def test_what_comes_at_once_after_the_upgrade_is_received(
@@ -435,38 +356,29 @@ def test_what_comes_at_once_after_the_upgrade_is_received(
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", late)
     _, client = hasty
-    stream, image = stream_of(client), b"x" * 1000
-    stream._socket.deadline_s = time.monotonic() + 30
-    stream._socket.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, checksum(image)).pack() + image)
-    assert stream._socket.recv(1000).hex() == checksum(image)
+    image = b"x" * 1000
+    assert send(client, begin(client, 1000), part_of(image)) == [checksum(image)]
 
 
 def test_who_reads_no_answers_makes_no_buffer_grow(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     """Each part is answered: of who only sends, the server reads no more."""
     _, client = hasty
-    stream = stream_of(client)
-    frames = Frame(PartKind.SAME, 0, 1000, 0, NO_DIGEST).pack() * 10_000
-    sent = 0
-    with suppress(OSError):
+    frames, sent = Frame(PartKind.SAME, 0, 1000, 0, NO_DIGEST).pack() * 10_000, 0
+    with streaming(client, 1000) as stream, suppress(OSError):
         while sent < 2**28:
-            stream._socket.deadline_s = time.monotonic() + 20
-            stream._socket.sendall(frames)
+            stream.deadline_s = time.monotonic() + 20
+            stream.sendall(frames)
             sent += len(frames)
     assert sent < 2**28
 
 
 def test_a_stream_by_tls_ends_with_its_upload(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     server, client = hasty
-    stream = stream_of(client)
-    (upload,) = server.uploads
-    server.abort(upload)
-    stream._socket.deadline_s = time.monotonic() + 30
-    with suppress(ConnectionError):
-        assert stream._socket.recv(1) == b""
-
-
-def stream_of(client: ServerClient) -> PartStream:
-    return PartStream(client, client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})["upload"])
+    with streaming(client, 1000) as stream:
+        (upload,) = server.uploads
+        server.abort(upload)
+        with suppress(ConnectionError):
+            assert stream.recv(1) == b""
 
 
 def test_a_client_whose_server_stalls_is_not_kept() -> None:
@@ -480,7 +392,7 @@ def test_a_client_whose_server_stalls_is_not_kept() -> None:
 
 def test_closing_a_client_ends_its_calls_by_tls(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     _, client = hasty
-    client.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 1000})
+    begin(client, 1000)
     failed = threading.Event()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""A link with delay, jitter, loss and a rate, where the kernel has no ``netem``: frames are moved, each held back.
+"""A link with delay, jitter, loss and a rate: frames are moved, each held back.
 
 ``python -m tests.support.link NEAR FAR`` moves what comes at one device to the other one. What goes to the far one is
 held back as a line of JSON says, read from the standard input; what comes from there is not. It ends when that input
@@ -41,11 +41,6 @@ class Link:
     delay_ms: float = 0.0
     jitter_ms: float = 0.0
     loss: float = 0.0
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether it does more than to be slow."""
-        return bool(self.delay_ms or self.jitter_ms or self.loss)
 
     def to_json(self) -> str:
         """As it is told to a running one."""

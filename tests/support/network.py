@@ -145,25 +145,14 @@ class Network:
     def shape(self, host: str, **link: float) -> None:
         """Have what the host sends go by another link; what is not named of it stays as it is. See :class:`Link`.
 
-        The kernel does it, if it has ``netem`` for what is more than slow, else a process. Where neither can be, the
-        test is skipped.
+        A process does it, since few kernels have ``netem``. Where it cannot, the test is skipped.
         """
         self._links[host] = now = dataclasses.replace(self._links[host], **link)  # type: ignore[arg-type] # rates
-        rate = int(now.bits_per_s) or 10**11
-        where = f"-n {self._namespace(host)} qdisc replace dev eth0 root"
-        if not (now.is_bad or host in self._movers):
-            self._said("tc", f"{where} tbf rate {rate}bit burst 256kb latency 50ms")
-            return
-        netem = f"netem delay {now.delay_ms}ms {now.jitter_ms}ms loss {100 * now.loss}% rate {rate}bit limit 10000"
         try:
             if host not in self._movers:
-                self._said("tc", f"{where} {netem}")
-                return
-        except NotPermitted as reason:
-            try:
                 self._move_by_process(host)
-            except (NotPermitted, OSError) as problem:
-                pytest.skip(f"links here have no delay and lose nothing: {reason}; nor by a process: {problem}")
+        except (NotPermitted, OSError) as problem:
+            pytest.skip(f"links here have no delay and lose nothing: {problem}")
         self._tell(self._movers[host], now.to_json())
 
     def _move_by_process(self, host: str) -> None:

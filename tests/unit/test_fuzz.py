@@ -23,7 +23,6 @@ import psutil
 import pytest
 
 from lightning_spot.client.embedded import Session
-from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SnapshotNotFoundError, SpotError
@@ -36,6 +35,7 @@ from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum
 from tests.support.server import RunningServer
 from tests.support.small_trainer import image_of as archive_of
+from tests.support.uploads import commit, plain_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -48,18 +48,7 @@ PLACES = ("durable_url", "location", "at", "destinations", "servers", "via")
 """Fields that name places: nothing is made up for them, since a server writes where a trainer of its host says."""
 
 ODD = [None, True, 0, 1, -1, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), float("inf"), "", "x", "\0", "é" * 300]
-ODD += [
-    "x" * 5000,
-    "../../x",
-    "\ud83d",
-    [],
-    {},
-    [[]],
-    [1] * 70,
-    {"a": {"b": []}},
-    "0" * 32,
-    "step-000000001-attempt-0001",
-]
+ODD += ["x" * 5000, "../../x", "\ud83d", [], {}, [[]], [1] * 70, {"a": {"b": []}}, "0" * 32, snapshot_name(1, 1)]
 
 HEADERS = [
     ("Range", ["bytes=0-", "bytes=5-2", "bytes=-0", "bytes=0-1,3-4", "bytes=" + "9" * 30 + "-", "lines=1-2", ""]),
@@ -125,17 +114,17 @@ def register_of(step: int, writer: int, nbytes: int = 100) -> Manifest:
     """The manifest of a writer's shard of a snapshot, without checksums."""
     shard = ShardOf(writer, 2, "plan", start=nbytes * (1 - writer))
     name, files = shard_name(snapshot_name(step, 1), writer), (FileSpan("model.ckpt", 0, nbytes),)
-    fields: dict[str, Any] = {"run": "fuzzed", "run_id": "ba9876543210", "name": name, "step": step, "attempt": 1}
-    return Manifest(**fields, nbytes=nbytes, part_bytes=nbytes, files=files, shard=shard)
+    return plain_of(step, nbytes, FUZZED, name=name, part_bytes=nbytes, files=files, shard=shard)
 
 
 def requests(uploads: list[str], chance: random.Random, *, near: bool, session: str) -> list[Request]:
     """Every request that a server knows, as it is meant."""
     step = chance.randrange(1, 5)
     name = snapshot_name(step, 1)
-    manifest = Manifest(run="fuzzed", run_id="ba9876543210", name=name, step=step, attempt=1, nbytes=100).to_dict()
+    manifest = plain_of(step, 100, FUZZED).to_dict()
     upload = chance.choice(uploads) if uploads else "0" * 32
     run, of, files = f"/v1/runs/{FUZZED}", f"/v1/uploads/{upload}", f"/v1/files/{FUZZED}"
+    marks = {"committed": name, "persisted": name}
     lease = {"attempt": 1, "nbytes": 100, "wait_s": 0.0, "committed": name}
     register = register_of(step, chance.randrange(2)).to_dict()
     failed = {**register, "nbytes": 0, "files": [], "shard": {**register["shard"], "failed": "why"}}
@@ -144,19 +133,7 @@ def requests(uploads: list[str], chance: random.Random, *, near: bool, session: 
         ("GET", "/readyz", {}),
         ("GET", "/v1/status", {}),
         ("GET", "/v1/runs", {}),
-        (
-            "POST",
-            f"{run}/open",
-            {
-                "attempt": 1,
-                "token": "t",
-                "keep": {"newest": 2},
-                "host": "h",
-                "pid": 1,
-                "committed": name,
-                "persisted": name,
-            },
-        ),
+        ("POST", f"{run}/open", {"attempt": 1, "token": "t", "keep": {"newest": 2}, "host": "h", "pid": 1, **marks}),
         ("POST", f"{run}/close", {"session": "", "complete": False}),
         ("GET", f"{run}/snapshots", {}),
         ("POST", f"{run}/uploads", lease),
@@ -248,9 +225,8 @@ class Mutations:
         made.path = "/".join(parts) or "/"
 
     def _method(self, made: Request) -> None:
-        made.method = self._chance.choice(
-            ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get", "")
-        )
+        methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get", "")
+        made.method = self._chance.choice(methods)
 
 
 def _names_places(body: Any) -> bool:
@@ -260,25 +236,8 @@ def _names_places(body: Any) -> bool:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-def manifest_of(run: str, step: int, data: bytes) -> Manifest:
-    name, identity = run.split("@")
-    plain = Manifest(run=name, run_id=identity, name=snapshot_name(step, 1), step=step, attempt=1, nbytes=len(data))
-    return plain.sealed(memoryview(data))
-
-
-def commit_whole(client: ServerClient, run: str, step: int, data: bytes) -> Manifest:
-    manifest = manifest_of(run, step, data)
-    lease = {"attempt": 1, "nbytes": len(data)}
-    upload = client.call("POST", f"/v1/runs/{run}/uploads", lease)["upload"]
-    stream = PartStream(client, upload)
-    assert list(stream.send([OutgoingPart.whole(0, memoryview(data), checksum(data))]))
-    stream.close()
-    client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": asdict(manifest)})
-    return manifest
-
-
 def commit_in_place(client: ServerClient, run: str, step: int, data: bytes) -> Manifest:
-    manifest, session = manifest_of(run, step, data), Session(client, 10.0)
+    manifest, session = plain_of(step, len(data), run).sealed(memoryview(data)), Session(client, 10.0)
     lease = {"attempt": 1, "nbytes": len(data), "name": manifest.name, "session": session.id}
     leased = client.call("POST", f"/v1/runs/{run}/uploads", lease)
     with session.map_slot(leased["slot"], leased["generation"]) as memory:
@@ -307,7 +266,7 @@ class Target:
             self._kept = commit_in_place(self.client, KEPT, 1, self._data).data_path
         else:
             self._data = random.Random(7).randbytes(5000)
-            self._kept = commit_whole(self.client, KEPT, 1, self._data).data_path
+            self._kept = commit(self.client, 1, self._data, KEPT).data_path
         self.client.speak_for(1, "t")
         self._before = self._costs()
 
@@ -426,15 +385,19 @@ def fuzz_requests(target: Target, chance: random.Random, count: int, *, near: bo
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [1500, pytest.param(42_000, marks=pytest.mark.soak)])
-def test_no_request_harms_a_server(over_tcp: Target, chance: random.Random, count: int) -> None:
-    fuzz_requests(over_tcp, chance, count, near=False)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_no_request_of_its_host_harms_a_server(over_unix: Target, chance: random.Random, count: int) -> None:
-    fuzz_requests(over_unix, chance, count, near=True)
+@pytest.mark.parametrize(
+    ("target", "count"),
+    [
+        ("over_tcp", 1500),
+        ("over_unix", 500),
+        pytest.param("over_tcp", 42_000, marks=pytest.mark.soak),
+        pytest.param("over_unix", 10_000, marks=pytest.mark.soak),
+    ],
+)
+def test_no_request_harms_a_server(
+    target: str, count: int, chance: random.Random, request: pytest.FixtureRequest
+) -> None:
+    fuzz_requests(request.getfixturevalue(target), chance, count, near=target == "over_unix")
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -468,7 +431,7 @@ def test_no_frame_makes_other_bytes_count(over_tcp: Target, chance: random.Rando
     """What is committed is what its sender announced, whatever came before: a snapshot, or a writer's shard of one."""
     client, step, sent = over_tcp.client, 1, 0
     bases = [chance.randbytes(20_000)] * 3  # of snapshots of one writer, and of each of two writers' shards
-    commit_whole(client, FUZZED, step, bases[0])
+    commit(client, step, bases[0], FUZZED)
     while sent < count:
         step += 1
         kind = chance.randrange(3)
@@ -476,7 +439,7 @@ def test_no_frame_makes_other_bytes_count(over_tcp: Target, chance: random.Rando
         for _ in range(20):
             new[chance.randrange(len(new))] ^= 255
         new_bytes = bytes(new)
-        manifest = manifest_of(FUZZED, step, new_bytes)
+        manifest = plain_of(step, len(new_bytes), FUZZED).sealed(memoryview(new_bytes))
         if kind:
             manifest = register_of(step, kind - 1, len(new)).sealed(memoryview(new_bytes))
         lease = {"attempt": 1, "nbytes": len(new), "name": manifest.name, "wait_s": 10.0}
