@@ -61,7 +61,7 @@ from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.ranges import read_floats
-from lightning_spot.untrusted import MOST_BYTES, integer, plain, text
+from lightning_spot.untrusted import MOST_BYTES, integer, text
 
 Answer = TypeVar("Answer")
 
@@ -82,10 +82,8 @@ _DECODING_BYTES = 8 * 1024 * 1024  # its ranges, as Python holds them
 _MOST_PARTS = 2**20
 
 
-def receive_parts(
-    connection: socket.socket, client: str, server: SnapshotServer, upload: Upload, scratch: Quota
-) -> None:
-    """Take frames until the client closes. Blocks; runs on a thread of its own.
+class PartReceiver:
+    """Takes the parts of an upload from a connection, into its slot. It blocks, on a thread of its own.
 
     Args:
         connection: to the client.
@@ -93,118 +91,83 @@ def receive_parts(
         server: whose upload it is.
         upload: that is filled.
         scratch: bytes that all streams may take beside the slots.
-
-    Raises:
-        SnapshotNotFoundError: if the upload is given up meanwhile.
-        CorruptSnapshotError: if a frame lies outside the slot, or there are too many.
-        OSError: if the connection breaks or is too slow.
     """
-    header = bytearray(Frame.SIZE)
-    while fill(connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
-        frame = Frame.unpack(header)
-        _check_frame(frame, upload)
-        digest = _take(connection, client, server, upload, frame, scratch)
-        connection.settimeout(FRAME_WAIT_S)
-        connection.sendall(bytes.fromhex(digest))
 
+    def __init__(
+        self, connection: socket.socket, client: str, server: SnapshotServer, upload: Upload, scratch: Quota
+    ) -> None:
+        self._connection, self._client, self._scratch = connection, client, scratch
+        self._server, self._upload = server, upload
 
-def _take(
-    connection: socket.socket, client: str, server: SnapshotServer, upload: Upload, frame: Frame, scratch: Quota
-) -> str:
-    """Put a part into the slot; its checksum, or ``NO_DIGEST`` for one that overlaps another: of that, nothing is."""
-    digest = NO_DIGEST
-    try:
-        upload.received.begin(frame.start, frame.start + frame.nbytes, connection)
-    except CorruptSnapshotError as error:
-        # No line of the log for each: they may come by the thousand.
-        logger.debug("%s: %s; it is refused", plain(upload.name), error)
-        _content(connection, server, upload, frame, lambda _chunk: None)
-        return digest
-    try:
-        if frame.kind is PartKind.WHOLE:
-            digest = _receive(connection, server, upload, frame)
-        else:
-            needed = _scratch_bytes(frame, upload)
-            has_room = scratch.take(client, needed)
+    def run(self) -> None:
+        """Take frames until the client closes.
+
+        Raises:
+            SnapshotNotFoundError: if the upload is given up meanwhile.
+            CorruptSnapshotError: if a frame lies outside the slot, overlaps another one, or there are too many.
+            OSError: if the connection breaks or is too slow.
+        """
+        header, received = bytearray(Frame.SIZE), self._upload.received
+        while fill(self._connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
+            frame, digest = Frame.unpack(header), NO_DIGEST
+            _check_frame(frame, self._upload)
+            received.begin(frame.start, frame.start + frame.nbytes, self._connection)
             try:
-                digest = _make(connection, server, upload, frame, has_room=has_room)
+                digest = self._receive(frame) if frame.kind is PartKind.WHOLE else self._make(frame)
             finally:
-                scratch.give_back(client, needed if has_room else 0)
-    finally:
-        upload.received.end(frame.start, digest if digest == frame.digest != NO_DIGEST else None)
-    return digest
+                received.end(frame.start, digest if digest == frame.digest != NO_DIGEST else None)
+            self._connection.settimeout(FRAME_WAIT_S)
+            self._connection.sendall(bytes.fromhex(digest))
 
+    def _receive(self, frame: Frame) -> str:
+        """Receive a part into the slot; its checksum."""
+        digest, stop = xxhash.xxh3_128(), frame.start + frame.nbytes
+        with self._upload.slot.view(self._upload.nbytes) as view, view[frame.start : stop] as part:
+            self._fill(frame, part, digest.update)
+        return digest.hexdigest()
 
-def _content(
-    connection: socket.socket, server: SnapshotServer, upload: Upload, frame: Frame, use: Callable[[memoryview], None]
-) -> None:
-    """Receive what a frame brings, piece by piece: memory is taken for what has come, not for what is said."""
-    chunk = memoryview(bytearray(min(SEND_BYTES, frame.content_bytes)))
-    deadline, left = _deadline(frame), frame.content_bytes
-    while left > 0:
-        _check_goes_on(server, upload)
-        fill(connection, chunk[:left], deadline - time.monotonic())
-        use(chunk[:left])
-        left -= len(chunk)
+    def _make(self, frame: Frame) -> str:
+        """Make a part of what the base holds at its place, and of a delta to it; its checksum, or ``NO_DIGEST``."""
+        from lightning_spot.snapshot.delta import decode, part_of  # numpy is not needed before
 
-
-def _receive(connection: socket.socket, server: SnapshotServer, upload: Upload, frame: Frame) -> str:
-    """Receive a part into the slot; its checksum."""
-    digest = xxhash.xxh3_128()
-    deadline = _deadline(frame)
-    stop = frame.start + frame.nbytes
-    with upload.slot.view(upload.nbytes) as view:
-        for place in range(frame.start, stop, SEND_BYTES):
-            _check_goes_on(server, upload)
-            with view[place : min(place + SEND_BYTES, stop)] as chunk:
-                fill(connection, chunk, deadline - time.monotonic())
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _scratch_bytes(frame: Frame, upload: Upload) -> int:
-    """What is needed beside the slot to make a part: the delta, and a copy of the base where that is not as it was."""
-    delta_bytes = frame.content_bytes + _DECODING_BYTES if frame.kind is PartKind.DELTA else 0
-    if upload.base is None or frame.start >= upload.base.manifest.nbytes:
-        return 0
-    is_beyond = frame.start + frame.nbytes > upload.base.manifest.nbytes
-    return delta_bytes + is_beyond * frame.nbytes
-
-
-def _make(connection: socket.socket, server: SnapshotServer, upload: Upload, frame: Frame, *, has_room: bool) -> str:
-    """Make a part of what the base holds at its place, and of a delta to it; its checksum, or ``NO_DIGEST``."""
-    from lightning_spot.snapshot.delta import decode, part_of  # numpy is not needed before
-
-    can_make = has_room and upload.base is not None and frame.start < upload.base.manifest.nbytes
-    content = bytearray()
-    _content(connection, server, upload, frame, content.extend if can_make else lambda _chunk: None)
-    if not can_make or upload.base is None:
-        return NO_DIGEST
-    stop = frame.start + frame.nbytes
-    _check_goes_on(server, upload)
-    with upload.slot.view(upload.nbytes) as view, view[frame.start : stop] as part:
-        earlier = part_of(upload.base.image, frame.start, stop)
+        base, stop, needed = self._upload.base, frame.start + frame.nbytes, 0
+        if base is not None:  # the delta, and a copy of the base where that is not as it was
+            needed += frame.content_bytes + _DECODING_BYTES if frame.kind is PartKind.DELTA else 0
+            needed += frame.nbytes if stop > base.manifest.nbytes else 0
+        if base is None or frame.start >= base.manifest.nbytes or not self._scratch.take(self._client, needed):
+            self._fill(frame, memoryview(bytearray(SEND_BYTES)))
+            return NO_DIGEST
         try:
-            if frame.kind is PartKind.SAME:
-                part[:] = earlier
-            else:
-                decode(content, earlier, part)
-            return checksum(part)
+            content = bytearray(frame.content_bytes)
+            self._fill(frame, memoryview(content))
+            self._check_goes_on()
+            with self._upload.slot.view(self._upload.nbytes) as view, view[frame.start : stop] as part:
+                with part_of(base.image, frame.start, stop) as earlier:
+                    if frame.kind is PartKind.SAME:
+                        part[:] = earlier
+                    else:
+                        decode(content, earlier, part)
+                return checksum(part)
         except CorruptSnapshotError as error:
             text = "{about}: {error}; the part is sent whole"
-            say(logging.WARNING, "delta-damaged", text, about=upload.name, error=error)
+            say(logging.WARNING, "delta-damaged", text, about=self._upload.name, error=error)
             return NO_DIGEST
         finally:
-            earlier.release()
+            self._scratch.give_back(self._client, needed)
 
+    def _fill(self, frame: Frame, target: memoryview, note: Callable[[memoryview], object] = lambda _: None) -> None:
+        """Receive what a frame brings; into memory that is smaller, piece over piece."""
+        deadline = time.monotonic() + FRAME_WAIT_S + frame.content_bytes / SLOWEST_BYTES_PER_S
+        for place in range(0, frame.content_bytes, SEND_BYTES):
+            self._check_goes_on()
+            start, nbytes = place % len(target), min(SEND_BYTES, frame.content_bytes - place)
+            with target[start : start + nbytes] as piece:
+                fill(self._connection, piece, deadline - time.monotonic())
+                note(piece)
 
-def _check_goes_on(server: SnapshotServer, upload: Upload) -> None:
-    if server.find_upload(upload.id) is not upload:
-        raise SnapshotNotFoundError("this upload was given up")
-
-
-def _deadline(frame: Frame) -> float:
-    return time.monotonic() + FRAME_WAIT_S + frame.content_bytes / SLOWEST_BYTES_PER_S
+    def _check_goes_on(self) -> None:
+        if self._server.find_upload(self._upload.id) is not self._upload:
+            raise SnapshotNotFoundError("this upload was given up")
 
 
 def _check_frame(frame: Frame, upload: Upload) -> None:
@@ -381,9 +344,8 @@ class UploadRequests:
             try:
                 async with switched(request) as connection:
                     with self._server.streaming(upload, connection):
-                        await loop.run_in_executor(
-                            self._stream_threads, receive_parts, connection, client, self._server, upload, self._scratch
-                        )
+                        receiver = PartReceiver(connection, client, self._server, upload, self._scratch)
+                        await loop.run_in_executor(self._stream_threads, receiver.run)
             except (OSError, SpotError) as error:
                 logger.debug("a stream of parts ended: %s", error)
             finally:
