@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that delays, cuts, corrupts or loses what goes to a server: all of it, or one message."""
+"""A TCP proxy on loopback that loses all that goes to a server, cuts it off, or spoils one message."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ class Proxy:
 
     Attributes:
         url: where to connect instead.
-        delay_s: of every message.
         cut_after: bytes of a connection towards the server after which it is cut.
-        corruptions: how many more large messages to damage.
-        given_bytes, taken_bytes: that the server has sent, and was sent.
+        given_bytes: that the server has sent.
         silent: whether it takes connections and says nothing; see :meth:`fall_silent`.
     """
 
@@ -39,10 +37,8 @@ class Proxy:
         self._messages = itertools.count(1)
         self._strike = (0, "")
         self.url = f"{scheme}://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.delay_s = 0.0
         self.cut_after: int | None = None
-        self.corruptions = 0
-        self.given_bytes = self.taken_bytes = 0
+        self.given_bytes = 0
         self._counting = threading.Lock()
         self.struck = False
         self.silent = False
@@ -101,14 +97,11 @@ class Proxy:
             while self._may_read(source, lost) and (chunk := source.recv(65536)):
                 if lost.is_set():
                     continue
-                time.sleep(self.delay_s)
                 moved += len(chunk)
                 if towards_server:
                     if self.cut_after is not None and moved > self.cut_after:
                         break
                     chunk, goes_on = self._treat(chunk, mute)
-                    with self._counting:
-                        self.taken_bytes += len(chunk)
                     sink.sendall(chunk)
                     if not goes_on:
                         break
@@ -143,9 +136,6 @@ class Proxy:
     def _treat(self, chunk: bytes, mute: threading.Event) -> tuple[bytes, bool]:
         """What becomes of a message, and whether its connection goes on."""
         with self._counting:  # several connections send at once
-            if self.corruptions and len(chunk) > 4000:
-                self.corruptions -= 1
-                return self._flip(chunk, 2000), True
             number, kind = self._strike
             if next(self._messages) != number:
                 return chunk, True
@@ -159,12 +149,12 @@ class Proxy:
         elif kind == "delay":
             time.sleep(0.3)
         elif kind == "corrupt":
-            return self._flip(chunk, 0), True
+            return self._flip(chunk), True
         return chunk, True
 
-    def _flip(self, chunk: bytes, start: int) -> bytes:
+    def _flip(self, chunk: bytes) -> bytes:
         # Another length would only make both ends wait for what never comes.
         spared = [range(*match.span()) for match in re.finditer(rb"Content-Length: \d+", chunk)]
-        while any((place := self._random.randrange(start, len(chunk))) in span for span in [range(0), *spared]):
+        while any((place := self._random.randrange(len(chunk))) in span for span in [range(0), *spared]):
             continue
         return chunk[:place] + bytes([chunk[place] ^ 0x10]) + chunk[place + 1 :]
