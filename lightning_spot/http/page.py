@@ -34,7 +34,7 @@ from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.fences import ATTEMPTS_DIR
-from lightning_spot.store.store import HasFolders
+from lightning_spot.store.store import FileStore
 from lightning_spot.threads import in_background
 from lightning_spot.untrusted import plain
 
@@ -295,7 +295,7 @@ def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:
     """
     storage = server.storage(info)
     record = None
-    if isinstance(storage, HasFolders):
+    if isinstance(storage, FileStore):
         record = newest_in(storage.folder(ATTEMPTS_DIR, attempt=0, run_id=info.id))
     if record is None:
         return {}

@@ -49,7 +49,7 @@ from lightning_spot.retry import unless_silent
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.store.object_files import try_writing
+from lightning_spot.store.fsspec_client import try_writing
 from lightning_spot.store.posix import why_not_writable
 from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain
 

@@ -31,7 +31,7 @@ from lightning_spot.snapshot.shards import JoinedImage, sections
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.posix import open_regular
 from lightning_spot.store.store import (
-    HasFolders,
+    FileStore,
     Holdings,
     Progress,
     Store,
@@ -260,7 +260,7 @@ class _StoredShards:
 
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """See :meth:`ShardPlace.read`."""
-        assert isinstance(self._store, HasFolders)
+        assert isinstance(self._store, FileStore)
         assert manifest.shard is not None
         folder = self._store.folder(manifest.snapshot, attempt=manifest.attempt, run_id=manifest.run_id)
         for span, first, last in pieces(manifest.files, start, start + len(into)):

@@ -41,7 +41,7 @@ from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.store.commit import commit_left, look
 from lightning_spot.store.fences import Claim, Rewind
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.store import HasFolders, Holdings
+from lightning_spot.store.store import FileStore, Holdings
 from lightning_spot.threads import both, in_background
 from lightning_spot.untrusted import file_name, flag, integer, line
 
@@ -245,7 +245,7 @@ class _Durable:
                 heard.set()  # to list snapshots, and to read all manifests, may take longer
 
         holdings, claim = both(store.survey, newest_claim, "spot-survey")
-        for name in _left_of(holdings) if isinstance(store, HasFolders) else ():
+        for name in _left_of(holdings) if isinstance(store, FileStore) else ():
             found = _committed(store, name) if commits else None
             if found is not None:
                 holdings.manifests.insert(0, found)

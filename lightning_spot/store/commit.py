@@ -36,7 +36,7 @@ from lightning_spot.snapshot.shards import (
     why_aborted,
 )
 from lightning_spot.store.fences import check_fence, read_twice
-from lightning_spot.store.store import LONGEST_MANIFEST_BYTES, Folder, HasFolders, Store
+from lightning_spot.store.store import LONGEST_MANIFEST_BYTES, FileStore, Folder, Store
 from lightning_spot.threads import all_at_once, both
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def commit_left(store: Store, name: str) -> Manifest | None:
     Raises:
         SpotError: if the tier fails, or what is there does not fit together.
     """
-    if not isinstance(store, HasFolders):
+    if not isinstance(store, FileStore):
         return None
     found = look(store, name)
     if found.manifest is not None or status(found.registers, (0, 0, 0)) is not Status.COMMITTED:
@@ -178,7 +178,7 @@ def _folder(store: Store, name: str, run_id: str = "") -> Folder:
     order = snapshot_order(name)
     if order is None:
         raise SettingsError(f"{name!r} names no snapshot")
-    if not isinstance(store, HasFolders):
+    if not isinstance(store, FileStore):
         raise SettingsError(f"{store.url} is no place to which shards of a snapshot can be brought")
     return store.folder(name, attempt=order[0], run_id=run_id)
 

@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from fsspec.asyn import AsyncFileSystem
 from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError, TierReason
 from lightning_spot.say import say
+from lightning_spot.threads import in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ _EXTRAS = {
     **dict.fromkeys(("az", "abfs", "abfss"), ("adlfs", "azure")),
 }
 """Of schemes whose file system is not installed with this package: which it is, and the extra that installs it."""
+
+_TRIAL = ".lightning-spot-trial"
 
 _NO_CREDENTIALS = frozenset({"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"})
 """Botocore's and Google's names for it; where neither is installed, none of theirs is raised."""
@@ -162,6 +165,21 @@ def is_s3(files: Any) -> bool:
     """Whether a file system is that of S3."""
     own = files.protocol
     return not {"s3", "s3a"}.isdisjoint(own if isinstance(own, (tuple, list)) else (own,))
+
+
+def try_writing(url: str) -> None:
+    """Write a small object directly below a URL, and remove it.
+
+    Raises:
+        SettingsError: if the URL is malformed or its file system is not installed.
+        TierError: if it cannot be written.
+    """
+    files, root = open_filesystem(url)
+    path = f"{root}/{_TRIAL}"
+    with tier_errors(url):
+        files.pipe_file(path, b"lightning_spot")
+        with contextlib.suppress(Exception):  # another server may have removed it, or nothing may be removed there
+            files.rm_file(path)
 
 
 def check_bucket(files: Any, root: str, url: str) -> None:
@@ -406,52 +424,27 @@ class _Daemons(ThreadPoolExecutor):
         return future
 
 
-Job = tuple[int, Callable[[], None]]
-"""Bytes of a part, and what moves it."""
-
 CONNECTIONS = 16
 """Over which parts move at once: S3 gives 45–90 MB/s to each. With parts of 8 MiB, 128 MiB are under way."""
 
 REQUESTS = 32
-"""At once, with those for small parts."""
-
-SMALL_BYTES = 2**20
-"""A part of less than this waits for its answer longer than it moves: it takes no connection from the others."""
+"""At once, with those that ask beside."""
 
 _IN_FLIGHT_BYTES = 128 * 1024 * 1024
 
 
-def move(jobs: Iterable[Job], part_bytes: int) -> None:
+def move(jobs: Iterable[Callable[[], None]], part_bytes: int) -> None:
     """Do all jobs, in any order; the next one is asked for when a connection is free.
 
-    Small ones, which wait for answers rather than bandwidth, are under way beside the others.
     When this returns or raises no job is running any more.
 
     Args:
-        jobs: the parts.
+        jobs: each moves a part.
         part_bytes: most bytes of one of them.
 
     Raises:
         Exception: the first error of a job, or of ``jobs`` itself; what was not begun is not done then.
     """
     most = max(1, min(CONNECTIONS, _IN_FLIGHT_BYTES // max(1, part_bytes)))
-    running: dict[Future[None], bool] = {}  # whether it is a large one
-    with ThreadPoolExecutor(REQUESTS, thread_name_prefix="spot-transfer") as pool:
-        try:
-            for nbytes, job in jobs:
-                running[pool.submit(job)] = nbytes >= SMALL_BYTES
-                while len(running) >= REQUESTS or sum(running.values()) >= most:
-                    _await_one(running)
-            while running:
-                _await_one(running)
-        except BaseException:
-            for future in running:
-                future.cancel()
-            raise
-
-
-def _await_one(running: dict[Future[None], bool]) -> None:
-    done, _ = wait(running, return_when=FIRST_COMPLETED)
-    for future in done:
-        del running[future]
-        future.result()
+    left = iter(jobs)
+    in_turn(lambda: next(left, None), lambda job: job(), most, "spot-transfer")

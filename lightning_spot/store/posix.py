@@ -13,6 +13,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import io
 import os
 import re
 import secrets
@@ -21,12 +22,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.retry import retried
-from lightning_spot.store.store import LONGEST_MANIFEST_BYTES
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _ALIGNED_BYTES = 4096  # what disks and file systems ask for is this or less; who asks for more refuses, see below
@@ -40,17 +40,7 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 Result = TypeVar("Result")
 
 
-class RawFile(Protocol):
-    """An unbuffered file that was opened for writing and is empty."""
-
-    def fileno(self) -> int:
-        """Its descriptor."""
-
-    def write(self, data: memoryview, /) -> int:
-        """Write some of ``data``; how many bytes."""
-
-
-def write_parts(file: RawFile, parts: Iterable[memoryview]) -> None:
+def write_parts(file: io.FileIO, parts: Iterable[memoryview]) -> None:
     """Write parts one after the other; what is page-aligned in memory and in the file goes past the page cache.
 
     Args:
@@ -155,20 +145,6 @@ def list_directory(path: Path) -> list[str]:
     return if_there(path, lambda: os.listdir(path)) or []
 
 
-def read_small(path: Path) -> bytes:
-    """A manifest or claim.
-
-    Raises:
-        FileNotFoundError: if there is nothing of that name.
-        CorruptSnapshotError: if it is no regular file, or too long.
-        OSError: if it cannot be read.
-    """
-    data = if_there(path, lambda: _read_small(path))
-    if data is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    return data
-
-
 def open_regular(path: Path) -> int:
     """A descriptor to read a file by.
 
@@ -183,14 +159,18 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def _read_small(path: Path) -> bytes:
+def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
+    """Some of a file, by default all of it.
+
+    Raises:
+        CorruptSnapshotError: if it is no regular file.
+        OSError: if it cannot be read.
+    """
     fd = open_regular(path)
     try:
-        found = os.fstat(fd)
-        if found.st_size > LONGEST_MANIFEST_BYTES:
-            raise CorruptSnapshotError(f"{path} has {found.st_size} bytes, which is too long for what it should be")
-        data = b""
-        while chunk := os.read(fd, found.st_size + 1):
+        data, size = b"", os.fstat(fd).st_size
+        left = max(0, (size if stop is None else min(size, stop)) - os.lseek(fd, start, os.SEEK_SET))
+        while chunk := os.read(fd, left - len(data)):
             data += chunk
         return data
     finally:
@@ -224,7 +204,6 @@ def create_exclusively(path: Path, data: memoryview, *, attempt: int, run_id: st
             return _create_in_place(path, data)
     finally:
         remove(temporary)
-    sync_directory(path.parent)
     return True
 
 
@@ -240,7 +219,6 @@ def _create_in_place(path: Path, data: memoryview) -> bool:
         os.fsync(fd)
     finally:
         os.close(fd)
-    sync_directory(path.parent)
     return True
 
 
@@ -279,17 +257,6 @@ def remove_if_empty(path: Path) -> None:
     """Remove a directory if nothing is in it; one that cannot be removed stays."""
     with contextlib.suppress(OSError):
         os.rmdir(path)
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's bytes durable, and leave the page cache to the training data."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def sync_directory(path: Path) -> None:

@@ -1,29 +1,21 @@
 """Requests to S3 for which its library has no word: conditions, and uploads in parts.
 
-A multipart upload is sent in parallel, and completed whole or aborted; those of dead attempts are found. The library's
-own would not do: its files send one part after the other, and of what it sends in parallel it has a copy in memory, and
-has it appear without asking whether the attempt still holds the run.
+A multipart upload is sent in parallel, and completed whole or aborted. The library's own would not do: its files send
+one part after the other, and of what it sends in parallel it has a copy in memory, and has it appear without asking
+whether the attempt still holds the run. Those of killed processes the bucket's lifecycle rule aborts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_spot.snapshot.files import is_data_file
-from lightning_spot.snapshot.manifest import Manifest, snapshot_order
-from lightning_spot.store import store
 from lightning_spot.store.fsspec_client import code_of, move
-
-logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 8 * 1024 * 1024
 _MOST_BLOCKS = 10_000
-_MOST_PAGES = 20
 
 
 def aborts_unfinished(files: Any, path: str) -> bool:
@@ -105,44 +97,13 @@ def upload(files: Any, path: str, blocks: Iterable[bytes], size: int, *, ready: 
         tags[number] = files.call_s3("upload_part", **named, PartNumber=number, Body=block)["ETag"]
 
     try:
-        move(((len(block), functools.partial(send, number, block)) for number, block in enumerate(blocks, 1)), size)
+        move((functools.partial(send, number, block) for number, block in enumerate(blocks, 1)), size)
         ready()
         parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
         files.call_s3("complete_multipart_upload", **named, MultipartUpload={"Parts": parts})
         files.invalidate_cache(path)
     except BaseException:
-        # No block is under way any more. What cannot be aborted now, the next attempt's sweep aborts, or the bucket.
+        # No block is under way any more. What cannot be aborted now, the bucket aborts.
         with contextlib.suppress(Exception):
             files.call_s3("abort_multipart_upload", **named)
         raise
-
-
-def abort_dead_uploads(files: Any, root: str, current: Manifest) -> None:
-    """Abort unfinished uploads of snapshots of earlier attempts, and old ones of the current attempt.
-
-    Only uploads to places that have the name of a snapshot's file are ours to judge.
-    """
-    bucket, prefix, _ = files.split_path(f"{root}/")
-    marker: dict[str, str] = {}
-    for _page in range(_MOST_PAGES):
-        try:
-            page = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
-        except Exception as error:  # may not be allowed, or not known to this store
-            logger.debug("unfinished uploads below %s cannot be listed: %s", root, error)
-            return
-        for item in page.get("Uploads") or []:
-            if _is_dead(str(item["Key"]).removeprefix(prefix), item, current):
-                with contextlib.suppress(FileNotFoundError):
-                    files.call_s3("abort_multipart_upload", Bucket=bucket, Key=item["Key"], UploadId=item["UploadId"])
-        if not page.get("IsTruncated"):
-            return
-        marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
-
-
-def _is_dead(below: str, item: dict[str, Any], current: Manifest) -> bool:
-    name, _, file = below.partition("/")
-    order = snapshot_order(name)
-    if order is None or not is_data_file(file) or order[0] > current.attempt:
-        return False
-    begun = item.get("Initiated")
-    return order[0] < current.attempt or (begun is not None and time.time() - begun.timestamp() >= store.SETTLED_S)

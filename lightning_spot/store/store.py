@@ -18,22 +18,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError, TierReason
 from lightning_spot.say import say
+from lightning_spot.snapshot.files import check_zero, cut, is_own_file, pieces
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_order
-from lightning_spot.snapshot.shards import Image, Status, assemble, by_snapshot, registers_of, status
+from lightning_spot.snapshot.sealing import NotedParts
+from lightning_spot.snapshot.shards import (
+    Image,
+    Status,
+    assemble,
+    by_snapshot,
+    cut_out,
+    registers_of,
+    slices,
+    status,
+)
 from lightning_spot.store.fences import (
     ATTEMPTS_DIR,
     Claim,
     Owner,
     Rewind,
     Standing,
+    check_claim,
     check_fence,
     check_owner,
     claim_name,
     first_readable,
+    forgettable,
     highest_claim,
     read_twice,
     rewinds_in,
@@ -52,6 +65,8 @@ class Target(Protocol):
     def __setitem__(self, where: slice, data: memoryview, /) -> None:
         """Write bytes."""
 
+
+WRITE_BYTES = 128 * 1024 * 1024  # at a time: 0.06 s of the kernel's CPU time a GiB; 0.10 s with 8 MiB, or all at once
 
 LONGEST_MANIFEST_BYTES = 64 * 2**20
 """A manifest or claim that is longer is refused before it is read."""
@@ -209,9 +224,9 @@ class Store(Protocol):
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """Remove what killed writers left behind, after ``current`` was committed here; nothing that is not our own.
 
-        That is: temporaries, unfinished uploads, and uncommitted snapshots older than ``current`` that hold nothing
-        but our own files. Of attempts before that of ``current``, which are fenced, at once; of its own, whose other
-        writers may be alive, once they have not been touched for :data:`SETTLED_S`.
+        That is: temporaries, and uncommitted snapshots older than ``current`` that hold nothing but our own files. Of
+        attempts before that of ``current``, which are fenced, at once; of its own, whose other writers may be alive,
+        once they have not been touched for :data:`SETTLED_S`.
 
         Args:
             current: a snapshot that is committed here.
@@ -224,6 +239,17 @@ class Store(Protocol):
         That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
         not been touched for :data:`SETTLED_S`.
         """
+
+
+SETTLED_S = 3600.0
+"""A temporary or uncommitted snapshot of a live attempt that was not written to for so long has no writer any more."""
+
+Writer = tuple[int, str]
+"""On whose behalf something is written: an attempt, and its run's identity."""
+
+
+def nothing() -> None:
+    """Nothing has to be done before an object becomes visible."""
 
 
 def fetch_ranges(
@@ -263,12 +289,25 @@ def fetch_ranges(
 
 
 class FileStore(ABC):
-    """What stores of files have in common: what is listed, claims, and who may change what. See :class:`Store`."""
+    """A :class:`Store` of files: what is promised, over a few operations on files, which its subclasses have.
 
-    url: str
+    Files are named by their path below the run, ``below``. The name of a snapshot is given once, so that nothing but
+    users' files, and what was left half, is written over.
+
+    Args:
+        url: of the run.
+        is_lent: whether a server acts for others: then of users' files only those that have a manifest of ours are
+            replaced or deleted.
+    """
+
     owner: Owner | None = None
+    _checks_what_comes = False
+    """Whether the tier acknowledges only bytes that have the checksum they were sent with, and keeps them so."""
 
-    # -- how files are reached; ``below`` is a path in the run ----------------------------------------------------
+    def __init__(self, url: str, *, is_lent: bool) -> None:
+        self.url, self._is_lent = url, is_lent
+
+    # -- operations on files --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _errors(self, *, reading: bool = False) -> AbstractContextManager[None]:
@@ -283,21 +322,64 @@ class FileStore(ABC):
         """Names in a folder; empty if there is none."""
 
     @abstractmethod
-    def _small(self, below: str) -> bytes:
-        """A manifest or claim.
+    def _sizes(self, below: str) -> dict[str, int]:
+        """The files in a folder; empty if there is none."""
+
+    @abstractmethod
+    def _size(self, below: str) -> int | None:
+        """Bytes of a file; ``None`` if it is not there."""
+
+    @abstractmethod
+    def _read(self, below: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Some of a file.
 
         Raises:
             FileNotFoundError: if it is not there.
-            CorruptSnapshotError: if it is too long for one.
+            CorruptSnapshotError: if it is no file.
         """
 
     @abstractmethod
-    def _manifest_at(self, manifest: Manifest) -> Manifest | None:
-        """What the manifest at the place of one says now; ``None`` if there is none that can be used."""
+    def _fill(self, below: str, start: int, into: memoryview) -> int:
+        """Read a file from byte ``start`` on; how many bytes there were."""
 
     @abstractmethod
-    def _why(self, error: Exception) -> str:
-        """What an error of the library says, for people."""
+    def _write(
+        self, below: str, parts: Iterable[memoryview], nbytes: int, by: Writer, ready: Callable[[], None] = nothing
+    ) -> None:
+        """Write a file in place of what is there, whole or not at all; when this returns it is durable.
+
+        Args:
+            below: its path.
+            parts: its bytes, each part done with when the next one is asked for.
+            nbytes: how many, about.
+            by: on whose behalf.
+            ready: called when all bytes have come, before the file becomes visible.
+        """
+
+    def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
+        """Write several files, each as by :meth:`_write`. A disk writes faster at one place."""
+        for below, data in contents.items():
+            self._write(below, slices(data, WRITE_BYTES), len(data), by)
+
+    @abstractmethod
+    def _create(self, below: str, data: bytes, by: Writer) -> None:
+        """Create a file, whole or not at all, unless there is one."""
+
+    @abstractmethod
+    def _remove(self, below: str, names: Sequence[str]) -> None:
+        """Remove files of a folder, if they are there, and it if it is empty then; one that fails keeps no other."""
+
+    @abstractmethod
+    def _settle(self, *belows: str) -> None:
+        """Make the names of files durable that another process has written, or removed."""
+
+    @abstractmethod
+    def _is_settled(self, name: str, files: Sequence[str]) -> bool:
+        """Whether these files of a folder, and it, were not written to for :data:`SETTLED_S`."""
+
+    @abstractmethod
+    def _sweep_temporaries(self, current: Manifest) -> None:
+        """Remove what killed writers left beside its place."""
 
     # -- what is there --------------------------------------------------------------------------------------------
 
@@ -332,14 +414,56 @@ class FileStore(ABC):
                 self._names(ATTEMPTS_DIR), lambda name: self._small(f"{ATTEMPTS_DIR}/{name}"), self.url
             )
 
+    def has(self, manifest: Manifest) -> bool:
+        """See :meth:`Store.has`."""
+        with self._errors():
+            noted, sizes = self._all([lambda: self._noted(manifest), lambda: self._sizes_of(manifest)])
+        return bool(noted == manifest and sizes == [span.nbytes for span in manifest.spans])
+
+    def folder(self, name: str, *, attempt: int, run_id: str) -> Folder:
+        """The folder of a snapshot, or that of claims.
+
+        Args:
+            name: of the folder.
+            attempt: on whose behalf it is written to.
+            run_id: of its run.
+        """
+        return Folder(self, name, (attempt, run_id))
+
+    def _small(self, below: str) -> bytes:
+        """A manifest or claim.
+
+        Raises:
+            FileNotFoundError: if it is not there.
+            CorruptSnapshotError: if it is too long for one.
+        """
+        data = self._read(below, 0, LONGEST_MANIFEST_BYTES + 1)
+        if len(data) > LONGEST_MANIFEST_BYTES:
+            raise CorruptSnapshotError(f"{self.url}/{below} is too long for what it should be")
+        return data
+
+    def _manifest_at(self, below: str) -> Manifest | CorruptSnapshotError | None:
+        """The manifest there, why it cannot be used, or ``None`` if there is none."""
+        try:
+            return read_twice(lambda: Manifest.from_json(self._small(below)))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except CorruptSnapshotError as error:
+            return error
+
+    def _noted(self, manifest: Manifest) -> Manifest | CorruptSnapshotError | None:
+        """What is at the place of a manifest now."""
+        return self._manifest_at(manifest.manifest_path)
+
     def _committed(self, name: str) -> Manifest | str | None:
         """Manifest of a snapshot, ``None`` if it has none, or why it cannot be read."""
         try:
-            manifest = read_twice(lambda: Manifest.from_json(self._small(f"{name}/{MANIFEST_FILE}")))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except Exception as error:  # every cloud library has errors of its own
-            return str(error) if isinstance(error, SpotError) else self._why(error)
+            with self._errors():
+                manifest = self._manifest_at(f"{name}/{MANIFEST_FILE}")
+        except SpotError as error:
+            return str(error)
+        if not isinstance(manifest, Manifest):
+            return str(manifest) if manifest is not None else None
         return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
 
     def _claim_of(self, attempt: int) -> Claim | None:
@@ -347,6 +471,38 @@ class FileStore(ABC):
             return read_twice(lambda: Claim.from_json(self._small(f"{ATTEMPTS_DIR}/{claim_name(attempt)}")))
         except (FileNotFoundError, CorruptSnapshotError):
             return None
+
+    def _sizes_of(self, manifest: Manifest) -> list[int | None]:
+        """Size of each file of a snapshot, ``None`` for one that is not there; in one request if all are listed."""
+        listed = self._sizes(manifest.name) if manifest.files else {}
+        return [
+            listed[span.name] if span.name in listed else self._size(manifest.path_of(span)) for span in manifest.spans
+        ]
+
+    def _read_image(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """Read the image from byte ``start`` on, unchecked.
+
+        Raises:
+            CorruptSnapshotError: if a file is too short.
+        """
+        for span, first, last in pieces(manifest.spans, start, start + len(into)):
+            target = into[first - start : last - start]
+            if span is None:
+                target[:] = bytes(len(target))
+            elif (count := self._fill(manifest.path_of(span), first - span.offset, target)) < len(target):
+                where = f"{self.url}/{manifest.path_of(span)}"
+                there = first - span.offset + count
+                raise CorruptSnapshotError(f"{where} is cut short: {there} of {span.nbytes} bytes came", where=where)
+
+    def _has_the_bytes(self, manifest: Manifest) -> bool:
+        try:
+            for start, stop in manifest.ranges():
+                part = memoryview(bytearray(stop - start))
+                self._read_image(manifest, start, part)
+                manifest.verify_range(start, part, self.url)
+        except (CorruptSnapshotError, FileNotFoundError):
+            return False
+        return True
 
     # -- who may change what --------------------------------------------------------------------------------------
 
@@ -378,27 +534,216 @@ class FileStore(ABC):
         self._check_fence(manifest.run, attempt)
         if manifest.is_file:
             with self._errors():
-                check_file_fence(manifest, self._manifest_at(manifest))
+                noted = self._noted(manifest)
+            if isinstance(noted, Manifest) and (noted.run_id, noted.run) == (manifest.run_id, manifest.run):
+                check_fence(manifest.run, manifest.attempt, noted.attempt)
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def claim(self, claim: Claim) -> None:
+        """See :meth:`Store.claim`."""
+        below = f"{ATTEMPTS_DIR}/{claim_name(claim.attempt)}"
+        with self._errors():
+            # Looked at before, too: three of four servers that speak S3 create over what is there, without an error.
+            claimed, existing = self._all([self.claimed, lambda: self._claim_of(claim.attempt)])
+            check_fence(claim.location, claim.attempt, claimed)
+            if existing is None:
+                self._create(below, claim.to_json().encode(), (claim.attempt, claim.run_id))
+                existing = self._claim_of(claim.attempt)  # of two writers, the last one may have won
+            check_claim(claim, existing)
+            self._settle(below)  # the attempt that wrote it may have been killed before it did
+
+    def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
+        """See :meth:`Store.put`."""
+        _, is_there = self._all([lambda: self._check_fences(manifest, attempt), lambda: self.has(manifest)])
+        if is_there and (self._checks_what_comes or self._has_the_bytes(manifest)):
+            # A server that takes over from a killed one may not know that this was committed, and must not undo it. Its
+            # predecessor may have been killed before the names were durable.
+            with self._errors():
+                self._settle(manifest.path_of(manifest.spans[0]), manifest.manifest_path, manifest.name)
+            return
+        self._commit(manifest, image, lambda: manifest, attempt)
+
+    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
+        """See :meth:`Store.put_parts`."""
+        self._check_fences(manifest, attempt)
+        noted = NotedParts(manifest, parts)
+        return self._commit(manifest, noted, noted.sealed, attempt)
+
+    def _commit(
+        self, manifest: Manifest, data: Image | NotedParts, seal: Callable[[], Manifest], attempt: int
+    ) -> Manifest:
+        """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes.
+
+        Args:
+            manifest: of it, with no checksums yet if it comes in parts.
+            data: the bytes.
+            seal: gives the manifest once all of them have been taken.
+            attempt: on whose behalf.
+        """
+        by = (attempt, manifest.run_id)
+        with self._errors():
+            sealed = self._write_bytes(manifest, data, seal, by)
+            for span, size in zip(manifest.spans, self._sizes_of(manifest), strict=True):
+                if size != span.nbytes:
+                    what = manifest.path_of(span)
+                    why = f"{self.url} shows {size} of {span.nbytes} bytes of {what}: it is written again"
+                    raise TierError(why, tier=self.url)
+            self.check_owner()
+            self._write_manifest(sealed, by)
+            try:
+                self.check_owner()
+            except FencedError:  # of two starts at once, the other one has just taken the number, and keeps it
+                if not manifest.is_file and self._noted(manifest) == sealed:
+                    self._unnote(manifest)  # the other one may write the same files: they are swept
+                raise
+            return sealed
+
+    def _write_bytes(
+        self, manifest: Manifest, data: Image | NotedParts, seal: Callable[[], Manifest], by: Writer
+    ) -> Manifest:
+        """Write the files of an image, with no manifest of other bytes beside them; the sealed manifest.
+
+        Raises:
+            CorruptSnapshotError: if a byte that is in no file is not zero.
+        """
+        replaced: list[Manifest] = []
+
+        def ready() -> None:
+            """The first file is about to become visible. What is not what was announced never does."""
+            sealed = manifest if manifest.files else seal()
+            self.check_owner()  # again: it has taken its time
+            if manifest.is_file:
+                self._check_fences(manifest, by[0])
+            noted = self._noted(manifest)
+            if noted is None and manifest.is_file and self._is_lent:
+                self._check_ours(sealed)
+            if noted is not None and noted != sealed:  # the very same, once more, stays durable meanwhile
+                replaced.extend([noted] if isinstance(noted, Manifest) else [])
+                self._unnote(manifest)
+
+        try:
+            if manifest.files:
+                ready()
+                self._write_several(manifest, data, by)
+            else:
+                parts = data if isinstance(data, NotedParts) else slices(data, WRITE_BYTES)
+                self._write(manifest.data_path, parts, manifest.nbytes, by, ready)
+            return seal()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                for before in replaced:  # a user's file that is there still has its manifest again
+                    if self._has_the_bytes(before):
+                        self._write_manifest(before, by)
+            raise
+
+    def _write_several(self, manifest: Manifest, data: Image | NotedParts, by: Writer) -> None:
+        if isinstance(data, NotedParts):
+            for span, of_file in cut(manifest.spans, data):
+                self._write(manifest.path_of(span), of_file, span.nbytes, by)
+            return
+        for gap, start, stop in pieces(manifest.spans, 0, len(data)):
+            if gap is None:
+                check_zero(data[start:stop])
+        files = {manifest.path_of(span): cut_out(data, span.offset, span.stop) for span in manifest.spans}
+        self._write_all(files, by)
+
+    def _write_manifest(self, manifest: Manifest, by: Writer) -> None:
+        text = memoryview(manifest.to_json().encode())
+        self._write(manifest.manifest_path, [text], len(text), by)
+        self._settle(manifest.name)
+
+    def _unnote(self, manifest: Manifest) -> None:
+        """Remove a manifest; it is gone also after a loss of power."""
+        folder, _, name = manifest.manifest_path.rpartition("/")
+        self._remove(folder, [name])
+        self._settle(manifest.manifest_path)
+
+    def _check_ours(self, manifest: Manifest) -> None:
+        """Refuse to replace a file that has no manifest of ours on behalf of others.
+
+        One with the very bytes that are to be there is what a writer left that was killed before it noted it.
+
+        Raises:
+            FencedError: in that case.
+        """
+        if self._size(manifest.name) is not None and not self._has_the_bytes(manifest):
+            what = f"{self.url}/{manifest.name}"
+            why = f"{what} was not saved by lightning_spot: it stays as it is. Save under another name"
+            raise FencedError(why, current=manifest.attempt)
+
+    def delete(self, manifest: Manifest) -> None:
+        """See :meth:`Store.delete`."""
+        with self._errors():
+            _, noted = self._all([lambda: self._check_owner(manifest.run), lambda: self._noted(manifest)])
+            if not self._is_meant(manifest, noted):
+                why = "it is another one, or not ours"
+                say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
+                return
+            self._unnote(manifest)  # never at once with the others: not without its bytes
+            self._remove("" if manifest.is_file else manifest.name, [span.name for span in manifest.spans])
+
+    def _is_meant(self, manifest: Manifest, noted: object) -> bool:
+        """Whether a manifest may delete what is noted at its place: another trainer may have written it."""
+        if not isinstance(noted, Manifest):
+            return not (manifest.is_file and self._is_lent)
+        if not manifest.is_file:
+            return (noted.lineage, noted.checksums) == (manifest.lineage, manifest.checksums)
+        return noted.attempt <= manifest.attempt or (noted.run_id, noted.run) != (manifest.run_id, manifest.run)
+
+    def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
+        """See :meth:`Store.sweep`."""
+        self._check_owner(current.run)
+        seen = seen or self.survey()
+        orders = {name: snapshot_order(name) for name in seen.unfinished}
+        older = [name for name, order in orders.items() if order is not None and order < current.order]
+        old = forgettable(seen.attempts, current.attempt)
+        with self._errors(), contextlib.ExitStack() as each:  # one place that fails keeps nothing else from being swept
+            if old:
+                each.callback(self._remove, ATTEMPTS_DIR, old)
+            for name in older:
+                each.callback(self._sweep_snapshot, name, current)
+            self._sweep_temporaries(current)
+
+    def _sweep_snapshot(self, name: str, current: Manifest) -> None:
+        """Remove an uncommitted snapshot that holds nothing but our own files."""
+        order = snapshot_order(name)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            files = self._names(name)
+            is_left = (order is not None and order[0] < current.attempt) or self._is_settled(name, files)
+            if not all(map(is_own_file, files)) or not is_left:
+                return
+            if self._size(f"{name}/{MANIFEST_FILE}") is None:  # a listing may be older than the manifest
+                self._remove(name, files)
 
 
-SETTLED_S = 3600.0
-"""A temporary or uncommitted snapshot of a live attempt that was not written to for so long has no writer any more."""
-
-
-class Folder(Protocol):
-    """The files of one snapshot. Each appears whole or not at all. Methods may be called from any thread.
+class Folder:
+    """The files of one folder of a store. Methods may be called from any thread.
 
     All of them raise :class:`~lightning_spot.errors.TierError` if the tier fails.
+
+    Args:
+        store: of the run.
+        name: of the folder.
+        by: on whose behalf it is written to.
     """
+
+    def __init__(self, store: FileStore, name: str, by: Writer) -> None:
+        self._store, self._name, self._by = store, name, by
 
     def sizes(self) -> dict[str, int]:
         """The files that are there, with their sizes; empty if there is no such folder."""
+        with self._store._errors():
+            return self._store._sizes(self._name)
 
     def write(self, name: str, data: Image) -> None:
-        """Write a file, in place of what is there; when this returns it is as durable as the tier is."""
+        """Write a file, in place of what is there, whole or not at all; when this returns it is durable."""
+        self.write_all({name: data})
 
     def write_all(self, contents: Mapping[str, Image]) -> None:
         """Write several files, by name, each as by :meth:`write`; side by side in an object store."""
+        with self._store._errors():
+            self._store._write_all({f"{self._name}/{name}": data for name, data in contents.items()}, self._by)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Some of a file, by default all of it.
@@ -406,23 +751,13 @@ class Folder(Protocol):
         Raises:
             SnapshotNotFoundError: if it is not there.
         """
+        with self._store._errors(reading=True):
+            return self._store._read(f"{self._name}/{name}", start, stop)
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files; nothing happens to those that are gone. Where one cannot be removed, the others are."""
-
-
-@runtime_checkable
-class HasFolders(Protocol):
-    """A store whose snapshots can be written file by file."""
-
-    def folder(self, name: str, *, attempt: int, run_id: str) -> Folder:
-        """The folder of a snapshot.
-
-        Args:
-            name: of the snapshot.
-            attempt: on whose behalf it is written to.
-            run_id: of its run.
-        """
+        with self._store._errors():
+            self._store._remove(self._name, names)
 
 
 def check_claimed(store: Store, attempt: int) -> None:
@@ -469,35 +804,6 @@ def put_together(shards: Iterable[Manifest]) -> list[Manifest]:
             except CorruptSnapshotError as error:
                 say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=name, reason=error)
     return found
-
-
-def is_newer(existing: Manifest | None, manifest: Manifest) -> bool:
-    """Whether a later attempt of the same run has written the file that is there."""
-    of_the_run = existing is not None and (existing.run_id, existing.run) == (manifest.run_id, manifest.run)
-    return existing is not None and of_the_run and existing.attempt > manifest.attempt
-
-
-def is_another(noted: Manifest | None, manifest: Manifest) -> bool:
-    """Whether what is at the place of a snapshot is another one than that: two trainers may have begun one number."""
-    if noted is None or manifest.is_file:
-        return False
-    return (noted.lineage, noted.checksums) != (manifest.lineage, manifest.checksums)
-
-
-def not_ours(url: str, manifest: Manifest) -> FencedError:
-    """Why a file is not replaced on behalf of others: it has no manifest of ours."""
-    why = f"{url}/{manifest.name} was not saved by lightning_spot: it stays as it is. Save under another name"
-    return FencedError(why, current=manifest.attempt)
-
-
-def check_file_fence(manifest: Manifest, existing: Manifest | None) -> None:
-    """Refuse to put an older file of a user's over one that a later attempt of the same run has written.
-
-    Raises:
-        FencedError: in that case.
-    """
-    if existing is not None and is_newer(existing, manifest):
-        check_fence(manifest.run, manifest.attempt, existing.attempt)
 
 
 def highest_attempt(claimed: int, names: Iterable[str], manifests: Iterable[Manifest]) -> int:

@@ -17,7 +17,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SpotError
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
-from lightning_spot.store import object_files, posix
+from lightning_spot.store import posix
 from lightning_spot.store.retention import Keep, retain
 from lightning_spot.store.store import Store
 from tests.support import faulty
@@ -170,7 +170,6 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(object_files, "_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(posix, "_PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(posix.os, "fsync", lambda _fd: None)  # thousands of them, and no power is lost here
     yield
@@ -205,9 +204,9 @@ def each_call(tmp_path: Path, kind: str, span: int, stride: int, one: Callable[[
 
 
 @ALL_OR_SOME
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "missing"])
 def test_every_call_to_a_bucket(tmp_path: Path, kind: str, span: int, stride: int) -> None:
-    if span == 0 and kind in ("missing", "stale"):
+    if span == 0 and kind == "stale":
         pytest.skip("a tier that says for ever that nothing is there cannot be told from an empty one")
 
     def one(root: Path, fault: Plan) -> Run:
@@ -263,7 +262,7 @@ KIB = 2**10
 def test_every_request_of_a_put_in_blocks_to_s3(
     s3: str, what: str, kind: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Afterwards it is there whole or not at all, what was overwritten is whole, and no upload is left."""
+    """Afterwards it is there whole or not at all, and what was overwritten is whole."""
     monkeypatch.setattr("lightning_spot.store.s3.BLOCK_BYTES", 5 * KIB)
     images = {step: random.Random(step).randbytes(11 * KIB) for step in (1, 2)}
     names = {"name": "last.ckpt", "file": ""} if what == "file" else {}
@@ -300,10 +299,6 @@ def test_every_request_of_a_put_in_blocks_to_s3(
         else:
             assert store.survey().manifests == [], f"call {at}"
         retain(store, Keep(newest=2), _put_small(store, attempt=2))
-        left = store._fs.list_multipart_uploads(s3.removeprefix("s3://")) or []  # type: ignore[attr-defined]
-        assert left == [] or (what == "file" and at > 3), f"call {at}: {left}"
-        for item in left:  # of a user's file: docs name the lifecycle rule
-            store._fs.abort_mpu(s3.removeprefix("s3://"), item["Key"], item["UploadId"])  # type: ignore[attr-defined]
         if not fault.struck:
             assert at > 8
             return
@@ -319,13 +314,11 @@ def _put_small(store: Store, attempt: int) -> Manifest:
 LAG_S = 0.25
 
 
-@pytest.mark.parametrize("lacks", ["nothing", "a list of uploads", "listings at once"])
+@pytest.mark.parametrize("lacks", ["nothing", "listings at once"])
 def test_a_store_that_lacks_something_loses_nothing(
     s3: str, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A snapshot of several files failed until a listing showed all of them."""
-    if lacks == "a list of uploads":
-        faulty.use(Plan("EIO", span=0, only=("list_multipart_uploads",)))  # Qumulo and others answer 501
     if lacks == "listings at once":
         monkeypatch.setattr(faulty.FaultyS3, "unlisted_s", LAG_S)
     store = open_store(f"{s3}/run".replace("s3://", "faulty-s3://"))

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_name
@@ -167,19 +167,23 @@ def test_the_directory_of_attempts_is_noted_in_the_claim(tmp_path: Path, store: 
     assert LocalStore(tmp_path / "moved").inode() == newest.inode
 
 
-def test_without_hard_links_claims_are_exclusive_all_the_same(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def link(*_: Any) -> None:
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
+def test_of_two_claims_at_once_the_first_holds(store: LocalStore, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    """The other one comes when this one has seen that the number is free."""
+    real = os.link
+
+    def link(*paths: Any) -> None:
+        monkeypatch.setattr(os, "link", real if links else none)
+        LocalStore(store.root).claim(claim_of(1, token="first"))
+        os.link(*paths)
+
+    def none(*_: Any) -> None:
         raise OSError(errno.EOPNOTSUPP, "no links here")
 
     monkeypatch.setattr(os, "link", link)
-    store.claim(claim_of(1, token="mine"))
-    store.claim(claim_of(1, token="mine"))
-    with pytest.raises(SpotError):
-        store.claim(claim_of(1, token="other"))
-    newest = store.newest_claim()
-    assert newest.digest == digest_of("mine")
+    with pytest.raises(FencedError):
+        store.claim(claim_of(1, token="second"))
+    assert store.newest_claim().digest == digest_of("first")
 
 
 def test_temporaries_of_killed_writers_are_swept_and_no_others(store: LocalStore) -> None:
@@ -240,13 +244,14 @@ def _of(step: int) -> tuple[Manifest, memoryview]:
     return manifest, memoryview(image)
 
 
-@pytest.mark.parametrize(("call", "at"), [("fsync", 1), ("fsync", 2), ("rename", 1), ("replace", 1)])
-def test_a_full_disk_leaves_a_users_file_and_manifest_consistent(store: LocalStore, call: str, at: int) -> None:
+@pytest.mark.parametrize(("kind", "call", "span"), [("ENOSPC", "fsync", 0), ("EIO", "replace", 1)])
+def test_a_save_that_fails_leaves_the_file_with_its_manifest(
+    store: LocalStore, kind: str, call: str, span: int
+) -> None:
     first = put(store, 1, name="last.ckpt", file="")
     second, image = snapshot(2, name="last.ckpt", file="")
-    with faulty_calls(Plan("ENOSPC", at=at, span=0, only=(call,)), store.root):
-        with pytest.raises(TierError, match="No space left"):
-            store.put(second, memoryview(image), attempt=1)
+    with faulty_calls(Plan(kind, span=span, only=(call,)), store.root), pytest.raises(TierError):
+        store.put(second, memoryview(image), attempt=1)
     assert store.has(first)
     assert fetched(store, first) == snapshot(1)[1]
     assert not [path for path in store.root.iterdir() if "tmp" in path.name]

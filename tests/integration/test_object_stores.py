@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread
 import contextlib
+import functools
 import random
 import socket
 import threading
@@ -24,13 +25,11 @@ from lightning_spot.errors import CorruptSnapshotError, FencedError, SettingsErr
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
-from lightning_spot.snapshot.manifest import snapshot_name
-from lightning_spot.store import fsspec_client, objects
+from lightning_spot.store import fsspec_client
 from lightning_spot.store import s3 as s3_requests
 from lightning_spot.store.fences import digest_of
 from lightning_spot.store.fsspec_client import tier_errors
 from lightning_spot.store.objects import ObjectStore
-from lightning_spot.store.retention import Keep, retain
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.store import Kept, fetched, put, snapshot
@@ -124,22 +123,6 @@ def test_a_missing_bucket_is_an_error_and_is_not_created(bucket: str, raw: s3fs.
     assert not raw.exists(nowhere)
 
 
-def test_only_unfinished_uploads_of_dead_attempts_are_aborted(
-    bucket: str, raw: s3fs.S3FileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_spot.store.store.SETTLED_S", 1e12)  # moto says of every upload: begun in 2010
-    name = bucket.removeprefix("s3://")
-    mine = [f"run-1/{snapshot_name(7, attempt)}/model.ckpt" for attempt in (1, 2, 3)]
-    others = ["run-1/data.tar", f"run-2/{snapshot_name(7, 1)}/model.ckpt", f"run-1/{snapshot_name(7, 1)}/notes.txt"]
-    for key in [*mine, *others]:
-        raw.call_s3("create_multipart_upload", Bucket=name, Key=key)
-    store = ObjectStore(f"{bucket}/run-1")
-    store.claim(claim_of(2))
-    current = put(store, 9, attempt=2)
-    retain(store, Keep(newest=2), current)
-    assert sorted(uploads_of(raw, bucket)) == sorted([mine[1], mine[2], *others])
-
-
 @pytest.mark.parametrize("kind", ["s3", "local"])
 def test_of_two_hosts_that_claim_at_once_one_is_fenced(
     kind: str, request: pytest.FixtureRequest, tmp_path: Any
@@ -180,7 +163,7 @@ def test_large_chunks_take_fewer_connections_to_bound_memory(part_bytes: int, at
         with lock:
             under_way[0] -= 1
 
-    fsspec_client.move(((part_bytes, job) for _ in range(40)), part_bytes)
+    fsspec_client.move((job for _ in range(40)), part_bytes)
     assert 1 <= under_way[1] <= at_once
 
 
@@ -200,7 +183,7 @@ def test_no_part_is_left_on_its_way_after_an_error() -> None:
         done.append(index)
 
     with pytest.raises(OSError, match="part 5"):
-        fsspec_client.move(((MIB, lambda index=index: job(index)) for index in range(100)), MIB)  # type: ignore[misc]
+        fsspec_client.move((functools.partial(job, index) for index in range(100)), MIB)
     assert sorted(running) == sorted(done)
     assert len(done) < 100
 
@@ -318,28 +301,24 @@ def test_a_file_another_saved_meanwhile_gets_no_wrong_manifest(monkeypatch: pyte
     """It was looked at when the save began; of a snapshot, no other attempt writes that."""
     url = f"kept://{random.getrandbits(64):x}/run"
     ours, theirs = ObjectStore(url), ObjectStore(url)
-    others = put(theirs, 1, name="mine.ckpt", file="")
-    theirs.delete(others)
-    writes, pipe = objects.write_files, Kept.pipe_file
+    pipe, manifest = Kept.pipe_file, snapshot(2, nbytes=1200, name="mine.ckpt", file="")[0]
 
-    def late(*arguments: Any, **more: Any) -> None:
-        monkeypatch.setattr(objects, "write_files", writes)
+    def image() -> Iterator[memoryview]:
+        yield from parts_of(snapshot(2, nbytes=1200)[1], 256)
         put(theirs, 1, name="mine.ckpt", file="")
-        writes(*arguments, **more)
         if fails:
             monkeypatch.setattr(Kept, "pipe_file", broken)
 
-    def broken(*_: Any) -> None:
+    def broken(files: Kept, path: str, *_: Any) -> None:
+        if path.endswith("mine.ckpt"):
+            pipe(files, path, b"half of ours, and then the link was cut")
         raise OSError("its link is cut")
 
-    monkeypatch.setattr(objects, "write_files", late)
     with pytest.raises(TierError) if fails else contextlib.nullcontext():
-        put(ours, 2, nbytes=1200, name="mine.ckpt", file="")
+        ours.put_parts(replace(manifest, checksums=()), image(), attempt=1)
     monkeypatch.setattr(Kept, "pipe_file", pipe)
-    there = ours._noted(others).manifest
-    assert (there is None) is fails
-    if there is not None:
-        assert fetched(ours, there) == snapshot(2, nbytes=1200)[1]
+    assert ours.has(manifest) is not fails
+    assert ours._noted(manifest) == (None if fails else manifest)
 
 
 @pytest.mark.parametrize(

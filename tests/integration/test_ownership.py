@@ -36,7 +36,7 @@ from lightning_spot.store.fsspec_client import open_filesystem, tier_errors
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.posix import Beneath
-from lightning_spot.store.store import Store
+from lightning_spot.store.store import Store, Writer
 from tests.integration.test_server import put_file
 from tests.support.oracle import claim_of
 from tests.support.server import RunningServer, StartServer, served
@@ -265,9 +265,9 @@ class Careless(ObjectStore):
 
     gate = threading.Barrier(1)
 
-    def _create(self, below: str, data: bytes) -> None:
+    def _create(self, below: str, data: bytes, by: Writer) -> None:
         self.gate.wait(30.0)  # all have looked
-        self._fs.pipe_file(self._files.path(below), data)
+        self._fs.pipe_file(self._path(below), data)
 
 
 def starts_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> int:

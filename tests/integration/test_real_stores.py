@@ -156,7 +156,6 @@ def test_a_large_put_that_is_killed_leaves_nothing(server: Server, tmp_path: Pat
     print(f"{server.name}: {LARGE >> 20} MiB put in {put_s:.1f} s, fetched in {time.monotonic() - begun_s:.1f} s")
     files, root = open_filesystem(url)
     assert _files(files, root) == [f"{manifest.name}/manifest.json", f"{manifest.name}/model.ckpt"]
-    assert server.uploads(bucket) == []
 
 
 def _files(files: fsspec.AbstractFileSystem, root: str) -> list[str]:

@@ -31,7 +31,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_name
-from lightning_spot.store import objects, posix
+from lightning_spot.store import posix
 from lightning_spot.store import posix as local_files
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
@@ -93,67 +93,6 @@ def sharded(step: int, **more: Any) -> tuple[Manifest, bytes]:
     for span in FILES_OF_ONE:
         image[span.offset : span.stop] = data[span.offset : span.stop]
     return replace(manifest, checksums=()).sealed(memoryview(image)), bytes(image)
-
-
-def test_several_files_replace_those_of_their_names_all_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = LocalStore(tmp_path / "run")
-    old, data = sharded(5)
-    store.put(old, memoryview(data), attempt=1)
-    changed = bytearray(data)
-    for span in FILES_OF_ONE[:2]:
-        changed[span.offset] ^= 0xFF
-    new = replace(old, checksums=()).sealed(memoryview(changed))
-    names = sorted(os.listdir(tmp_path / "run" / old.name))
-    as_it_is, moves = os.replace, len(FILES_OF_ONE) + 1
-    for failing in range(moves):
-        left = [failing]
-
-        def move(source: Any, target: Any, left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] == -1:
-                raise OSError(5, "Input/output error", str(target))
-            as_it_is(source, target)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "replace", move)
-            with pytest.raises(TierError):
-                store.put(new, memoryview(changed), attempt=1)
-        assert left == [-1]
-        assert store.has(old)
-        assert fetched(store, old) == data
-        assert sorted(os.listdir(tmp_path / "run" / old.name)) == names
-    store.put(new, memoryview(changed), attempt=1)
-    assert fetched(store, new) == changed
-
-
-@pytest.mark.parametrize(("replaced", "missing"), [((), ()), ((0,), ()), ((1,), ()), ((0,), (1,))])
-def test_an_old_manifest_returns_only_if_no_file_was_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: tuple[int, ...], missing: tuple[int, ...]
-) -> None:
-    """Files go side by side: another one than the first may be there when the first fails."""
-    store = ObjectStore(f"kept:/{tmp_path}/run")
-    old, data = sharded(5)
-    store.put(old, memoryview(data), attempt=1)
-    new, changed = sharded(6, name=old.name)
-    for number in missing:
-        store._fs.rm_file(store._files.path(old.path_of(FILES_OF_ONE[number])))
-
-    def fails(files: Any, root: str, manifest: Manifest, _parts: Any, ready: Callable[[], None]) -> None:
-        ready()
-        for span in map(FILES_OF_ONE.__getitem__, replaced):
-            files.pipe_file(f"{root}/{manifest.path_of(span)}", changed[span.offset : span.stop])
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(objects, "write_files", fails)
-        with pytest.raises(TierError):
-            store.put(new, memoryview(changed), attempt=1)
-    assert store.has(old) == (not replaced)
-    assert store.survey().manifests == ([] if replaced else [old])
-    store.put(new, memoryview(changed), attempt=1)
-    assert fetched(store, new) == changed
 
 
 def test_empty(store: Store) -> None:
@@ -288,7 +227,7 @@ def test_a_concurrent_deletion_by_another_server_is_no_failure(
     def removed_next(path: Path) -> bool:
         found = is_own(path)
         if path == folder:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         return found
 
     monkeypatch.setattr(local_files, "is_own_directory", removed_next)

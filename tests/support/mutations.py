@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROWS = r'''
+ROWS = r"""
 # a resumed run is another one: augmentations
 random of python | state.randomness | exact::killed_twice_and_equal[plain]
 -random.setstate(_python(state["python"]))
@@ -175,74 +175,34 @@ fsync of directories | store.posix | on_disk::bytes_reach_the_disk_before_names_
 +    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 +    try:
 +        pass
-fsync of what is there | store.posix | on_disk::the_very_same_once_more_is_on_the_disk
--    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
--    try:
--        os.fsync(fd)
-+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-+    try:
-+        pass
 fsync of a new folder's name | store.posix | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -        sync_directory(folder.parent)
 +        pass
 # a claim that fences is lost
-fsync of a claim's name | store.posix | on_disk::a_claim_is_on_the_disk_whoever_wrote_it
--        remove(temporary)
--    sync_directory(path.parent)
-+        remove(temporary)
+fsync of a claim's name | store.store | on_disk::a_claim_is_on_the_disk_whoever_wrote_it & on_disk::a_claim_is_on_the_disk_without_hard_links
+-            self._settle(below)  # the attempt that wrote it may have been killed before it did
++            pass
 fsync of a claim without links | store.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
 -            data = data[os.write(fd, data) :]
 -        os.fsync(fd)
 +            data = data[os.write(fd, data) :]
-fsync of its name | store.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
--        os.close(fd)
--    sync_directory(path.parent)
-+        os.close(fd)
-fsync of another writer's claim | store.local | on_disk::a_claim_is_on_the_disk_whoever_wrote_it
--                posix.sync_directory(folder)  # the attempt that wrote it may have been killed before it did
+# a snapshot that was said to be durable is lost with the machine's page cache
+fsync of names that are there | store.store | on_disk::the_very_same_once_more_is_on_the_disk
+-                self._settle(manifest.path_of(manifest.spans[0]), manifest.manifest_path, manifest.name)
 +                pass
-# a snapshot that was said to be durable is lost with the machine's page cache
-fsync of names that are there | store.local | on_disk::the_very_same_once_more_is_on_the_disk
--                    posix.sync_directory((self.root / path).parent)
-+                    pass
-fsync of the run that is there | store.local | on_disk::the_very_same_once_more_is_on_the_disk
--                posix.sync_directory(self.root)
--                return
-+                return
-fsync of bytes that are there | store.local | on_disk::the_very_same_once_more_is_on_the_disk
--            posix.sync_file(self.root / manifest.path_of(span))
-+            pass
 # a manifest stands without its bytes
-fsync between manifest and bytes of a deletion | store.local | on_disk::of_a_deletion_the_manifest_goes_first
--                    posix.sync_directory(folder)  # never a manifest without its bytes, also after a loss of power
-+                    pass
-# an old manifest stands beside new bytes
-fsync of a manifest out of the way | store.local | on_disk::no_old_manifest_stands_beside_new_bytes
--                    posix.sync_directory(commit.parent)
--            try
-+                    pass
-+            try
-# a manifest stands without its bytes
-fsync between bytes and manifest | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
--                posix.sync_directory(data.parent)
--                os.replace(noted, commit)
-+                os.replace(noted, commit)
-# a snapshot that was said to be durable is lost with the machine's page cache
-fsync of the manifest's name | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
--        posix.sync_directory(commit.parent)
--        if not
-+        if not
-fsync of the snapshot's name | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
--            posix.sync_directory(self.root)
--        for place
-+            pass
-+        for place
-fsync of a host's file | store.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
--                posix.sync_directory(folder)
+fsync of a manifest that goes | store.store | on_disk::of_a_deletion_the_manifest_goes_first & on_disk::no_old_manifest_stands_beside_new_bytes
+-        self._settle(manifest.manifest_path)
 -
--    def write_all
 +
-+    def write_all
+# a snapshot that was said to be durable is lost with the machine's page cache
+fsync of a file's name | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
+-                posix.sync_directory(place.parent if is_users else folder)
++                pass
+fsync of the snapshot's name | store.store | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
+-        self._settle(manifest.name)
+-
++
 fsync of a folder beneath | store.posix | on_disk::folders_made_for_others_are_on_the_disk
 -            os.fsync(folder)
 +            pass
@@ -261,25 +221,17 @@ stop spares a server in use | cli.stop | commands::stop_spares_a_server_with_a_t
 -    return bool(trainers)
 +    return False
 # half a file is taken for a whole one
-rename of bytes | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
--                    os.replace(temporary, place)
--                posix
+rename of a file | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
+-                    os.replace(temporary, place if is_users else folder / place.name)
 +                    place.write_bytes(temporary.read_bytes())
-+                files
-rename of the manifest | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
--                os.replace(noted, commit)
-+                commit.write_bytes(noted.read_bytes())
-rename of a host's file | store.local | on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
--                    os.replace(temporary, folder / name)
-+                    (folder / name).write_bytes(temporary.read_bytes())
-half an object is discarded | store.object_files | object_stores::an_error_in_the_middle_leaves_what_was_there[kept-3]
+half an object is discarded | store.objects | object_stores::an_error_in_the_middle_leaves_what_was_there[kept-3]
 -            file.discard()
 +            file.close()
 # two trainers of one number both write
-exclusive claim | store.posix | stores::of_two_claims_of_a_number_the_first_holds[local]
+exclusive claim | store.posix | directories::of_two_claims_at_once_the_first_holds[links]
 -            os.link(temporary, path)
 +            os.replace(temporary, path)
-exclusive claim without links | store.posix | directories::without_hard_links_claims_are_exclusive_all_the_same
+exclusive claim without links | store.posix | directories::of_two_claims_at_once_the_first_holds[no-links]
 -os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
 +os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666
 # half a file is taken for a whole one
@@ -291,37 +243,24 @@ rename of a log | state.loggers | loggers::no_row_is_lost_in_a_kill_while_a_colu
 -    temporary = file.with_name(f".{file.name}.tmp")
 +    temporary = file
 # a manifest stands without its bytes
-manifest last in a directory | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1]
--            try:
--                for temporary, place in zip
-+            try:
-+                os.replace(posix.write_aside(folder, [text], attempt=attempt, run_id=manifest.run_id), commit)
-+                for temporary, place in zip
-manifest last in a bucket | store.objects | stores::bytes_that_no_file_would_keep_are_refused[put-kept]
--                write_files(self._fs, self._root, manifest, parts, ready)
--
-+                self._fs.pipe_file(commit, manifest.to_json().encode())
-+                write_files(self._fs, self._root, manifest, parts, ready)
-+
+manifest last | store.store | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1] & stores::bytes_that_no_file_would_keep_are_refused[put-kept]
+-            sealed = self._write_bytes(manifest, data, seal, by)
++            self._write_manifest(manifest, by)
++            sealed = self._write_bytes(manifest, data, seal, by)
 # an old manifest stands beside new bytes
-old manifest out of the way | store.local | on_disk::no_old_manifest_stands_beside_new_bytes
--            if self._manifest_at(manifest) != manifest:
+old manifest out of the way | store.store | on_disk::no_old_manifest_stands_beside_new_bytes & object_stores::a_file_another_saved_meanwhile_gets_no_wrong_manifest[True]
+-                self._unnote(manifest)
 -
-+            if False:
+-        try
++                pass
 +
-old manifest out of the way in a bucket | store.objects | stores::an_old_manifest_returns_only_if_no_file_was_replaced[replaced1-missing1]
--                    self._fs.rm_file(commit)
-+                    pass
++        try
 # a manifest stands without its bytes
-manifest first in a deletion | store.local | on_disk::of_a_deletion_the_manifest_goes_first
--                    posix.remove(folder / MANIFEST_FILE)
--
-+
-manifest first in a deletion in a bucket | store.objects | on_disk::of_a_deletion_in_a_bucket_the_manifest_goes_first
--            self._files.remove(manifest.manifest_path)  # and never at once with the others: not without its bytes
--            self._files.remove_all([*map(manifest.path_of, manifest.spans)])
-+            self._files.remove_all([*map(manifest.path_of, manifest.spans)])
-+            self._files.remove(manifest.manifest_path)
+manifest first in a deletion | store.store | on_disk::of_a_deletion_the_manifest_goes_first & on_disk::of_a_deletion_in_a_bucket_the_manifest_goes_first
+-            self._unnote(manifest)  # never at once with the others: not without its bytes
+-            self._remove("" if manifest.is_file else manifest.name, [span.name for span in manifest.spans])
++            self._remove("" if manifest.is_file else manifest.name, [span.name for span in manifest.spans])
++            self._unnote(manifest)
 # older ones are deleted before the new one is seen whole
 seen as it was written before older ones go | store.retention | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
 -    if not store.has(current):
@@ -366,63 +305,41 @@ unclaimed | store.fences | ownership::a_server_does_nothing_where_the_attempt_ha
 +        return
 +        raise TierError
 # an attempt that was overtaken writes over the one that goes on
-fence before claim | store.local | fences::nothing_is_changed_for_who_was_overtaken[local-later-claim]
--        fences.check_fence(claim.location, claim.attempt, self.claimed())
--
-+
-fence before claim in a bucket | store.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-later-claim]
--            fences.check_fence(claim.location, claim.attempt, claimed)
+fence before claim | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-later-claim] & fences::nothing_is_changed_for_who_was_overtaken[kept-later-claim]
+-            check_fence(claim.location, claim.attempt, claimed)
 -
 +
 # two trainers of one number both write
-claim read back in a bucket | store.objects | ownership::a_claim_is_created_exclusively_where_the_library_can
+claim read back | store.store | ownership::a_claim_is_created_exclusively_where_the_library_can
 -                existing = self._claim_of(claim.attempt)  # of two writers, the last one may have won
 +                existing = claim
 # an attempt that was overtaken writes over the one that goes on
-fence before put | store.local | fences::without_an_owner_the_number_counts[local-put]
--        """See :meth:`Store.put`."""
+fence before put | store.store | fences::without_an_owner_the_number_counts[local-put] & fences::nothing_is_changed_for_who_was_overtaken[kept-later-put-what-is-there]
+-[lambda: self._check_fences(manifest, attempt), lambda: self.has(manifest)]
++[lambda: None, lambda: self.has(manifest)]
+fence before put of parts | store.store | fences::without_an_owner_the_number_counts[local-put-in-parts] & fences::without_an_owner_the_number_counts[kept-put-in-parts]
 -        self._check_fences(manifest, attempt)
--
-+        """See :meth:`Store.put`."""
-+
-fence before put of parts | store.local | fences::without_an_owner_the_number_counts[local-put-in-parts]
--        """See :meth:`Store.put_parts`."""
--        self._check_fences(manifest, attempt)
--
-+        """See :meth:`Store.put_parts`."""
-+
-fence before put in a bucket | store.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-later-put-what-is-there]
--both(lambda: self._check_fences(manifest, attempt), lambda: self._seen(manifest), "spot-ask")
-+None, self._seen(manifest)
-fence before put of parts in a bucket | store.objects | fences::without_an_owner_the_number_counts[kept-put-in-parts]
--        """See :meth:`Store.put_parts`."""
--        self._check_fences(manifest, attempt)
--
-+        """See :meth:`Store.put_parts`."""
-+
+-        noted
++        noted
 owner before put | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put-what-is-there]
 -            self._all([later, self.check_owner])
 +            later()
-owner before manifest | store.local | fences::who_is_overtaken_while_its_bytes_come_leaves_none[local]
+owner before bytes | store.store | fences::who_is_overtaken_while_its_bytes_come_leaves_none[local] & fences::who_is_overtaken_while_its_bytes_come_leaves_none[kept]
 -            self.check_owner()  # again: it has taken its time
 +            pass
-owner before bytes in a bucket | store.objects | fences::who_is_overtaken_while_its_bytes_come_leaves_none[kept]
--            self.check_owner()  # again: it has taken its time
-+            pass
-owner before manifest in a bucket | store.objects | fences::a_writer_fenced_after_its_upload_commits_nothing[bytes]
+owner before manifest | store.store | fences::a_writer_fenced_after_its_upload_commits_nothing[bytes]
 -            self.check_owner()
--            text = sealed
-+            text = sealed
-owner after manifest in a bucket | store.objects | fences::a_writer_fenced_after_its_upload_commits_nothing[manifest]
--                    self._files.remove(manifest.manifest_path)  # the other one may write the same files: they are swept
+-            self._write_manifest
++            self._write_manifest
+owner after manifest | store.store | fences::a_writer_fenced_after_its_upload_commits_nothing[manifest]
+-                    self._unnote(manifest)  # the other one may write the same files: they are swept
 +                    pass
 # an attempt that was overtaken deletes from the one that goes on
-owner before delete | store.local | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-delete]
--        self._check_owner(manifest.run)
--
-+
+owner before delete | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-delete] & fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-delete]
+-[lambda: self._check_owner(manifest.run), lambda: self._noted(manifest)]
++[lambda: None, lambda: self._noted(manifest)]
 # an attempt that was overtaken sweeps what the next one writes
-owner before sweep | store.local | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-sweep]
+owner before sweep | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-sweep] & fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-sweep]
 -        self._check_owner(current.run)
 -
 +
@@ -430,17 +347,9 @@ owner before sweep | store.local | fences::nothing_is_changed_for_who_was_overta
 fence before delete | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-later-delete]
 -            self._all([later, self.check_owner])
 +            self.check_owner()
-owner before delete in a bucket | store.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-delete]
--both(lambda: self._check_owner(manifest.run), lambda: self._seen(manifest), "spot-ask")
-+None, self._seen(manifest)
-# an attempt that was overtaken sweeps what the next one writes
-owner before sweep in a bucket | store.objects | fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-sweep]
--        self._check_owner(current.run)
--
-+
 # an older file replaces a newer one
 fence of a file | store.store | stores::an_earlier_attempt_does_not_overwrite_a_later_ones_file[local]
--                check_file_fence(manifest, self._manifest_at(manifest))
+-                check_fence(manifest.run, manifest.attempt, noted.attempt)
 +                pass
 # an attempt that was overtaken writes over the one that goes on
 fence in memory | server.uploads | ring::earlier_attempts_are_refused
@@ -537,13 +446,13 @@ checksum of what a directory gives | store.local | stores::a_chunk_unlike_the_co
 -            manifest.verify_range(start, part, self.url)
 +            pass
 checksum of what a bucket gives | store.objects | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0]
--                manifest.verify_range(start, part, self.url)
--                into
-+                into
+-                    manifest.verify_range(start, part, self.url)
+-                    into
++                    into
 # damaged bytes at the tier are taken for durable
-checksum of what is there already | store.local | on_disk::what_is_there_but_damaged_is_written_anew
--                    manifest.verify_range(start, buffer[: stop - start], self.url)
-+                    pass
+checksum of what is there already | store.store | on_disk::what_is_there_but_damaged_is_written_anew
+-                manifest.verify_range(start, part, self.url)
++                pass
 # damaged weights are taken for good ones
 checksum of what is read later | run.reading | on_disk::what_is_damaged_after_it_was_opened_is_not_read
 -        if checksum(into) != self._manifest.checksums[index]:
@@ -604,7 +513,7 @@ storage read for its owner only | server.snapshot_server | page::nothing_is_read
 link of the server asked | cli.status | page::an_impostor_leads_nowhere
 -if not _PATH.fullmatch(path)
 +if False
-'''
+"""
 
 
 @dataclass(frozen=True)

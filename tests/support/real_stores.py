@@ -26,7 +26,6 @@ import pytest
 
 from lightning_spot.client.stores import open_store
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
-from lightning_spot.store.fsspec_client import open_filesystem
 from tests.support.oracle import HOME, claim_of
 from tests.support.waiting import kept_port, until
 
@@ -115,10 +114,6 @@ class Server:
         fsspec.filesystem(self.scheme, use_listings_cache=False, skip_instance_cache=True).mkdir(name)
         return f"{self.scheme}://{name}"
 
-    def uploads(self, _bucket: str) -> list[str]:
-        """Unfinished uploads, where those are kept until somebody aborts them."""
-        return []
-
 
 class S3Server(Server):
     """One that speaks the protocol of S3."""
@@ -132,10 +127,6 @@ class S3Server(Server):
             "AWS_SECRET_ACCESS_KEY": "another-secret" if wrong else "testing-secret",
             "AWS_DEFAULT_REGION": "us-east-1",
         }
-
-    def uploads(self, bucket: str) -> list[str]:
-        files, path = open_filesystem(bucket)
-        return [str(item["Key"]) for item in files.list_multipart_uploads(path) or []]
 
 
 class MinioGateway(S3Server):

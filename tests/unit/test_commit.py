@@ -20,8 +20,7 @@ from lightning_spot.snapshot.shards import Image, assemble
 from lightning_spot.store import commit
 from lightning_spot.store.commit import Look, Shard, commit_left, look, put_shards
 from lightning_spot.store.fences import Claim, Owner, digest_of
-from lightning_spot.store.objects import ObjectFolder
-from lightning_spot.store.store import Store
+from lightning_spot.store.store import Folder, Store
 from tests.support.oracle import claim_of
 from tests.support.server import RUN_ID
 from tests.support.shards import checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
@@ -231,7 +230,7 @@ def test_the_loser_of_two_starts_leaves_nothing_to_commit(
     store.claim(claim_of(1, token="mine", run_id=RUN_ID))
     store.owner = Owner(1, digest_of("mine"))
     put_shards(store, shards_of(0, 1, 2), attempt=1)
-    write, write_all = ObjectFolder.write, ObjectFolder.write_all
+    write, write_all = Folder.write, Folder.write_all
 
     def taken() -> None:
         monkeypatch.undo()
@@ -240,17 +239,17 @@ def test_the_loser_of_two_starts_leaves_nothing_to_commit(
             f"{root}/attempts/attempt-0001.json", claim_of(1, token="other", run_id=RUN_ID).to_json().encode()
         )
 
-    def noted(self: ObjectFolder, contents: Mapping[str, Image]) -> None:
+    def noted(self: Folder, contents: Mapping[str, Image]) -> None:
         write_all(self, contents)
         if any(map(is_note, contents)):
             taken()
 
-    def committed(self: ObjectFolder, name: str, data: Image) -> None:
+    def committed(self: Folder, name: str, data: Image) -> None:
         write(self, name, data)
         taken()
 
     patched = ("write_all", noted) if when == "before the manifest" else ("write", committed)
-    monkeypatch.setattr(ObjectFolder, *patched)
+    monkeypatch.setattr(Folder, *patched)
     with pytest.raises(FencedError):
         put_shards(store, shards_of(3), attempt=1)
     assert not any(map(is_note, sizes(store)))

@@ -61,7 +61,7 @@ def test_every_byte_is_received(
 
 def test_what_is_damaged_is_not_opened(source: StoreSource) -> None:
     manifest, data = stored(source, 1)
-    source.store._fs.pipe_file(source.store._files.path(manifest.data_path), data[:-1] + bytes([data[-1] ^ 1]))
+    source.store._fs.pipe_file(source.store._path(manifest.data_path), data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CorruptSnapshotError, match="part 4"):
         source.open(manifest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -891,17 +890,14 @@ def test_one_writer_never_undoes_what_another_committed(tmp_path: Path, monkeypa
     image = memoryview(image_of(1, 1000))
     sealed = manifest_of(1).sealed(image)
     first, second = LocalStore(tmp_path / "run"), LocalStore(tmp_path / "run")
-    aside = first._aside
 
-    @contextlib.contextmanager
-    def overtaken(*arguments: Any) -> Iterator[Path]:
-        with aside(*arguments) as temporary:
-            second.put(sealed, image, attempt=1)
-            monkeypatch.setattr(os, "rename", lambda *_: pytest.fail("the manifest was taken away"))
-            yield temporary
+    def overtaken() -> Iterator[memoryview]:
+        yield image
+        second.put(sealed, image, attempt=1)
+        monkeypatch.setattr(os, "unlink", lambda *_: pytest.fail("the manifest was taken away"))
 
-    monkeypatch.setattr(first, "_aside", overtaken)
-    first.put(sealed, image, attempt=1)
+    assert first.put_parts(replace(sealed, checksums=()), overtaken(), attempt=1) == sealed
+    monkeypatch.undo()
     assert second.has(sealed)
 
 
