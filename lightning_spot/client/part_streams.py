@@ -118,120 +118,103 @@ def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, 
     """
     ranges = part_ranges(manifest.nbytes, manifest.part_bytes)
     parts = [(start, stop, digest) for (start, stop), digest in zip(ranges, manifest.checksums, strict=True)]
-    shared, sent = _Shared(parts), Sent()
-    senders = [_Sender(client, url, upload, shared, encoder) for _ in range(min(CONNECTIONS, len(parts)))]
-    with ThreadPoolExecutor(max(1, len(senders))) as pool:
-        jobs = [pool.submit(sender.run) for sender in senders]
+    sending, connections = _Sending(client, url, upload, parts, encoder), min(CONNECTIONS, len(parts))
+    with ThreadPoolExecutor(max(1, connections)) as pool:
+        jobs = [pool.submit(sending.run) for _ in range(connections)]
         try:
             for job in jobs:
                 while not wait([job], _SILENT_S).done:
-                    if time.monotonic() - shared.arrived_s >= _SILENT_S:
+                    if time.monotonic() - sending.arrived_s >= _SILENT_S:
                         client.ping(_PATIENCE * PING_S)
-                sent.add(job.result())
+                job.result()
         except BaseException:
-            shared.are_stopped = True
-            for sender in senders:
-                sender.stop()
+            sending.stop()
             raise
-    if parts and not shared.are_taken:
+    if parts and not sending.are_taken:
         raise ServerRefusedError(
             "this server serves no connection for the parts", tier=url, reason=TierReason.TOO_MANY_STREAMS
         )
-    return sent
+    return sending.sent
 
 
-class _Sender:
-    """One connection at a time, and what did not arrive over it.
+class _Sending:
+    """The parts of an upload, which several connections take in turn.
 
     Args:
-        client, url, upload, encoder: see :func:`send_parts`.
-        parts: to take from.
+        client, url, upload, parts, encoder: see :func:`send_parts`.
+
+    Attributes:
+        sent: how the parts went.
+        are_taken: whether none is left.
+        arrived_s: when the last one did, by the monotonic clock.
     """
 
-    def __init__(self, client: ServerClient, url: str, upload: str, parts: _Shared, encoder: PartEncoder) -> None:
-        self._client, self._url, self._upload = client, url, upload
-        self._parts, self._encoder = parts, encoder
-        self._again: dict[int, Part] = {}
-        self._sent = Sent()
-        self._stream: PartStream | None = None
+    def __init__(
+        self, client: ServerClient, url: str, upload: str, parts: Iterable[Part], encoder: PartEncoder
+    ) -> None:
+        self._client, self._url, self._upload, self._encoder = client, url, upload, encoder
+        self._parts, self._lock = iter(parts), threading.Lock()
+        self._streams: set[PartStream] = set()
+        self.sent = Sent()
+        self.are_taken = self._are_stopped = False
+        self.arrived_s = time.monotonic()
 
-    def run(self) -> Sent:
-        """Send parts; what arrives damaged, or not at all, is sent again a few times. How they went."""
+    def run(self) -> None:
+        """Send over one connection at a time; what arrives damaged, or not at all, is sent again a few times."""
+        again: dict[int, Part] = {}
         for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
             try:
-                self._send_over()
+                self._send_over(again)
             except ServerRefusedError as error:
-                if error.reason is not TierReason.TOO_MANY_STREAMS:
+                if error.reason is not TierReason.TOO_MANY_STREAMS or (again and last_try):
                     raise
-                if not self._again:
-                    return self._sent  # the server has many others to serve: the connections that it serves do the rest
-                if last_try:
-                    raise
-                time.sleep(_PAUSE_S)  # it may not have noticed yet that the connection before this one broke
+                if again:
+                    time.sleep(_PAUSE_S)  # it may not have noticed yet that the connection before this one broke
             except ServerUnreachableError:
-                if last_try or self._parts.are_stopped:
+                if last_try or self._are_stopped:
                     raise
-            if not self._again:
-                return self._sent
+            if not again:
+                return  # or the server has many others to serve: the connections that it serves do the rest
         raise CorruptSnapshotError(
-            f"bytes {min(self._again)}… arrive damaged at {self._url}, {_SENDS_OF_A_PART} times", where=self._url
+            f"bytes {min(again)}… arrive damaged at {self._url}, {_SENDS_OF_A_PART} times", where=self._url
         )
 
     def stop(self) -> None:
         """Send nothing more: what is under way fails at once."""
-        if self._stream is not None:
-            self._stream.cut()
+        self._are_stopped = True
+        for stream in list(self._streams):
+            stream.cut()
 
-    def _send_over(self) -> None:
-        self._stream = stream = PartStream(self._client, self._upload)
+    def _send_over(self, again: dict[int, Part]) -> None:
+        stream, sent = PartStream(self._client, self._upload), Sent()
+        self._streams.add(stream)
         try:
-            for part, digest in stream.send(self._outgoing()):
-                self._note(part)
+            for part, digest in stream.send(self._outgoing(again)):
+                if part.kind is PartKind.SAME:
+                    sent.same_bytes += part.nbytes
+                elif part.kind is PartKind.DELTA:
+                    sent.delta_bytes += len(part.content)
+                else:
+                    sent.whole_bytes += len(part.content)
                 if digest == part.digest:
-                    del self._again[part.start]
-                    self._parts.arrived_s = time.monotonic()
+                    del again[part.start]
+                    self.arrived_s = time.monotonic()
         finally:
-            self._sent.wire_s += stream.busy_s
+            sent.wire_s = stream.busy_s
+            with self._lock:
+                self.sent.add(sent)
+            self._streams.discard(stream)
             stream.close()
 
-    def _note(self, part: OutgoingPart) -> None:
-        match part.kind:
-            case PartKind.WHOLE:
-                self._sent.whole_bytes += len(part.content)
-            case PartKind.DELTA:
-                self._sent.delta_bytes += len(part.content)
-            case PartKind.SAME:
-                self._sent.same_bytes += part.nbytes
-
-    def _outgoing(self) -> Iterator[OutgoingPart]:
+    def _outgoing(self, again: dict[int, Part]) -> Iterator[OutgoingPart]:
         """What an earlier connection left, whole; then the next parts."""
-        for part in list(self._again.values()):
+        for part in list(again.values()):
             yield self._encoder.whole(part)
-        for part in self._parts:
-            self._again[part[0]] = part
-            yield self._encoder.encode(part)
-
-
-class _Shared:
-    """Parts that several connections take from in turn.
-
-    Attributes:
-        are_taken: whether none is left.
-        are_stopped: whether no more are handed out.
-        arrived_s: when the last one did, by the monotonic clock.
-    """
-
-    def __init__(self, parts: Iterable[Part]) -> None:
-        self.are_taken = self.are_stopped = False
-        self.arrived_s = time.monotonic()
-        self._parts = iter(parts)
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[Part]:
-        while not self.are_stopped:
+        while not self._are_stopped:
             with self._lock:
-                part = next(self._parts, None)
-            if part is None:
+                following = next(self._parts, None)
+            if following is None:
                 self.are_taken = True
                 return
-            yield part
+            again[following[0]] = following
+            yield self._encoder.encode(following)
