@@ -19,7 +19,7 @@ from lightning_spot.snapshot.manifest import OWN_DIR, Manifest, snapshot_order
 from lightning_spot.store import posix, store
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim
 from lightning_spot.store.posix import Beneath, open_regular, opened, tier_errors
-from lightning_spot.store.store import FileStore, Progress, Target, Writer, fetch_ranges
+from lightning_spot.store.store import FileStore, Parts, Progress, Ready, Target, Writer, fetch_ranges
 
 
 class LocalStore(FileStore):
@@ -122,14 +122,7 @@ class LocalStore(FileStore):
             os.close(fd)
         return done
 
-    def _write(
-        self,
-        below: str,
-        parts: Iterable[memoryview],
-        nbytes: int,
-        by: Writer,
-        ready: Callable[[], None] = store.nothing,
-    ) -> None:
+    def _write(self, below: str, parts: Parts, nbytes: int, by: Writer, ready: Ready = store.nothing) -> None:
         """See :meth:`FileStore._write`. What becomes a user's file is not seen in the user's folder before."""
         place, is_users = self.made() / below, "/" not in below
         aside = place.parent / OWN_DIR if is_users else place.parent

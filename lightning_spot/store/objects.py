@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_spot.config import PART_BYTES
@@ -16,7 +16,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Image, slices
 from lightning_spot.store import s3, store
 from lightning_spot.store.fsspec_client import check_bucket, is_s3, move, open_filesystem, tier_errors
-from lightning_spot.store.store import FileStore, Holdings, Progress, Target, Writer
+from lightning_spot.store.store import FileStore, Holdings, Parts, Progress, Ready, Target, Writer
 from lightning_spot.threads import all_at_once
 
 _WRITE_BYTES = 32 * 1024 * 1024
@@ -120,14 +120,7 @@ class ObjectStore(FileStore):
         into[: len(data)] = data
         return len(data)
 
-    def _write(
-        self,
-        below: str,
-        parts: Iterable[memoryview],
-        nbytes: int,
-        by: Writer,
-        ready: Callable[[], None] = store.nothing,
-    ) -> None:
+    def _write(self, below: str, parts: Parts, nbytes: int, by: Writer, ready: Ready = store.nothing) -> None:
         if not self._is_s3:
             self._write_in_turn(self._path(below), parts, ready)
         elif nbytes > (size := s3.block_bytes(nbytes)):
@@ -139,7 +132,7 @@ class ObjectStore(FileStore):
             ready()
             self._fs.pipe_file(self._path(below), bytes(data))
 
-    def _write_in_turn(self, path: str, parts: Iterable[memoryview], ready: Callable[[], None]) -> None:
+    def _write_in_turn(self, path: str, parts: Parts, ready: Ready) -> None:
         """Write through the library's own upload."""
         file = self._fs.open(path, "wb", block_size=_WRITE_BYTES)
         try:

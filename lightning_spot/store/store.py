@@ -247,6 +247,12 @@ SETTLED_S = 3600.0
 Writer = tuple[int, str]
 """On whose behalf something is written: an attempt, and its run's identity."""
 
+Parts = Iterable[memoryview]
+"""The bytes of a file, each part done with when the next one is asked for."""
+
+Ready = Callable[[], None]
+"""Called when all bytes of a file have come, before it becomes visible."""
+
 
 def nothing() -> None:
     """Nothing has to be done before an object becomes visible."""
@@ -343,17 +349,15 @@ class FileStore(ABC):
         """Read a file from byte ``start`` on; how many bytes there were."""
 
     @abstractmethod
-    def _write(
-        self, below: str, parts: Iterable[memoryview], nbytes: int, by: Writer, ready: Callable[[], None] = nothing
-    ) -> None:
+    def _write(self, below: str, parts: Parts, nbytes: int, by: Writer, ready: Ready = nothing) -> None:
         """Write a file in place of what is there, whole or not at all; when this returns it is durable.
 
         Args:
             below: its path.
-            parts: its bytes, each part done with when the next one is asked for.
+            parts: its bytes.
             nbytes: how many, about.
             by: on whose behalf.
-            ready: called when all bytes have come, before the file becomes visible.
+            ready: see :data:`Ready`.
         """
 
     def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
@@ -562,28 +566,24 @@ class FileStore(ABC):
             with self._errors():
                 self._settle(manifest.path_of(manifest.spans[0]), manifest.manifest_path, manifest.name)
             return
-        self._commit(manifest, image, lambda: manifest, attempt)
+        self._commit(manifest, image, attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
         self._check_fences(manifest, attempt)
-        noted = NotedParts(manifest, parts)
-        return self._commit(manifest, noted, noted.sealed, attempt)
+        return self._commit(manifest, NotedParts(manifest, parts), attempt)
 
-    def _commit(
-        self, manifest: Manifest, data: Image | NotedParts, seal: Callable[[], Manifest], attempt: int
-    ) -> Manifest:
+    def _commit(self, manifest: Manifest, data: Image | NotedParts, attempt: int) -> Manifest:
         """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes.
 
         Args:
             manifest: of it, with no checksums yet if it comes in parts.
             data: the bytes.
-            seal: gives the manifest once all of them have been taken.
             attempt: on whose behalf.
         """
         by = (attempt, manifest.run_id)
         with self._errors():
-            sealed = self._write_bytes(manifest, data, seal, by)
+            sealed = self._write_bytes(manifest, data, by)
             for span, size in zip(manifest.spans, self._sizes_of(manifest), strict=True):
                 if size != span.nbytes:
                     what = manifest.path_of(span)
@@ -599,15 +599,16 @@ class FileStore(ABC):
                 raise
             return sealed
 
-    def _write_bytes(
-        self, manifest: Manifest, data: Image | NotedParts, seal: Callable[[], Manifest], by: Writer
-    ) -> Manifest:
+    def _write_bytes(self, manifest: Manifest, data: Image | NotedParts, by: Writer) -> Manifest:
         """Write the files of an image, with no manifest of other bytes beside them; the sealed manifest.
 
         Raises:
             CorruptSnapshotError: if a byte that is in no file is not zero.
         """
         replaced: list[Manifest] = []
+
+        def seal() -> Manifest:
+            return data.sealed() if isinstance(data, NotedParts) else manifest
 
         def ready() -> None:
             """The first file is about to become visible. What is not what was announced never does."""

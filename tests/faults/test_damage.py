@@ -212,19 +212,6 @@ def few_or(many: int, few: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("cases", [few, pytest.param(many, marks=pytest.mark.soak)], ids=["few", "many"])
 
 
-@few_or(60_000, few=3000)
-def test_any_mutation_of_json_is_read_or_one_error(cases: int, seed: int) -> None:
-    rnd = random.Random(seed)
-    seeds = [each.to_json().encode() for each in (manifest(), SHARD, failed(SHARD, "no memory"))] + [
-        b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}'
-    ]
-    for _ in range(cases):
-        data = mutated(rnd, rnd.choice(seeds))
-        for read in (read_json, Manifest.from_json):
-            with contextlib.suppress(MalformedError, CorruptSnapshotError):
-                read(data)
-
-
 def mutated(rnd: random.Random, data: bytes) -> bytes:
     """Some bytes of it flipped, set, cut out, doubled, or replaced by what has a meaning."""
     changed = bytearray(data)
@@ -307,23 +294,35 @@ def test_any_registers_at_storage_are_a_snapshot_or_refused(tmp_path: Path, case
 
 # -- claims, greetings, answers ---------------------------------------------------------------------------------------
 
+RECORD = AttemptRecord(attempt=2, begun_unix_s=1e9, earlier=account_after(AttemptRecord(attempt=1, begun_unix_s=9e8)))
+
+
+def read_record(data: bytes) -> AttemptRecord:
+    return AttemptRecord.from_dict(as_object(read_json(data)))
+
+
+READ: dict[str, tuple[Callable[[Any], Any], list[bytes]]] = {
+    "JSON": (read_json, [manifest().to_json().encode(), b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}']),
+    "manifest": (Manifest.from_json, [each.to_json().encode() for each in (manifest(), SHARD, failed(SHARD, "why"))]),
+    "claim": (Claim.from_json, [CLAIM.to_json().encode()]),
+    "record": (
+        lambda data: AttemptRecord.from_dict(as_object(read_json(data))),
+        [json.dumps(RECORD.as_dict()).encode()],
+    ),
+}
+
 
 @few_or(60_000, few=2000)
-def test_any_mutation_of_a_claim_or_record_is_read_or_refused(cases: int, seed: int) -> None:
-    fields, rnd = json.loads(CLAIM.to_json()), random.Random(seed)
-    del fields["checksum"]
-    for wrong in wrongly(fields):
-        with contextlib.suppress(CorruptSnapshotError):
-            Claim.from_json(json.dumps(wrong))
-    for _ in range(cases):
-        with contextlib.suppress(CorruptSnapshotError):
-            Claim.from_json(mutated(rnd, CLAIM.to_json().encode()))
-        with contextlib.suppress(MalformedError):
-            fields = read_json(mutated(rnd, json.dumps(RECORD.as_dict()).encode()))
-            AttemptRecord.from_dict(as_object(fields))
-
-
-RECORD = AttemptRecord(attempt=2, begun_unix_s=1e9, earlier=account_after(AttemptRecord(attempt=1, begun_unix_s=9e8)))
+@pytest.mark.parametrize("kind", READ)
+def test_whatever_is_damaged_is_read_or_one_error(kind: str, cases: int, seed: int) -> None:
+    (read, seeds), rnd = READ[kind], random.Random(seed)
+    unsealed = [{**json.loads(each)} for each in seeds]
+    for fields in unsealed:
+        fields.pop("checksum", None)
+    forgeries = (json.dumps(wrong) for fields in unsealed for wrong in wrongly(fields))
+    for data in (*forgeries, *(mutated(rnd, rnd.choice(seeds)) for _ in range(cases))):
+        with contextlib.suppress(MalformedError, CorruptSnapshotError):
+            read(data)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,12 +55,7 @@ def parts_of(image: bytes, nbytes: int, fail_at: int | None = None) -> Iterator[
 
 
 @pytest.fixture
-def bucket(s3: str) -> str:
-    return s3
-
-
-@pytest.fixture
-def raw(bucket: str) -> s3fs.S3FileSystem:
+def raw(s3: str) -> s3fs.S3FileSystem:
     return s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
 
 
@@ -68,18 +63,9 @@ def uploads_of(raw: s3fs.S3FileSystem, bucket: str) -> list[str]:
     return [item["Key"] for item in raw.list_multipart_uploads(bucket.removeprefix("s3://")) or []]
 
 
-def test_many_blocks_over_many_connections(bucket: str) -> None:
-    store = ObjectStore(f"{bucket}/run-1")
-    manifest = put(store, 1, nbytes=42 * KIB + 1)
-    manifest.verify(fetched(store, manifest), "s3")
-    again, image = snapshot(2, nbytes=33 * KIB)
-    assert store.put_parts(replace(again, checksums=()), parts_of(image, 256), attempt=1) == again
-    again.verify(fetched(store, again), "s3")
-
-
-def test_a_retried_request_draws_no_random_number_of_a_training(bucket: str) -> None:
+def test_a_retried_request_draws_no_random_number_of_a_training(s3: str) -> None:
     """A bucket that did not answer for 8 s made a training draw other numbers from then on."""
-    ObjectStore(f"{bucket}/run-1")
+    ObjectStore(f"{s3}/run-1")
     state = random.getstate()
     assert retryhandler.delay_exponential("rand", 2, 1) < 1
     assert standard.ExponentialBackoff().delay_amount(SimpleNamespace(attempt_number=1)) < 1
@@ -88,31 +74,20 @@ def test_a_retried_request_draws_no_random_number_of_a_training(bucket: str) -> 
 
 @pytest.mark.parametrize("fail_at", [0, 3, 20])
 @pytest.mark.parametrize("kind", ["s3", "kept"])
-def test_an_error_in_the_middle_leaves_what_was_there(
-    kind: str, bucket: str, raw: s3fs.S3FileSystem, fail_at: int
-) -> None:
+def test_an_error_in_the_middle_leaves_what_was_there(kind: str, s3: str, raw: s3fs.S3FileSystem, fail_at: int) -> None:
     """Leaving ``with fs.open(…)`` by an exception completed the object: 67 of 105 MB replaced the good file."""
-    store = ObjectStore(f"{bucket if kind == 's3' else f'kept://in-the-middle-{fail_at}'}/checkpoints")
+    store = ObjectStore(f"{s3 if kind == 's3' else f'kept://in-the-middle-{fail_at}'}/checkpoints")
     first = put(store, 1, nbytes=30 * KIB, name="last.ckpt", file="")
     second, image = snapshot(2, nbytes=40 * KIB, name="last.ckpt", file="")
     with pytest.raises(SpotError, match="source is gone"):
         store.put_parts(replace(second, checksums=()), parts_of(image, 256, fail_at), attempt=1)
     assert store.has(first)
     first.verify(fetched(store, first), "s3")
-    assert uploads_of(raw, bucket) == []
+    assert uploads_of(raw, s3) == []
 
 
-def test_parts_that_are_not_those_announced_never_appear(bucket: str, raw: s3fs.S3FileSystem) -> None:
-    store = ObjectStore(f"{bucket}/run-1")
-    manifest, image = snapshot(1, nbytes=30 * KIB)
-    with pytest.raises(SpotError, match="not committed"):
-        store.put_parts(replace(manifest, checksums=()), parts_of(image[: 25 * KIB], 256), attempt=1)
-    assert raw.find(f"{bucket}/run-1") == []
-    assert uploads_of(raw, bucket) == []
-
-
-def test_a_missing_bucket_is_an_error_and_is_not_created(bucket: str, raw: s3fs.S3FileSystem) -> None:
-    nowhere = f"{bucket}-not-made"
+def test_a_missing_bucket_is_an_error_and_is_not_created(s3: str, raw: s3fs.S3FileSystem) -> None:
+    nowhere = f"{s3}-not-made"
     store = open_store(f"{nowhere}/run-1")
     with pytest.raises(TierError, match="does not exist"):
         store.survey()
@@ -128,7 +103,7 @@ def test_of_two_hosts_that_claim_at_once_one_is_fenced(
     kind: str, request: pytest.FixtureRequest, tmp_path: Any
 ) -> None:
     for number in range(1, 6):
-        url = f"{request.getfixturevalue('bucket')}/run-{number}" if kind == "s3" else str(tmp_path / f"run-{number}")
+        url = f"{request.getfixturevalue('s3')}/run-{number}" if kind == "s3" else str(tmp_path / f"run-{number}")
         stores = [open_store(url) for _ in range(4)]
         claims = [claim_of(1, token=f"token-{index}") for index in range(4)]
         barrier, won, fenced = threading.Barrier(4), [], []
@@ -224,12 +199,12 @@ RULE = {"ID": "abort", "Status": "Enabled", "Filter": {}, "AbortIncompleteMultip
     ids=["all", "prefix", "another prefix", "off", "another", "none"],
 )
 def test_the_rule_that_ends_unfinished_uploads_is_found(
-    bucket: str, raw: s3fs.S3FileSystem, rule: dict[str, Any] | None, is_one: bool
+    s3: str, raw: s3fs.S3FileSystem, rule: dict[str, Any] | None, is_one: bool
 ) -> None:
     if rule is not None:
-        name = bucket.removeprefix("s3://")
+        name = s3.removeprefix("s3://")
         raw.call_s3("put_bucket_lifecycle_configuration", Bucket=name, LifecycleConfiguration={"Rules": [rule]})
-    assert s3_requests.aborts_unfinished(raw, f"{bucket}/runs/1") == is_one
+    assert s3_requests.aborts_unfinished(raw, f"{s3}/runs/1") == is_one
 
 
 def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

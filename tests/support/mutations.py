@@ -244,9 +244,9 @@ rename of a log | state.loggers | loggers::no_row_is_lost_in_a_kill_while_a_colu
 +    temporary = file
 # a manifest stands without its bytes
 manifest last | store.store | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1] & stores::bytes_that_no_file_would_keep_are_refused[put-kept]
--            sealed = self._write_bytes(manifest, data, seal, by)
+-            sealed = self._write_bytes(manifest, data, by)
 +            self._write_manifest(manifest, by)
-+            sealed = self._write_bytes(manifest, data, seal, by)
++            sealed = self._write_bytes(manifest, data, by)
 # an old manifest stands beside new bytes
 old manifest out of the way | store.store | on_disk::no_old_manifest_stands_beside_new_bytes & object_stores::a_file_another_saved_meanwhile_gets_no_wrong_manifest[True]
 -                self._unnote(manifest)
@@ -319,8 +319,8 @@ fence before put | store.store | fences::without_an_owner_the_number_counts[loca
 +[lambda: None, lambda: self.has(manifest)]
 fence before put of parts | store.store | fences::without_an_owner_the_number_counts[local-put-in-parts] & fences::without_an_owner_the_number_counts[kept-put-in-parts]
 -        self._check_fences(manifest, attempt)
--        noted
-+        noted
+-        return
++        return
 owner before put | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put-what-is-there]
 -            self._all([later, self.check_owner])
 +            later()

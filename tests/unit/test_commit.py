@@ -135,43 +135,30 @@ def test_a_failure_counts_whatever_else_its_writer_has(store: Store, left: Manif
 
 def test_strangers_notes_cost_no_more_than_some_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever may write to the bucket makes no resume read gigabytes, or thousands of objects."""
-    store, read = open_store(str(tmp_path / "run")), list[int]()
+    store, sizes_read, read = open_store(str(tmp_path / "run")), list[int](), Folder.read
     put_shards(store, shards_of(*range(WRITERS - 1)), attempt=1)
     for number in range(200, 500):
         (tmp_path / "run" / NAME / note_name(number, failed=True)).write_text("{}")
     for number in range(10, 20):
         with open(tmp_path / "run" / NAME / note_name(number), "wb") as file:
             file.truncate(60 * 2**20)
-    real = store.folder(NAME, attempt=1, run_id=RUN_ID)  # type: ignore[attr-defined]
 
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
+    def counted(folder: Folder, name: str) -> bytes:
+        data = read(folder, name)
+        sizes_read.append(len(data))
+        return data
 
-        def read(self, name: str) -> bytes:
-            data: bytes = real.read(name)
-            read.append(len(data))
-            return data
-
-    monkeypatch.setattr(store, "folder", lambda *_args, **_more: Counting())
+    monkeypatch.setattr(Folder, "read", counted)
     assert len(look(store, NAME).notes) == WRITERS - 1
-    assert sum(read) <= 128 * 2**20
-    assert len(read) < 100
+    assert sum(sizes_read) <= 128 * 2**20
+    assert len(sizes_read) < 100
 
 
 def test_who_cannot_write_there_knows_that_all_of_it_is_there(
     store: Store, left: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = store.folder  # type: ignore[attr-defined]
-
-    class ReadOnly:
-        def __init__(self, *args: Any, **more: Any) -> None:
-            self._folder = real(*args, **more)
-
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            return _fails if name.startswith(("write", "remove")) else getattr(self._folder, name)
-
-    monkeypatch.setattr(store, "folder", ReadOnly)
+    for method in ("write", "write_all", "remove"):
+        monkeypatch.setattr(Folder, method, _fails)
     assert commit_left(store, NAME) == left
 
 
@@ -184,23 +171,15 @@ def test_damaged_bytes_leave_nothing(store: Store) -> None:
 
 
 def test_what_is_damaged_while_it_is_written_is_not_committed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards, real = shards_of(*range(WRITERS)), store.folder  # type: ignore[attr-defined]
+    shards, write_all = shards_of(*range(WRITERS)), Folder.write_all
 
-    class Damaging:
-        def __init__(self, *args: Any, **more: Any) -> None:
-            self._folder = real(*args, **more)
+    def damaging(folder: Folder, contents: Mapping[str, Image]) -> None:
+        shards[2][1][5] ^= 1  # type: ignore[index]
+        write_all(folder, contents)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._folder, name)
-
-        def write_all(self, contents: dict[str, Any]) -> None:
-            shards[2][1][5] ^= 1  # type: ignore[index]
-            self._folder.write_all(contents)
-
-    with monkeypatch.context() as damaging:
-        damaging.setattr(store, "folder", Damaging)
-        with pytest.raises(CorruptSnapshotError):
-            put_shards(store, shards, attempt=1)
+    monkeypatch.setattr(Folder, "write_all", damaging)
+    with pytest.raises(CorruptSnapshotError):
+        put_shards(store, shards, attempt=1)
     assert sizes(store) == {}
 
 

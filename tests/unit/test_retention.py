@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -179,29 +180,16 @@ def test_a_rewind_is_kept_until_a_later_attempt_has_a_snapshot() -> None:
 # -- what is given, read and written ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        *(
-            0,
-            -1,
-            1.5,
-            True,
-            "2",
-            None,
-            [],
-            {},
-            {"newest": None},
-            {"newest": 0},
-            {"newest": 2, "oldest": 1},
-            {"every_n_steps": 0},
-        ),
-        *({"newer_than": "2"}, {"newer_than": "soon"}, {"newer_than": -1}, {"newer_than": math.nan}, {"mode": "best"}),
-        *({"best": 2}, {"monitor": "val_loss"}, {"best": 1, "monitor": "a\nb"}, {"best": 1, "monitor": 3}),
-        *({"newest": 10**12}, {"best": -1}),
-    ],
-    ids=str,
-)
+NO_POLICY: list[Any] = [
+    *(0, -1, 1.5, True, "2", None, [], {}),
+    *({"newest": newest} for newest in (None, 0, 10**12)),
+    *({"newer_than": age} for age in ("2", "soon", -1, math.nan)),
+    *({"best": 2}, {"best": -1}, {"monitor": "val_loss"}, {"best": 1, "monitor": "a\nb"}, {"best": 1, "monitor": 3}),
+    *({"newest": 2, "oldest": 1}, {"every_n_steps": 0}, {"mode": "best"}),
+]
+
+
+@pytest.mark.parametrize("given", NO_POLICY, ids=str)
 def test_what_is_no_policy_is_refused(given: object) -> None:
     with pytest.raises(SettingsError):
         Keep.of(given)
