@@ -188,16 +188,3 @@ def test_lightnings_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [spot] = [each for each in training.callbacks if isinstance(each, SpotCheckpoint)]
     assert spot.location.url.endswith("run-1")
     assert steps(run) == [3]
-
-
-def test_every_option_is_shown_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command_line("fit", "--help")
-    shown = " ".join(capsys.readouterr().out.split())
-    documented = SpotCheckpoint.__doc__ or ""
-    assert "--spot.on_full {skip,wait}" in shown
-    assert "in which the run is stored, such as" in shown
-    assert shown.count("--spot.") >= documented.count("            ") // 8
-    with pytest.raises(SystemExit):
-        command_line("fit", "--spot.dirpath=s3://bucket/run-1", "--print_config")
-    assert "min_upload_interval_s: null" in capsys.readouterr().out

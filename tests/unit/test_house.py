@@ -98,6 +98,7 @@ def test_the_help_of_lightning_cli_describes_each_argument() -> None:
     }
     arguments = inspect.signature(lightning_spot.SpotCheckpoint).parameters
     assert {f"spot.{name}" for name in arguments} <= helps.keys() - undescribed
+    assert "in which the run is stored, such as" in helps["spot.dirpath"]
 
 
 def _described(text: str, section: str) -> set[str]:

@@ -91,11 +91,6 @@ def clock() -> SimpleNamespace:
 
 
 @pytest.fixture
-def bench(make_bench: Callable[..., Bench]) -> Bench:
-    return make_bench()
-
-
-@pytest.fixture
 def browser(bench: Bench, clock: SimpleNamespace) -> Iterator[Browser]:
     with served(bench.server, secrets=(TOKEN,), clock=lambda: clock.now_s) as port:
         yield Browser(port)
@@ -119,9 +114,8 @@ def test_what_was_not_given_opens_nothing(browser: Browser) -> None:
     assert browser.ask("/open/x", accept="*/*").status == 401
     assert browser.ask("/open/x", Authorization=f"Bearer {TOKEN}").status == 404
     browser.cookie = "spot-page-00000000=x; a=b"
-    assert browser.ask("/").status == 401
-    assert browser.ask("/v1/page", accept="*/*").status == 401
-    assert browser.ask("/v1/links", "POST").status == 401
+    for path, method in (("/", "GET"), ("/v1/page", "GET"), ("/v1/links", "POST")):
+        assert browser.ask(path, method, accept="*/*").status == 401
 
 
 def test_links_and_sessions_end(browser: Browser, clock: SimpleNamespace) -> None:
