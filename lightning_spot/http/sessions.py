@@ -12,8 +12,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +27,6 @@ from lightning_spot.protocol.ownership import peer_of
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.say import say
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.slots import Slot
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.threads import in_background
 from lightning_spot.untrusted import read_object
@@ -86,7 +84,7 @@ class Sessions:
             try:
                 lines = _Lines(connection, pidfd)
                 if lines.next():  # by then the answer of HTTP was read, and no more
-                    _send(connection, {"session": session}, None)
+                    connection.sendall(_line(session=session))
                 while line := lines.next():
                     self._answer(connection, read_object(line), pins)
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -99,42 +97,34 @@ class Sessions:
             os.close(pidfd)
 
     def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
+        """Say what the memory of a slot or a snapshot is, with a descriptor of it."""
         connection.settimeout(_SEND_TIMEOUT_S)
-        if "slot" in asked:
-            with self._of_slot(int(asked["slot"])) as (told, fd):
-                _send(connection, told, fd)
-            return
-        key = self._server.registry.key(str(asked["run"]))
-        found = self._find(key, str(asked["name"]), pins)
-        if found is None:
-            _send(connection, {"missing": True}, None)
-            return
-        with self._of_slot(found.index) as (told, fd):
-            _send(connection, told, fd)
-
-    @contextmanager
-    def _of_slot(self, index: int) -> Iterator[tuple[dict[str, Any], int | None]]:
-        """What is said of a slot, and a descriptor of its memory that stays what it is until it is sent."""
         ring = self._server.ring
+        if "slot" in asked:
+            index = int(asked["slot"])
+        else:
+            index = self._find(self._server.registry.key(str(asked["run"])), str(asked["name"]), pins)
         with ring.changed:  # another thread may give the slot other memory
             slot = ring.slot(index)
             fd = ring.descriptor(slot) if slot is not None else None
             told = {"capacity": slot.capacity, "generation": slot.buffer.generation} if slot is not None else {}
+        if fd is None:
+            connection.sendall(_line(missing=True))
+            return
         try:
-            yield (told, fd) if fd is not None else ({"missing": True}, None)
+            socket.send_fds(connection, [_line(**told)], [fd])
         finally:
-            if fd is not None:
-                os.close(fd)
+            os.close(fd)
 
-    def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
-        """The slot of a snapshot, shard or file of that name, pinned until the connection closes."""
+    def _find(self, run: str, name: str, pins: ExitStack) -> int:
+        """Slot of a snapshot, shard or file of that name, pinned until the connection closes; -1 if there is none."""
         ring = self._server.ring
         for held, _ in ring.readable(run, name):
             with suppress(SnapshotNotFoundError):  # it has just left
                 if len(held.slots) == 1:  # of several, each shard is asked for
                     pins.enter_context(ring.reading(held))
-                    return held.slots[0]
-        return None
+                    return held.slots[0].index
+        return -1
 
 
 class _Lines:
@@ -166,12 +156,8 @@ class _Lines:
         return line
 
 
-def _send(connection: socket.socket, message: dict[str, Any], fd: int | None) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    if fd is None:
-        connection.sendall(data)
-    else:
-        socket.send_fds(connection, [data], [fd])
+def _line(**message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _note_ended(left: list[RunInfo], pidfd: int | None) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError
-from lightning_spot.http import sessions
 from lightning_spot.run import sources
 from lightning_spot.run.sources import MemorySource
 from lightning_spot.run.survey import Survey, survey
@@ -56,17 +55,15 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
     ring = server.ring
     slot = ring.try_lease(RUN, 1000)
     slot.memory.map[:4] = b"mine"
-    nbytes, send, others = slot.capacity, sessions._send, []
+    nbytes, send, others = slot.capacity, socket.send_fds, []
 
-    def replaced_first(connection: socket.socket, told: dict[str, Any], fd: int | None) -> None:
-        if fd is not None:
-            memory = ring._take_memory(slot)
-            memory.close()
-            others.append(open(tmp_path / "other", "wb+"))  # noqa: SIM115 - it is to stay open
-            others[0].truncate(nbytes)
-        send(connection, told, fd)
+    def replaced_first(connection: socket.socket, lines: list[bytes], fds: list[int]) -> int:
+        ring._take_memory(slot).close()
+        others.append(open(tmp_path / "other", "wb+"))  # noqa: SIM115 - it is to stay open
+        others[0].truncate(nbytes)
+        return send(connection, lines, fds)
 
-    monkeypatch.setattr(sessions, "_send", replaced_first)
+    monkeypatch.setattr(socket, "send_fds", replaced_first)
     with sessions_of(server, tmp_path / "http") as begin:
         session = begin()
         mapped = session.map_slot(slot.index, slot.buffer.generation)
