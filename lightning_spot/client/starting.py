@@ -35,6 +35,7 @@ _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measure
 _KILL_TIMEOUT_S = 5.0
 _DRAIN_S = UPLOAD_TIMEOUT_S + 30.0  # after SIGTERM a server uploads for so long, and closes
 _SHOWN_BYTES = 2000
+_FLAGS = {"slots": "--slots", "memory_bytes": "--memory-limit", "server_idle_timeout_s": "--idle-timeout"}
 
 
 def attach(
@@ -166,7 +167,7 @@ def _connect(
                         reason=TierReason.PROTOCOL,
                     ) from error
             elif wanted := settings():
-                _spawn(record, opened, deadline, **wanted)
+                _spawn(record, opened, deadline, wanted)
             else:
                 return None
 
@@ -192,24 +193,9 @@ def _wait_or_end(record: ServerRecord, error: ServerUnreachableError, deadline: 
         ) from error
 
 
-def _spawn(
-    record: ServerRecord,
-    opened: ServerRecord,
-    deadline: float,
-    *,
-    slots: int,
-    memory_bytes: int,
-    server_idle_timeout_s: float,
-) -> None:
+def _spawn(record: ServerRecord, opened: ServerRecord, deadline: float, settings: Mapping[str, Any]) -> None:
     command = [sys.executable, "-m", "lightning_spot.http.program", "--embedded", str(record.folder), record.key]
-    command += [
-        "--slots",
-        str(slots),
-        "--memory-limit",
-        str(memory_bytes),
-        "--idle-timeout",
-        str(server_idle_timeout_s),
-    ]
+    command += [str(each) for name, flag in _FLAGS.items() for each in (flag, settings[name])]
     package_home = str(Path(__file__).resolve().parents[2])
     environment, token = environment_of_server()
     environment["PYTHONPATH"] = os.pathsep.join([package_home, *_python_path()])

@@ -26,13 +26,12 @@ from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_fit import stopped
 from tests.support import folders
 from tests.support.said import said_about
-from tests.support.server import RunningServer, image_of, manifest_of, served
+from tests.support.server import StartServer, image_of, manifest_of, served
 from tests.support.uploads import server_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
 
-StartServer = Callable[..., RunningServer]
 SECRET, OTHER_SECRET = "a-secret-of-a-server", "another-one-of-a-server"
 MINE, FOREIGN = "0123456789ab", "ba9876543210"
 WRITE = Scope(prefix="team-a", rights=Rights.WRITE, expires_unix_s=int(time.time()) + 3600)

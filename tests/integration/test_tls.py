@@ -40,7 +40,7 @@ from tests.integration.test_fit import stopped
 from tests.integration.test_service_limits import Silent, connected, context_of, descriptors, hung_up, serving
 from tests.support import folders
 from tests.support.said import said_about
-from tests.support.server import RunningServer
+from tests.support.server import RunningServer, StartServer
 from tests.support.snapshots import spot
 from tests.support.trainer import Net, Probe, data, trainer
 from tests.support.uploads import asked, begin, open_run, part_of, plain_of, send, server_of, streaming
@@ -49,7 +49,6 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.guarantee("G30")
 __all__ = ["descriptors"]  # a fixture
 
-StartServer = Callable[..., RunningServer]
 PARTS = 5 * 2**20
 TOKEN = "correct-horse-battery"
 
