@@ -61,7 +61,7 @@ class Ranks:
         return self.server.seal(upload.id, manifest)
 
     def status(self, step: int) -> tuple[Status, str]:
-        return self.server.status_of(RUN, snapshot_name(step, 1))
+        return self.server.awaited(RUN, snapshot_name(step, 1), 0.0)
 
     def names(self) -> list[str]:
         return [manifest.name for _, manifest in self.server.ring.readable(RUN_ID)]
