@@ -81,7 +81,10 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             texts = [f"{name}@{identity}" if identity and names.count(name) > 1 else name for name, identity in runs]
             entries = [_directory(text) for text in sorted(set(texts))]
         else:
-            entries = self._children(run, below)
+            there = self._entries(run)
+            entries = [there[name] for name in sorted(there) if name.rpartition("/")[0] == path]
+            if below and not entries:
+                entries = [self._file_info(path)]
         return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
@@ -90,14 +93,10 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         run, _, below = path.partition("/")
         if not run:
             return _directory("")
-        files = self._files(run)  # raises if there is no such run
-        if not below:
-            return _directory(path)
-        if (found := next((entry for entry in files if entry["name"] == path), None)) is not None:
+        entries = self._entries(run)  # raises if there is no such run
+        if (found := entries.get(path)) is not None:
             return found
-        if any(entry["name"].startswith(f"{path}/") for entry in files):
-            return _directory(path)
-        if below == LAST and (newest := _newest(files)) is not None:
+        if below == LAST and (newest := _newest([*entries.values()])) is not None:
             if newest["path"].endswith(f"/{MODEL_FILE}"):
                 return {**newest, "name": path}
             raise SnapshotNotFoundError(
@@ -122,13 +121,8 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """Read a file, or the bytes ``[start, end)`` of it."""
-        info = self._file_info(path)
-        size = int(info["size"])
-        first = max(0, size + start if start is not None and start < 0 else start or 0)
-        last = min(size, size if end is None else size + end if end < 0 else end)
-        buffer = bytearray(max(0, last - first))
-        self.fill(info, first, memoryview(buffer))
-        return bytes(buffer)
+        data: bytes = super().cat_file(path, start, end, cache_type="none", **kwargs)
+        return data
 
     def fill(self, info: dict[str, Any], start: int, into: memoryview) -> None:
         """Read bytes of the very file that :meth:`info` told of; an error if it was replaced meanwhile."""
@@ -165,49 +159,36 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.unstrip_protocol(path))
         return info
 
-    def _files(self, run: str) -> list[dict[str, Any]]:
-        """Every file of a run that is in the server's memory."""
+    def _entries(self, run: str) -> dict[str, dict[str, Any]]:
+        """Every file of a run that is in the server's memory, and the folders of these, by path."""
         answer = self.client.call("GET", f"/v1/runs/{quoted(run)}/snapshots")
+        entries = {run: _directory(run)}
         with answered(str(self.client.address)):
             listed = {item.manifest.name: item for item in Listed.all_of(answer)}
             if not listed and not integer(answer, "attempt", None, 0, LARGEST):
                 raise SnapshotNotFoundError(f"this server has no run {run!r}")
             of_one = [item.manifest for item in listed.values() if item.manifest.shard is None]
-            of_several = put_together(item.manifest for item in listed.values())
-            return [
-                {
-                    "name": f"{run}/{file_path(manifest.path_of(span))}",
-                    "path": f"{run}/{manifest.path_of(span)}",
-                    "size": span.nbytes,
-                    "type": "file",
-                    "created": manifest.created_unix_s,
-                    "etag": etag_of(manifest),
-                    "step": manifest.step,
-                }
-                for manifest in [*of_one, *of_several]
-                for span in manifest.spans
-            ]
-
-    def _children(self, run: str, below: str) -> list[dict[str, Any]]:
-        files = self._files(run)
-        path = f"{run}/{below}".rstrip("/")
-        exact = [entry for entry in files if entry["name"] == path]
-        if exact:
-            return exact
-        children: dict[str, dict[str, Any]] = {}
-        for entry in files:
-            name = str(entry["name"])
-            if name.startswith(path + "/"):
-                child = f"{path}/{name[len(path) + 1 :].split('/')[0]}"
-                children[child] = entry if child == name else _directory(child)
-        if not children and below:
-            return [self._file_info(path)]  # the alias, or nothing
-        return [children[name] for name in sorted(children)]
+            for manifest in [*of_one, *put_together(item.manifest for item in listed.values())]:
+                for span in manifest.spans:
+                    path = f"{run}/{file_path(manifest.path_of(span))}"
+                    entries[path] = {
+                        "name": path,
+                        "path": path,
+                        "size": span.nbytes,
+                        "type": "file",
+                        "created": manifest.created_unix_s,
+                        "etag": etag_of(manifest),
+                        "step": manifest.step,
+                    }
+                    while (path := path.rpartition("/")[0]) not in entries:
+                        entries[path] = _directory(path)
+        return entries
 
 
 def _newest(files: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first file of the newest exact snapshot: what ``last.ckpt`` stands for, if that is the checkpoint."""
-    orders = [(snapshot_order(entry["path"].split("/")[-2]), entry) for entry in files if entry["path"].count("/") > 1]
+    nested = [entry for entry in files if entry["type"] == "file" and entry["path"].count("/") > 1]
+    orders = [(snapshot_order(entry["path"].split("/")[-2]), entry) for entry in nested]
     exact = [(order, entry) for order, entry in orders if order is not None and order[2]]
     newest = max((order for order, _ in exact), default=None)
     return next((entry for order, entry in exact if order == newest), None)
