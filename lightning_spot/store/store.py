@@ -560,12 +560,12 @@ class FileStore(ABC):
     def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """See :meth:`Store.put`."""
         _, is_there = self._all([lambda: self._check_fences(manifest, attempt), lambda: self.has(manifest)])
-        if is_there and (self._checks_what_comes or self._has_the_bytes(manifest)):
-            # A server that takes over from a killed one may not know that this was committed, and must not undo it. Its
-            # predecessor may have been killed before the names were durable.
-            with self._errors():
+        with self._errors():
+            if is_there and (self._checks_what_comes or self._has_the_bytes(manifest)):
+                # A server that takes over from a killed one may not know that this was committed, and must not undo it.
+                # Its predecessor may have been killed before the names were durable.
                 self._settle(manifest.path_of(manifest.spans[0]), manifest.manifest_path, manifest.name)
-            return
+                return
         self._commit(manifest, image, attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:

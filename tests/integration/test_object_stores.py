@@ -27,9 +27,11 @@ from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.store import fsspec_client
 from lightning_spot.store import s3 as s3_requests
-from lightning_spot.store.fences import digest_of
+from lightning_spot.store.fences import Claim
 from lightning_spot.store.fsspec_client import tier_errors
 from lightning_spot.store.objects import ObjectStore
+from lightning_spot.store.store import Store
+from lightning_spot.threads import all_at_once
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.store import Kept, fetched, put, snapshot
@@ -106,24 +108,20 @@ def test_of_two_hosts_that_claim_at_once_one_is_fenced(
         url = f"{request.getfixturevalue('s3')}/run-{number}" if kind == "s3" else str(tmp_path / f"run-{number}")
         stores = [open_store(url) for _ in range(4)]
         claims = [claim_of(1, token=f"token-{index}") for index in range(4)]
-        barrier, won, fenced = threading.Barrier(4), [], []
 
-        def claim(index: int) -> None:
-            barrier.wait()  # noqa: B023 # threads end within the loop
-            try:
-                stores[index].claim(claims[index])  # noqa: B023
-                won.append(index)  # noqa: B023
-            except FencedError:
-                fenced.append(index)  # noqa: B023
+        barrier = threading.Barrier(4)
 
-        threads = [threading.Thread(target=claim, args=(index,)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (len(won), len(fenced)) == (1, 3)
+        def claim(store: Store, claim: Claim, barrier: threading.Barrier = barrier) -> bool:
+            barrier.wait()
+            with contextlib.suppress(FencedError):
+                store.claim(claim)
+                return True
+            return False
+
+        won = all_at_once([functools.partial(claim, *each) for each in zip(stores, claims, strict=True)], "claim")
+        assert sum(won) == 1
         newest = stores[0].newest_claim()
-        assert newest.digest == digest_of(f"token-{won[0]}")
+        assert newest.digest == claims[won.index(True)].digest
 
 
 @pytest.mark.parametrize(("part_bytes", "at_once"), [(8 * MIB, 16), (32 * MIB, 4), (512 * MIB, 1)])

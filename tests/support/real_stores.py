@@ -36,6 +36,9 @@ CLIENTS = INSTALLED / "clients"
 class Server:
     """A server, which keeps what it has from one start to the next.
 
+    Each has a ``program()``, the ``command(read_only=)`` that starts it, and the ``environment(wrong=)`` of its
+    clients: where it is, and credentials, right or wrong ones.
+
     Args:
         folder: of its own.
         port: of loopback.
@@ -52,19 +55,6 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
         self._log = folder / "server.log"
         folder.mkdir()
-
-    @classmethod
-    def program(cls) -> Path:
-        """Of the server."""
-        raise NotImplementedError
-
-    def command(self, *, read_only: bool) -> list[str]:
-        """That starts it."""
-        raise NotImplementedError
-
-    def environment(self, *, wrong: bool = False) -> dict[str, str]:
-        """Of its clients: where it is, and credentials, right or wrong ones."""
-        raise NotImplementedError
 
     def read_only(self) -> dict[str, str] | None:
         """Credentials that may read only; ``None`` if it has none."""
