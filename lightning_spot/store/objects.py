@@ -36,6 +36,7 @@ class ObjectStore(FileStore):
         SettingsError: if the URL is malformed or its file system is not installed.
     """
 
+    _at_once_bytes = PART_BYTES  # of which a library may make a copy
     _checks_what_comes = True
 
     def __init__(self, url: str, *, is_lent: bool = False) -> None:
@@ -150,7 +151,7 @@ class ObjectStore(FileStore):
     def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
         """See :meth:`FileStore._write_all`; side by side."""
         jobs = {
-            below: functools.partial(self._write, below, slices(data, PART_BYTES), len(data), by)
+            below: functools.partial(self._write, below, slices(data, self._at_once_bytes), len(data), by)
             for below, data in contents.items()
         }
         for below in [each for each in jobs if self._is_s3 and len(contents[each]) > s3.BLOCK_BYTES]:

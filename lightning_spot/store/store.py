@@ -66,8 +66,6 @@ class Target(Protocol):
         """Write bytes."""
 
 
-WRITE_BYTES = 128 * 1024 * 1024  # at a time: 0.06 s of the kernel's CPU time a GiB; 0.10 s with 8 MiB, or all at once
-
 LONGEST_MANIFEST_BYTES = 64 * 2**20
 """A manifest or claim that is longer is refused before it is read."""
 
@@ -307,6 +305,7 @@ class FileStore(ABC):
     """
 
     owner: Owner | None = None
+    _at_once_bytes = 128 * 1024 * 1024  # written: 0.06 s of the kernel's CPU a GiB; 0.10 s with 8 MiB, or all at once
     _checks_what_comes = False
     """Whether the tier acknowledges only bytes that have the checksum they were sent with, and keeps them so."""
 
@@ -363,7 +362,7 @@ class FileStore(ABC):
     def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
         """Write several files, each as by :meth:`_write`. A disk writes faster at one place."""
         for below, data in contents.items():
-            self._write(below, slices(data, WRITE_BYTES), len(data), by)
+            self._write(below, slices(data, self._at_once_bytes), len(data), by)
 
     @abstractmethod
     def _create(self, below: str, data: bytes, by: Writer) -> None:
@@ -628,7 +627,7 @@ class FileStore(ABC):
                 ready()
                 self._write_several(manifest, data, by)
             else:
-                parts = data if isinstance(data, NotedParts) else slices(data, WRITE_BYTES)
+                parts = data if isinstance(data, NotedParts) else slices(data, self._at_once_bytes)
                 self._write(manifest.data_path, parts, manifest.nbytes, by, ready)
             return seal()
         except BaseException:
