@@ -444,12 +444,8 @@ class SnapshotServer:
         with self.ring.changed:
             tiers, servers, info = self.ring.tiers(key), self._servers(key), self.registry.info(key)
             found = servers.all if servers is not None else []
-            used, uploader = [each for each in found if each.used], servers.uploader if servers is not None else None
         return {
             "destinations": [*tiers.all],
-            "carried": list(tiers.carried),
-            "server": next((each.url for each in (uploader, *used) if each is not None), ""),
-            "carrier": uploader.url if uploader is not None else "",
             "kept_at": self._kept_at(key),
             "servers": {
                 each.url: f"away: {each.why}" if each.failures and not each.used else each.role.value for each in found

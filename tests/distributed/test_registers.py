@@ -175,14 +175,6 @@ def test_a_rank_that_ends_leaves_the_snapshot_to_the_next_one(ranks: Ranks) -> N
     assert ranks.status(2)[0] is Status.COMMITTED
 
 
-def test_ranks_with_other_plans_abort_the_snapshot(ranks: Ranks) -> None:
-    ranks.write(1, 0)
-    shard = shard_manifest(1, 1, 3).shard
-    assert shard is not None
-    ranks.write(1, 1, shard=replace(shard, digest="another plan"))
-    assert ranks.status(1)[0] is Status.ABORTED
-
-
 def test_a_rank_of_an_earlier_attempt_writes_nothing(ranks: Ranks) -> None:
     ranks.bench.open(attempt=2, session="rank-0", durable=False)
     with pytest.raises(FencedError):

@@ -12,7 +12,7 @@ import pytest
 from lightning_spot.client.remote import ServerStore
 from tests.support.link import FAR
 from tests.support.network import TOKEN, listening, network_or_skip
-from tests.support.server import RUN_ID
+from tests.support.server import RUN_ID, is_kept
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Sender, state
 
@@ -33,7 +33,7 @@ def test_a_snapshot_gets_to_a_server_by_a_far_link_and_back(
         sender, read = Sender(tmp_path, url), []
         try:
             sender.open(durable=False, servers=(url,))
-            until(lambda: sender.server.route(RUN_ID)["server"], "the server")
+            until(lambda: is_kept(sender.server.route(RUN_ID)), "the server")
             sent.extend(sender.bring(step, image) for step, image in enumerate(images, 1))
             store = ServerStore(f"{url}/{RUN}")
             for manifest in sorted(store.survey().manifests, key=lambda manifest: manifest.step):

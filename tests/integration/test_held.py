@@ -27,6 +27,7 @@ from tests.support.server import (
     MakeWithServers,
     ServerBehind,
     WithServers,
+    is_kept,
 )
 from tests.support.waiting import until
 
@@ -46,7 +47,7 @@ def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make_bench: Cal
     bench = make_bench(kind=TwoSlots, allow=[])
     for run_id in (f"{number:012x}" for number in range(4)):  # twice as many as it has slots
         bench.start(FIRST, run_id=run_id)
-        until(lambda run_id=run_id: bench.server.status()["runs"][f"run@{run_id}"]["server"], "the server")
+        until(lambda run_id=run_id: is_kept(bench.server.status()["runs"][f"run@{run_id}"]), "the server")
         for step in (1, 2):
             bench.save(step, run_id=run_id, complete=step == 2)
             assert bench.flush() == []
@@ -59,7 +60,7 @@ def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make_bench: Cal
 def test_the_last_word_is_said_when_the_trainers_server_ends(with_servers: MakeWithServers) -> None:
     bench = with_servers([])
     bench.start(FIRST)
-    until(lambda: bench.server.status()["runs"][RUN]["server"], "the server")
+    until(lambda: is_kept(bench.server.status()["runs"][RUN]), "the server")
     bench.tier().open.clear()
     bench.save(1)
     until(lambda: bench.held(FIRST), "the snapshot server to have it")
@@ -130,7 +131,7 @@ def test_the_speed_of_a_tier_that_a_server_now_writes_is_ignored(with_servers: M
     url = bench.tier().url
     assert not bench.server.tiers()[url].carried
     behind.server = server
-    until(lambda: bench.server.status()["runs"][RUN]["carried"], "the server to carry the run on")
+    until(lambda: bench.server.status()["runs"][RUN]["kept_at"], "the server to carry the run on")
     bench.save(2)
     assert bench.flush() == []
     health = bench.server.tiers()

@@ -371,6 +371,11 @@ class RunningServer:
         return self.process.wait(timeout=DEADLINE_S)
 
 
+def is_kept(run: dict[str, Any]) -> bool:
+    """Whether a run is kept at a snapshot server, by what its host's server says of it."""
+    return not {"holds it", "carries it on"}.isdisjoint(run["servers"].values())
+
+
 def server_pid(host: EmbeddedHost) -> int:
     """Of the local server of a host."""
     return int(host.client.call("GET", "/v1/status")["pid"])

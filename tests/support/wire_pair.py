@@ -19,7 +19,7 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.protocol.wire import PartKind
 from lightning_spot.snapshot import packing
 from lightning_spot.store.local import LocalStore
-from tests.support.server import MIB, RUN, RUN_ID, Bench, manifest_of, served
+from tests.support.server import MIB, RUN, RUN_ID, Bench, is_kept, manifest_of, served
 from tests.support.waiting import until
 
 needs_zstd = pytest.mark.skipif(not packing.can_pack(), reason="this Python has no zstd")
@@ -66,7 +66,7 @@ class Pair:
 
     def open(self, url: str = "", **more: Any) -> None:
         self.near.open(durable=False, servers=(url or self.url,), **more)
-        until(lambda: self.near.server.route(RUN_ID)["server"], "the server")
+        until(lambda: is_kept(self.near.server.route(RUN_ID)), "the server")
 
     def check(self, step: int, image: bytes) -> None:
         """The receiver holds exactly this, and pins nothing any more."""

@@ -27,12 +27,11 @@ from lightning_spot.server.slots import (
     reusable,
 )
 from lightning_spot.server.slots import Slots as AllSlots
-from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest, Order, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store import commit
 from lightning_spot.store.local import LocalStore
-from tests.support.server import RUN_ID, MakeBench, manifest_of
+from tests.support.server import RUN, RUN_ID, Bench, MakeBench, manifest_of
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, sealed_shard, shard_image, shard_manifest
 from tests.support.waiting import until
 
@@ -252,6 +251,12 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
     assert found.slot is slots.all[0]  # and not the other writer's
 
 
+def sealed_first(bench: Bench) -> Manifest:
+    """Have rank 0 write its shard of the first step, of two."""
+    first = shard_manifest(1, 0)
+    return bench.server.seal(bench.server.lease(RUN, 1, first.nbytes).id, first)
+
+
 # -- what a ring forgets ----------------------------------------------------------------------------------------------
 
 
@@ -336,27 +341,12 @@ def test_a_writer_waits_for_no_memory_that_only_its_shard_frees(make_bench: Make
     """Else training would stand as long as it may wait for a slot."""
     bench = make_bench(memory_bytes=2**21)
     bench.open(durable=False)
-    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    bench.server.seal(bench.server.lease(run, 1, first.nbytes).id, first)
+    sealed_first(bench)
     with pytest.raises(SnapshotFailedError) as caught:
-        bench.server.lease(run, 1, 2**21, writer=1, wait_s=30.0, cancelled=lambda: pytest.fail("it waits"))
+        bench.server.lease(RUN, 1, 2**21, writer=1, wait_s=30.0, cancelled=lambda: pytest.fail("it waits"))
     assert caught.value.reason is FailureReason.TOO_LARGE
-    bench.server.fail(run, 1, failed_shard(1, 1))
-    assert bench.server.lease(run, 1, 2**21, writer=1, wait_s=30.0)
-
-
-def test_shards_of_a_rank_that_ended_are_not_waited_for(make_bench: MakeBench) -> None:
-    bench = make_bench()
-    bench.open(durable=False)
-    bench.server.begin_session("rank 1")
-    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    bench.server.seal(bench.server.lease(run, 1, first.nbytes).id, first)
-    bench.server.lease(run, 1, first.nbytes, writer=1, session="rank 1")
-    assert bench.server.ring.status_of(RUN_ID, first.snapshot)[0] is Status.PENDING
-    bench.server.end_session("rank 1")
-    state, why = bench.server.ring.status_of(RUN_ID, first.snapshot)
-    assert state is Status.ABORTED
-    assert "rank 1: it ended" in why
+    bench.server.fail(RUN, 1, failed_shard(1, 1))
+    assert bench.server.lease(RUN, 1, 2**21, writer=1, wait_s=30.0)
 
 
 def test_a_rank_that_ends_may_drop_an_older_failure(ring: Ring) -> None:
@@ -374,9 +364,8 @@ def test_why_a_shard_failed_outlives_a_killed_server(make_bench: MakeBench, runt
     """The next one waited for what would never come."""
     killed = make_bench(area=runtime_dir / "area")
     killed.open(durable=False)
-    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    killed.server.seal(killed.server.lease(run, 1, first.nbytes).id, first)
-    killed.server.fail(run, 1, failed_shard(1, 1))
+    first = sealed_first(killed)
+    killed.server.fail(RUN, 1, failed_shard(1, 1))
     killed.die()
     heir = make_bench(area=runtime_dir / "area")
     assert heir.server.ring.status_of(RUN_ID, first.snapshot) == (Status.ABORTED, "rank 1: no memory")
@@ -387,11 +376,10 @@ def test_an_orphan_keeps_no_server_of_a_complete_run(make_bench: MakeBench) -> N
     bench = make_bench()
     bench.server.begin_session("rank 0")
     bench.open(session="rank 0")
-    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    bench.server.seal(bench.server.lease(run, 1, first.nbytes).id, first)
+    sealed_first(bench)
     bench.server.end_session("rank 0")
     assert not bench.server.finished
-    bench.server.close_run(run, "rank 0", complete=True)
+    bench.server.close_run(RUN, "rank 0", complete=True)
     assert bench.server.finished
 
 
@@ -403,13 +391,13 @@ def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: Mak
     names = [shard_name(snapshot_name(9, 1, complete=True), writer) for writer in (0, 1)]
     first = apart_shard(9, 0, name=names[0], complete=True)
     second = sealed_apart(9, 1, name=names[1], complete=True)
-    run, upload = f"run@{RUN_ID}", bench.server.lease(f"run@{RUN_ID}", 1, first.nbytes)
+    upload = bench.server.lease(RUN, 1, first.nbytes)
     upload.slot.view(first.nbytes)[:] = shard_image(first)
     bench.server.seal(upload.id, first)
     folder = Path(bench.tier().url) / first.snapshot
     until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
     bench.server.end_session("rank 0")
-    bench.server.close_run(run, "rank 0", complete=True)
+    bench.server.close_run(RUN, "rank 0", complete=True)
     until(lambda: bench.server.settled, "nobody to wait for it")
     assert not bench.server.finished
     commit.put_shards(
@@ -417,19 +405,3 @@ def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: Mak
     )  # as another host
     until(lambda: bench.server.finished, "it to be seen complete")
     assert bench.server.ring.view(RUN_ID).only_here == set()
-
-
-def test_shards_of_an_aborted_snapshot_go_from_storage(make_bench: MakeBench) -> None:
-    bench = make_bench()
-    bench.server.begin_session("rank 0")
-    bench.open(session="rank 0", hosts=2)
-    first, run = shard_manifest(1, 0), f"run@{RUN_ID}"
-    first = replace(first, files=(FileSpan("rank-00000.pt", 0, first.nbytes),))
-    folder = Path(bench.tier().url) / first.snapshot
-    upload = bench.server.lease(run, 1, first.nbytes)
-    upload.slot.view(first.nbytes)[:] = shard_image(first)
-    bench.server.seal(upload.id, first)
-    until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
-    other = [(failed_shard(1, 1), memoryview(b""))]
-    commit.put_shards(LocalStore(bench.tier().url), other, attempt=1)  # as the other host does
-    until(lambda: not (folder / "shard-00000.json").exists(), "it to go")

@@ -16,7 +16,7 @@ from lightning_spot.server import worker
 from lightning_spot.server.reconcile import LAST_RETRY_S, Action, Destination, Kind
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.retention import Keep
-from tests.support.server import FIRST, MIB, OTHER_ID, RUN, RUN_ID, Bench, WithServers, manifest_of
+from tests.support.server import FIRST, MIB, OTHER_ID, RUN, RUN_ID, Bench, WithServers, is_kept, manifest_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G19")
@@ -290,7 +290,7 @@ def test_a_slow_bucket_does_not_slow_the_server_down(tmp_path: Path, allowed: bo
     bench = WithServers(tmp_path, [str(tmp_path)] if allowed else [])
     try:
         bench.open(servers=(FIRST,))
-        until(lambda: bench.server.status()["runs"][RUN]["server"], "the server")
+        until(lambda: is_kept(bench.server.status()["runs"][RUN]), "the server")
         nbytes, step_s = 100_000, 0.01
         for store in (bench.by_server(FIRST), bench.tier()):
             store.bytes_per_s = nbytes / (200 * step_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
 from lightning_spot.capture.ending import paces_of
-from lightning_spot.cli import main
 from lightning_spot.interval.adaptive import Adaptive
 from lightning_spot.interval.costs import Costs, Failure, TierPace
 from lightning_spot.server.tier import TierHealth
@@ -306,19 +304,3 @@ def test_machines_are_lost_as_they_would_be_without_crashes() -> None:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_a_server_makes_snapshots_several_times_as_frequent(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["simulate", "--hosts", "8", "--snapshot-size", "10GB", "--server-speed", "600MB/s"]
-    names = ["ConvergenceAware", "YoungDaly", "OverheadBudget"]
-    chosen = [word for name in names for word in ("--policy", name)]
-    assert main([*arguments, *chosen, "--runs", "20", "-o", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)["tiers"]
-    alone, with_server = told["storage only"], told["with a snapshot server"]
-    for before, after in zip(alone, with_server, strict=True):
-        assert after["snapshots"] >= 2.5 * before["snapshots"]
-        server, durable = after["tiers"][1:]
-        assert server["behind_s"] < before["tiers"][-1]["behind_s"] / 3
-        assert server["survives"] == "machine"
-        assert server["resumed"] > 0.99
-        assert durable["drain_s"] == 125.0
