@@ -55,7 +55,7 @@ def make(folder: Path, hosts: list[str]) -> list[Path]:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    from cryptography.x509.oid import ExtendedKeyUsageOID
+    from cryptography.x509.oid import ExtendedKeyUsageOID as Use
 
     has_ca = (folder / CA).exists() and (folder / CA_KEY).exists()
     for name in (SERVER, SERVER_KEY, CLIENT, *(() if has_ca else (CA, CA_KEY))):
@@ -72,10 +72,9 @@ def make(folder: Path, hosts: list[str]) -> list[Path]:
         ca = _certificate("lightning-spot development CA", ca_key, None, ca_key, [])
         written += [_write(folder / CA_KEY, _pem(ca_key)), _write(folder / CA, _pem(ca))]
     key, client_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    server = _certificate(
-        hosts[0][:64], key, ca, ca_key, [x509.SubjectAlternativeName(names)], ExtendedKeyUsageOID.SERVER_AUTH
-    )
-    client = _certificate("lightning-spot client", client_key, ca, ca_key, [], ExtendedKeyUsageOID.CLIENT_AUTH)
+    serves, asks = (x509.ExtendedKeyUsage([use]) for use in (Use.SERVER_AUTH, Use.CLIENT_AUTH))
+    server = _certificate(hosts[0][:64], key, ca, ca_key, [x509.SubjectAlternativeName(names), serves])
+    client = _certificate("lightning-spot client", client_key, ca, ca_key, [asks])
     written += [_write(folder / SERVER_KEY, _pem(key)), _write(folder / SERVER, _pem(server))]
     return [*written, _write(folder / CLIENT, _pem(client) + _pem(client_key))]
 
@@ -95,7 +94,6 @@ def _certificate(
     issuer: x509.Certificate | None,
     issuer_key: EllipticCurvePrivateKey,
     extensions: list[x509.ExtensionType],
-    usage: x509.ObjectIdentifier | None = None,
 ) -> x509.Certificate:
     """A certificate that also strict clients take; without an issuer, that of a CA."""
     from cryptography import x509
@@ -130,8 +128,6 @@ def _certificate(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
-    if usage is not None:
-        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
     for extension in extensions:
         builder = builder.add_extension(extension, critical=False)
     return builder.sign(issuer_key, hashes.SHA256())
