@@ -125,80 +125,46 @@ torch.storage.UntypedStorage _codecs.encode os.system a.B a.B.C
 _NUMBERS = [0, 1, -1, 2, 3, 4, 7, 8, 16, 255, 2**16, 2**31 - 1, 2**31, 2**33, 2**40, 2**63, -(2**63), 2**200]
 
 
-class _MadeUp:
+def made_value(chance: random.Random, depth: int = 0) -> bytes:
     """A value of a pickle, at random: mostly well formed, and mostly about what could go wrong."""
+    pick = chance.choice
 
-    def __init__(self, chance: random.Random) -> None:
-        self._chance = chance
-        self._kept = 0
+    def some() -> list[bytes]:
+        return [made_value(chance, depth + 1) for _ in range(chance.randint(0, 3))]
 
-    def value(self, depth: int = 0) -> bytes:
-        chance = self._chance
-        makes: list[Callable[[int], bytes]] = [self._array, self._dtype, self._scalar, self._call, self._call]
-        makes += [self._simple] * (1 if depth < 3 else 20) + [self._held] * 2
-        made = chance.choice(makes)(depth + 1)
-        if chance.random() < 0.1:
-            made += self._state(depth + 1) + b"b"
-        if chance.random() < 0.1:
-            self._kept += 1
-            made += b"q" + bytes([self._kept % 256])
-        return made
+    def data() -> bytes:
+        return raw(struct.pack("<Q", 0x41414141) * pick([0, 1, 1, 2, 4])) if chance.random() < 0.8 else one()
 
-    def _simple(self, _: int) -> bytes:
-        chance = self._chance
-        simple = [NONE, TRUE, FALSE, b")", b"]", b"}", number(chance.choice(_NUMBERS)), text(chance.choice(_CODES))]
-        simple += [raw(self._bytes()), tensor(*chance.choices([0, 1, 4, 5, 2**33], k=2)), name(chance.choice(_NAMES))]
-        simple += [b"U\x08AAAA\0\0\0\0", b"G?\xf0\0\0\0\0\0\0", b"h" + bytes([chance.randint(0, self._kept + 1) % 256])]
-        return chance.choice(simple)
-
-    def _bytes(self) -> bytes:
-        return struct.pack("<Q", 0x41414141) * self._chance.choice([0, 1, 1, 2, 4])
-
-    def _held(self, depth: int) -> bytes:
-        values = [self.value(depth) for _ in range(self._chance.randint(0, 3))]
-        pairs = [
-            (text(str(at)) if self._chance.random() < 0.7 else self.value(depth), value)
-            for at, value in enumerate(values)
+    def kind() -> bytes:
+        fields = entries((text("a"), items(dtype(pick(_CODES)), number(pick(_NUMBERS)))))
+        forms = [(NONE,) * 3] * 3 + [
+            (NONE, items(text("a")), fields),
+            (items(dtype(pick(_CODES)), items()), NONE, NONE),
         ]
-        return self._chance.choice([items(*values), listed(*values), entries(*pairs)])
+        return dtype(pick(_CODES), pick("|<>=?"), pick(forms), pick([-1, -1, 8, 0, -8, 2**30]), pick([0, 16, 63, -1]))
 
-    def _call(self, depth: int) -> bytes:
-        values = [self.value(depth) for _ in range(self._chance.randint(0, 3))]
-        made = call(self._chance.choice(_NAMES), *values)
-        return made if self._chance.random() < 0.8 else made[:-1] + b"\x81"
+    def one() -> bytes:
+        return made_value(chance, depth + 1)
 
-    def _dtype(self, depth: int) -> bytes:
-        chance = self._chance
-        fields = entries((text("a"), items(dtype(chance.choice(_CODES)), number(chance.choice(_NUMBERS)))))
-        form = [NONE, NONE, NONE]
-        if chance.random() < 0.4:
-            form = [
-                items(dtype(chance.choice(_CODES)), items(number(2))) if chance.random() < 0.3 else NONE,
-                items(text("a")),
-                fields,
-            ]
-        if chance.random() < 0.1:
-            form[chance.randrange(3)] = self.value(depth)
-        size = chance.choice([-1, -1, 8, 0, -8, 2**30])
-        return dtype(chance.choice(_CODES), chance.choice("|<>=?"), tuple(form), size, chance.choice([0, 16, 63, -1]))  # type: ignore[arg-type]
-
-    def _state(self, depth: int) -> bytes:
-        return self._chance.choice([self.value, self._held])(depth)
-
-    def _array(self, depth: int) -> bytes:
-        chance = self._chance
-        of = self._dtype(depth) if chance.random() < 0.8 else self.value(depth)
-        shape = [chance.choice([0, 1, 2, 4, -1, 2**40]) for _ in range(chance.choice([0, 1, 1, 2]))]
-        data = raw(self._bytes()) if chance.random() < 0.8 else self.value(depth)
-        return array(of, shape, data, chance.choice(["core", "_core"]))
-
-    def _scalar(self, depth: int) -> bytes:
-        return scalar(self._dtype(depth), raw(self._bytes()) if self._chance.random() < 0.8 else self.value(depth))
+    simple = [NONE, TRUE, b")", b"]", b"}", number(pick(_NUMBERS)), text(pick(_CODES)), name(pick(_NAMES))]
+    simple += [tensor(*chance.choices([0, 1, 4, 5, 2**33], k=2)), b"U\x08AAAA\0\0\0\0", b"G?\xf0\0\0\0\0\0\0"]
+    simple += [data(), b"h" + bytes([pick([1, 2, 3, 9])])] if depth < 5 else []
+    makes: list[Callable[[], bytes]] = [
+        lambda: pick([items, listed])(*some()),
+        lambda: entries(*((text("a") if chance.random() < 0.7 else one(), value) for value in some())),
+        *[lambda: call(pick(_NAMES), *some())[:-1] + pick([b"R", b"R", b"R", b"\x81"])] * 2,
+        kind,
+        lambda: array(kind(), [pick([0, 1, 2, 4, -1, 2**40]) for _ in range(pick([0, 1, 1, 2]))], data()),
+        lambda: scalar(kind(), data()),
+    ]
+    made = pick(makes)() if depth < 3 else pick(simple)
+    made += b"q" + bytes([pick([1, 2, 3])]) if chance.random() < 0.1 else b""
+    return made + (one() + b"b" if chance.random() < 0.1 else b"")
 
 
 def made_up(chance: random.Random) -> io.BytesIO:
     """A file with a pickle made up; of one in four, some bytes are others."""
-    value = bytearray(entries((text("x"), _MadeUp(chance).value())))
+    value = bytearray(entries((text("x"), made_value(chance))))
     if chance.random() < 0.25:
         for _ in range(chance.randint(1, 4)):
             value[chance.randrange(len(value))] = chance.choice(

@@ -12,7 +12,6 @@ import os
 import random
 import sys
 import types
-import zipfile
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,8 @@ from tests.support.said import said, said_about
 from tests.support.snapshots import manifests, serverless, spot
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
 from tests.support.waiting import new_process
+from tests.unit.test_safe_load import call, text
+from tests.unit.test_safe_load import file as written
 
 pytestmark = pytest.mark.guarantee("G8")
 
@@ -177,30 +178,13 @@ def test_what_the_user_allows_comes_back() -> None:
     assert [where for where, _ in placeholders_in(found)] == ["thing.value[1]", "other"]
 
 
-class Machine:
-    """Pickles that no pickler writes."""
-
-    @staticmethod
-    def file(pickled: bytes) -> io.BytesIO:
-        whole = io.BytesIO()
-        with zipfile.ZipFile(whole, "w") as archive:
-            archive.writestr("x/data.pkl", pickled)
-            archive.writestr("x/version", "3\n")
-            archive.writestr("x/byteorder", "little")
-        whole.seek(0)
-        return whole
-
-
 @pytest.mark.parametrize(
     "pickled",
     [
-        b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.",  # a call of os.system
-        b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
-        b"\x80\x02ctorch._utils\n_rebuild_tensor\nctorch._utils\n_rebuild_tensor\n\x85b.",  # a state for a function
-        b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85\x81.",
-        b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00x\x85R.",
-        b"\x80\x02cbuiltins\nev\\x61l\nX\x01\x00\x00\x001\x85R.",  # pickletools reads escapes in names, torch does not
-        b"\x80\x02ctorch.tensor\ndeepcopy\nX\x01\x00\x00\x00x\x85R.",  # torch.load takes it for torch._tensor's
+        *(call(function, text("1")) for function in ("os.system", "posix.system", "builtins.eval", "torch.load")),
+        call("posix.system", text("true"))[:-1] + b"\x81",  # made as an object
+        b"ctorch._utils\n_rebuild_tensor\n)b",  # a state for a function
+        call("torch.tensor.deepcopy", text("x")),  # torch.load takes it for torch._tensor's
     ],
 )
 def test_a_hostile_pickle_runs_nothing(pickled: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +195,7 @@ def test_a_hostile_pickle_runs_nothing(pickled: bytes, monkeypatch: pytest.Monke
     monkeypatch.setattr("os.system", ran)
     monkeypatch.setattr("posix.system", ran)
     with contextlib.suppress(SpotError):
-        assert isinstance(read_checkpoint(Machine.file(pickled)), Placeholder)
+        assert isinstance(read_checkpoint(written(pickled)), Placeholder)
     assert RAN == []
 
 
