@@ -20,7 +20,7 @@ _NORMS = (
     *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
     *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d),
 )
-_HALVES = (torch.bfloat16, torch.float16)
+_ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 Values = dict[str, torch.Tensor]
 Marks = dict[str, tuple[int, object]]
 """Tell of each tensor whether it has been written to since, or is another."""
@@ -172,23 +172,18 @@ def dtypes_of(checkpoint: dict[str, Any]) -> dict[str, torch.dtype]:
     return {clean(name): value.dtype for name, value in _tensors_in(checkpoint.get("state_dict", {})).items()}
 
 
-def more_precise(module: torch.nn.Module, checkpoint: dict[str, Any]) -> Values:
-    """Weights that Lightning rounds when it loads them: it converts a module to double precision only after that."""
-    present = module.state_dict(keep_vars=True)
-    return {
-        name: value
-        for name, value in _saved(checkpoint).items()
-        if value.is_floating_point()
-        and isinstance(present.get(name), torch.Tensor)
-        and not is_lazy(present[name])
-        and value.element_size() > present[name].element_size()
-    }
-
-
 def loaded(module: torch.nn.Module, checkpoint: dict[str, Any]) -> Values:
-    """Weights that a module has as the checkpoint has them, now that Lightning has loaded it."""
+    """Weights that a module has as the checkpoint has them, now that Lightning has loaded it, or rounded.
+
+    Lightning rounds what it loads: it converts a module to double precision only after that.
+    """
     present = _all(module)
-    return {name: value for name, value in _saved(checkpoint).items() if _is_equal(present.get(name), value)}
+    both = ((name, value, present[name]) for name, value in _saved(checkpoint).items() if name in present)
+    return {name: value for name, value, here in both if _is_equal(here, value) or _is_equal(here, _as(value, here))}
+
+
+def _as(value: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+    return value.to(present.dtype) if value.is_floating_point() else value
 
 
 def differing(module: torch.nn.Module, values: Values) -> dict[str, tuple[torch.Tensor, bool]]:
@@ -200,7 +195,7 @@ def differing(module: torch.nn.Module, values: Values) -> dict[str, tuple[torch.
     present = _all(module)
     kept = {name: value for name, value in values.items() if name in present and _form(present[name]) == _form(value)}
     return {
-        name: (value, any(_is_equal(present[name], value.to(half).to(value.dtype)) for half in _HALVES))
+        name: (value, any(_is_equal(present[name], value.to(kind).to(value.dtype)) for kind in _ROUNDED))
         for name, value in kept.items()
         if not _is_equal(present[name], value)
     }

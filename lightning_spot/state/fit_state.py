@@ -239,7 +239,6 @@ class Restoring(OfTrainer):
         self._positions: State | None = None
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
-        self._precise: dict[str, torch.Tensor] = {}
         self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
 
@@ -282,7 +281,6 @@ class Restoring(OfTrainer):
         stops = values["should_stop"] and self._run(compat.PROGRESS, lambda: loops.may_stop(trainer, checkpoint))
         self._steps_are_over = bool(stops) or reached
         self.untracked, self.lost = shared["untracked"], shared["lost"]
-        self._precise = buffers.more_precise(trainer.lightning_module, checkpoint)
         self._loaded = {} if is_sharded(trainer) else buffers.loaded(trainer.lightning_module, checkpoint)
         if states := precise_of(checkpoint):
             self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
@@ -304,7 +302,6 @@ class Restoring(OfTrainer):
             return
         self._run(compat.PROGRESS, lambda: loops.forget_validations(trainer))
         self._restore_overwritten()
-        buffers.put(trainer.lightning_module, self._precise)
         self._parts.restore(Stage.TRAIN_START, values)
         if self._others is not None:
             self._go_on_from(self._others, values)
@@ -317,7 +314,7 @@ class Restoring(OfTrainer):
         lost = buffers.differing(module, loaded)
         written = sorted(name for name, (_, is_rounded) in lost.items() if not is_rounded)
         buffers.put(module, {name: value for name, (value, _) in lost.items()})
-        buffers.keep_kinds(module, {**self._precise, **loaded})
+        buffers.keep_kinds(module, loaded)
         if written:
             text = (
                 "hooks at the start of training overwrote restored values of {about}. Those of the snapshot are put"

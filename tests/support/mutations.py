@@ -89,9 +89,9 @@ buffers of a complete run | state.state_parts | fit::a_finished_run_is_as_after_
 -(Stage.FIRST_BATCH, Stage.END), _restore_buffers
 +(Stage.FIRST_BATCH,), _restore_buffers
 # a resumed run is another one: what torch rounds as it loads
-precise buffers | state.fit_state | exact_table::equal_or_warned_of[double]
--        buffers.put(trainer.lightning_module, self._precise)
-+        pass
+precise buffers | state.buffers | exact_table::equal_or_warned_of[double]
+- or _is_equal(here, _as(value, here))
++
 # a resumed run is another one: moments in another precision
 precise optimizers | state.fit_state | exact_table::equal_or_warned_of[precise-state]
 -            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
