@@ -34,10 +34,6 @@ _LEAF, _MAPPING, _LIST = range(3)
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
-_Form = tuple[Any, list[tuple[int, Any]]]
-"""Keys of a mapping, or length of a list; and the form of each mapping and list in it, with its number among them."""
-
-
 EXTRA_SUFFIX = "_extra_state"
 """How torch names, in a state dict, what a module gives with ``get_extra_state``."""
 
@@ -51,53 +47,39 @@ def is_extra(name: str) -> bool:
     return name.endswith(EXTRA_SUFFIX) and name.rpartition(".")[2] == EXTRA_SUFFIX
 
 
-class Items:
-    """Finds the items of one state after the other, for one thread.
+def items_of(state: Mapping[str, Any]) -> tuple[list[Path], list[Any]]:
+    """Paths and items of a state, in its order.
 
-    Attributes:
-        paths: of the items found last, in the order of the state; the same object as long as all keys are the same.
-        other_keys: that are no text, and where; directories of torch make text of them. (What modules give with
-            ``get_extra_state`` is in the rest of the checkpoint, too, as it is.)
+    What modules give with ``get_extra_state`` is in the rest of the checkpoint, too, as it is.
+
+    Raises:
+        NotSerializableError: if a key is no text: directories of torch make text of it, and a resume would not give
+            back what was there.
     """
-
-    def __init__(self) -> None:
-        self.paths: tuple[Path, ...] = ()
-        self.other_keys: list[tuple[Path, Any]] = []
-        self._form: Any = None
-        self._kinds: dict[type, int] = {}
-
-    def of(self, state: Mapping[str, Any]) -> list[Any]:
-        """The items of a state.
-
-        Raises:
-            NotSerializableError: if torch would give two of them the same name.
-        """
-        found: list[Any] = []
-        form = self._collect(state, found, is_list=False)
-        if form != self._form:
-            paths: list[Path] = []
-            self.other_keys = []
-            _add_paths(form, (), paths, self.other_keys)
-            _check_names(paths)
-            self.paths, self._form = tuple(paths), form
-        return found
-
-    def _collect(self, value: Any, found: list[Any], *, is_list: bool) -> _Form:
-        """Add the items of a mapping or list; the form that tells it from all that are put together in another way."""
-        inner: list[tuple[int, _Form]] = []
-        kinds = self._kinds
-        for number, item in enumerate(value if is_list else value.values()):
-            kind = kinds.get(type(item))
-            if kind is None:
-                kind = kinds[type(item)] = _kind(type(item))
-            # Torch would leave an empty dict out, and who looks for it after a resume would miss it.
-            if kind == _LEAF or (kind == _LIST and _is_one_item(item)) or (kind == _MAPPING and not item):
-                found.append(item)
-            else:
-                inner.append((number, self._collect(item, found, is_list=kind == _LIST)))
-        return len(value) if is_list else tuple(value), inner
+    paths: list[Path] = []
+    items: list[Any] = []
+    _collect(state, (), paths, items)
+    return paths, items
 
 
+def _collect(value: Any, path: Path, paths: list[Path], items: list[Any]) -> None:
+    for key, item in enumerate(value) if isinstance(value, list) else value.items():
+        if not isinstance(value, list) and not isinstance(key, str):
+            if not any(map(is_extra, map(str, path))):
+                raise NotSerializableError(
+                    f"{name_of(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
+                )
+            key = str(key)
+        kind = _kind(item.__class__)
+        # Torch would leave an empty dict out, and who looks for it after a resume would miss it.
+        if kind == _LEAF or (kind == _LIST and _is_one_item(item)) or (kind == _MAPPING and not item):
+            paths.append((*path, key))
+            items.append(item)
+        else:
+            _collect(item, (*path, key), paths, items)
+
+
+@functools.cache
 def _kind(what: type) -> int:
     if issubclass(what, Mapping):
         return _MAPPING
@@ -112,19 +94,6 @@ def _is_one_item(values: list[Any]) -> bool:
         isinstance(value, (torch.Tensor, Mapping)) or (isinstance(value, list) and not _is_one_item(value))
         for value in values
     )
-
-
-def _add_paths(form: _Form, path: Path, paths: list[Path], other_keys: list[tuple[Path, Any]]) -> None:
-    keys, inner = form
-    below = dict(inner)
-    names: list[str | int] = [*range(keys)] if isinstance(keys, int) else [str(key) for key in keys]
-    if not isinstance(keys, int) and not any(is_extra(part) for part in path if isinstance(part, str)):
-        other_keys += [(path, key) for key in keys if not isinstance(key, str)]
-    for number, key in enumerate(names):
-        if number in below:
-            _add_paths(below[number], (*path, key), paths, other_keys)
-        else:
-            paths.append((*path, key))
 
 
 def _check_names(paths: list[Path]) -> None:
@@ -255,12 +224,8 @@ class Planner:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._items = Items()
-        self._paths: tuple[Path, ...] = ()
-        self._seen: list[tuple[Any, Any] | None] = []
         self._plan: Plan | None = None
-        self._is_tensor: list[bool] = []
-        self._is_value: list[bool] = []
+        self._planned: tuple[list[Path], list[Any]] = [], []  # its paths, and the form of each item
         self._boxes: dict[Any, list[_Held]] = {}
 
     def plan(self, state: State) -> Planned:
@@ -276,52 +241,32 @@ class Planner:
             NotSerializableError: if a tensor is sharded in a way that is not known here, two items have one name, or a
                 key is no text.
         """
-        items = self._items.of(state)
-        plan = self._plan
-        if plan is None or self._paths is not self._items.paths or not self._are_alike(items):
-            plan = self._make(items)
-        return Planned(plan, list(compress(items, self._is_tensor)), list(compress(items, self._is_value)))
+        paths, items = items_of(state)
+        forms = [*map(_form_of, items)]
+        is_tensor = [form is not None for form in forms]
+        is_value = [*map(operator.not_, is_tensor)]
+        tensors, values = [*compress(items, is_tensor)], [*compress(items, is_value)]
+        if self._plan is None or self._planned != (paths, forms):
+            self._plan = None
+            _check_names(paths)
+            named = [*zip(compress(paths, is_tensor), tensors, strict=True)]
+            self._plan = self._make(named, [*compress(paths, is_value)])
+        self._planned = paths, forms
+        return Planned(self._plan, tensors, values)
 
-    def _are_alike(self, items: list[Any]) -> bool:
-        """Whether all items have the form of those that were planned: most are sharded by the same object."""
-        for number, (seen, item) in enumerate(zip(self._seen, items, strict=True)):
-            if seen is None:
-                if isinstance(item, torch.Tensor):
-                    return False
-                continue
-            spec, form = seen
-            if spec is not None and spec_of(item) is spec:
-                continue
-            if form != _form_of(item):
-                return False
-            if spec is not None:
-                self._seen[number] = _seen(item)
-        return True
-
-    def _make(self, items: list[Any]) -> Plan:
-        self._plan = None
-        paths = self._items.paths
-        for path, key in self._items.other_keys:  # a resume would not give back what was there
-            raise NotSerializableError(
-                f"{name_of(path)} has the key {key!r}, and in snapshots of a model in shards all keys are text"
-            )
-        which = [isinstance(item, torch.Tensor) for item in items]
-        tensors = [*zip(compress(paths, which), compress(items, which), strict=True)]
+    def _make(self, tensors: list[tuple[Path, torch.Tensor]], values: list[Path]) -> Plan:
         boxes: list[list[Box]] = [[] for _ in tensors]
         by_rank = [*map(tuple, self._place(tensors, boxes))]
-        self._seen = [_seen(item) if is_one else None for item, is_one in zip(items, which, strict=True)]
-        self._paths, self._is_tensor, self._is_value = paths, which, list(map(operator.not_, which))
-        self._plan = plan = Plan(
+        return Plan(
             self._world_size,
             tuple(
                 ShardedTensor(path, str(value.dtype).removeprefix("torch."), tuple(value.shape), tuple(of_one))
                 for (path, value), of_one in zip(tensors, boxes, strict=True)
             ),
-            tuple(compress(paths, self._is_value)),
+            tuple(values),
             tuple(placed[-1].offset + placed[-1].form.nbytes if placed else 0 for placed in by_rank),
             tuple(by_rank),
         )
-        return plan
 
     def _place(self, tensors: list[tuple[Path, torch.Tensor]], boxes: list[list[Box]]) -> Iterator[list[Placed]]:
         """Deal the boxes of all tensors to the ranks; those of each rank, placed in its file."""
@@ -365,14 +310,6 @@ class Planner:
         return self._boxes[key]
 
 
-def _seen(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """What is known of a tensor that was planned: its :func:`spec_of`, and its :func:`_form_of`.
-
-    (Not the tensor: ``module.cpu()`` fails for a ``DTensor`` to which there is a weak reference.)
-    """
-    return spec_of(tensor), _form_of(tensor)
-
-
 def _kind_without_elements(tensor: torch.Tensor) -> str:
     """What a tensor is instead of elements of one size, side by side; ``""`` if it is no more than that."""
     if tensor.is_nested:
@@ -381,10 +318,13 @@ def _kind_without_elements(tensor: torch.Tensor) -> str:
 
 
 def _form_of(value: Any) -> Any:
-    """What has to be the same for a plan to stay as it is."""
+    """What has to be the same for a plan to stay as it is; ``None`` of what is no tensor. Most are the same object.
+
+    (Not the tensor: ``module.cpu()`` fails for a ``DTensor`` to which there is a weak reference.)
+    """
     if isinstance(value, DTensor):
-        return (value.dtype, value.shape, value.placements, value.device_mesh)
-    return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
+        return spec_of(value) or (value.dtype, value.shape, value.placements, value.device_mesh)
+    return (value.dtype, value.is_nested or value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]:
