@@ -11,7 +11,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
@@ -21,7 +21,7 @@ from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Image, JoinedImage, Section
-from lightning_spot.store.store import Progress, Target
+from lightning_spot.store.store import Target
 
 _KEPT_PARTS = 3  # torch reads the end of the file first, then forwards
 _MOST_KEPT_PARTS = 32  # of a snapshot of several files, one for each of them: they are read side by side
@@ -259,47 +259,33 @@ class ReadImage:
 # -- received ---------------------------------------------------------------------------------------------------------
 
 
-class Fetches(Protocol):
-    """Where a snapshot comes from: a :class:`~lightning_spot.store.store.Store`, or what fetches like one.
-
-    Attributes:
-        url: what to call it.
-    """
-
-    url: str
-
-    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
-        """See :meth:`~lightning_spot.store.store.Store.fetch`."""
-
-
-def receive(store: Fetches, manifest: Manifest, tier: str, url: str, progress: Progress | None) -> OpenSnapshot:
+def receive(fetch: Callable[[Target], object], manifest: Manifest, tier: str, url: str) -> OpenSnapshot:
     """Fetch a snapshot, each part checked as it comes.
 
     Args:
-        store: where it is.
+        fetch: brings it, see :meth:`~lightning_spot.store.store.Store.fetch`.
         manifest: what it is.
         tier: what to call the tier.
         url: what to call it in errors.
-        progress: called with the number of bytes just moved.
 
     Returns:
         the snapshot, in sealed memory where the system can seal it; a host that has not room for it there keeps it on
         its disk meanwhile.
 
     Raises:
-        SpotError: as :meth:`Store.fetch`, or if there is room for it nowhere.
+        SpotError: as ``fetch``, or if there is room for it nowhere.
     """
     in_memory = has_room(manifest.nbytes)
     try:
         fd = _memory_file(manifest.nbytes) if in_memory else _disk_file(manifest.nbytes)
     except (OSError, OverflowError) as error:
-        raise TierError(f"{url}: no room for {manifest.nbytes} bytes ({error})", tier=store.url) from error
+        raise TierError(f"{url}: no room for {manifest.nbytes} bytes ({error})", tier=url) from error
     try:
-        store.fetch(manifest, _File(fd), progress)
+        fetch(_File(fd))
         sealed = in_memory and seal_memory(fd)
     except OSError as error:
         os.close(fd)
-        raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=store.url) from error
+        raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=url) from error
     except BaseException:
         os.close(fd)
         raise

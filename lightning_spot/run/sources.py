@@ -142,7 +142,7 @@ class MemorySource:
                     snapshot.fds.append(host.open_snapshot(shard))
             # Ranks of a sharded model read what they need; others look at all of it for longer than a slot may be kept.
             if shared and not manifest.is_sharded and has_room(manifest.nbytes):
-                return receive(_Copied(snapshot), manifest, HOST, _HERE, progress)
+                return receive(lambda into: _copy(snapshot, into, progress), manifest, HOST, _HERE)
             for fd, each in zip(snapshot.fds, held, strict=True):
                 _verify(fd, each, _HERE, progress, _READERS)
             opened.pop_all()
@@ -161,24 +161,17 @@ class MemorySource:
         return host
 
 
-class _Copied:
-    """Copies slots that are open; see :class:`~lightning_spot.run.reading.Fetches`."""
+def _copy(slots: OpenSnapshot, into: Target, progress: Progress | None) -> None:
+    """Copy slots that are open, and check what was copied."""
+    manifest = slots.manifest
 
-    url = _HERE
+    def read(start: int, part: memoryview) -> None:
+        with slots.reader(whole=True) as reader:
+            reader.seek(start)
+            reader.readinto(part)
+        manifest.verify_range(start, part, _HERE)
 
-    def __init__(self, slots: OpenSnapshot) -> None:
-        self._slots = slots
-
-    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
-        """See :meth:`Fetches.fetch`."""
-
-        def read(start: int, part: memoryview) -> None:
-            with self._slots.reader(whole=True) as reader:
-                reader.seek(start)
-                reader.readinto(part)
-            manifest.verify_range(start, part, self.url)
-
-        fetch_ranges(read, manifest.ranges(), into, progress, _READERS)
+    fetch_ranges(read, manifest.ranges(), into, progress, _READERS)
 
 
 class _LocalShards:
@@ -244,7 +237,7 @@ class StoreSource:
                 snapshot.close()
                 raise
             return snapshot
-        return receive(self.store, manifest, self.tier, url, progress)
+        return receive(lambda into: self.store.fetch(manifest, into, progress), manifest, self.tier, url)
 
     @contextlib.contextmanager
     def shards(self) -> Iterator[ShardPlace]:
@@ -305,11 +298,12 @@ class ScatteredSource:
             sources = {id(source): source for source, _ in held}
             places = {key: opened.enter_context(source.shards()) for key, source in sources.items()}
             reader = ShardReader(manifest, [(places[id(source)], shard) for source, shard in held])
-            return receive(reader, manifest, self.tier, f"{manifest.name} at {self.tier}", progress)
+            url = f"{manifest.name} at {self.tier}"
+            return receive(lambda into: reader.fetch(into, progress), manifest, self.tier, url)
 
 
 class ShardReader:
-    """Reads a snapshot shard by shard; see :class:`~lightning_spot.run.reading.Fetches`.
+    """Reads a snapshot shard by shard.
 
     Args:
         manifest: of the snapshot.
@@ -320,7 +314,7 @@ class ShardReader:
     """
 
     def __init__(self, manifest: Manifest, held: Iterable[tuple[ShardPlace, Manifest]]) -> None:
-        self.url = manifest.name
+        self._manifest = manifest
         self._places: dict[str, list[ShardPlace]] = {}
         self._silent: set[str] = set()  # URLs of places that did not answer when something was read from them last
         shards: dict[str, Manifest] = {}
@@ -331,9 +325,9 @@ class ShardReader:
         self._shards = sorted(shards.values(), key=lambda shard: shard.name)
         self._image = JoinedImage(self._shards, ())
 
-    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
-        """See :meth:`Fetches.fetch`; all places are read at the same time."""
-        ranges = sorted(manifest.ranges(), key=lambda bounds: next(self._image.pieces(*bounds))[1])
+    def fetch(self, into: Target, progress: Progress | None) -> None:
+        """See :meth:`Store.fetch`; all places are read at the same time."""
+        ranges = sorted(self._manifest.ranges(), key=lambda bounds: next(self._image.pieces(*bounds))[1])
         places = {place.url for places in self._places.values() for place in places}
         fetch_ranges(self.read, ranges, into, progress, CONNECTIONS * min(len(places), _MOST_PLACES))
 

@@ -120,9 +120,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     urls: list[str] = []
     original = reading.receive
 
-    def receive(store: Any, *arguments: Any) -> OpenSnapshot:
-        urls.append(store.url)
-        return original(store, *arguments)
+    def receive(*arguments: Any) -> OpenSnapshot:
+        urls.append(arguments[-1].partition("/step-")[0])
+        return original(*arguments)
 
     monkeypatch.setattr("lightning_spot.run.sources.receive", receive)
     return urls

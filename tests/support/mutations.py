@@ -438,10 +438,10 @@ checksum at verify, and at resume from memory | run.sources | cli::verify & regi
 -    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
 +    pass
 checksum of slots that are copied for several ranks | run.sources | slot_readers::a_slot_that_is_damaged_is_found_as_it_is_copied
--            manifest.verify_range(start, part, self.url)
+-        manifest.verify_range(start, part, _HERE)
 -
--        fetch_ranges
-+        fetch_ranges
+-    fetch_ranges
++    fetch_ranges
 checksum of what a directory gives | store.local | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
 -            manifest.verify_range(start, part, self.url)
 +            pass
