@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_spot.errors import NotSerializableError
-from lightning_spot.sharded import file_plan
 from lightning_spot.sharded.file_plan import ShardedLayouter
 from lightning_spot.sharded.plan import Planner, items_of
 from lightning_spot.sharded.reader import ImageReader, load_all, load_value
@@ -225,28 +224,21 @@ def test_new_memory_around_an_old_address_is_read_at_the_tensor() -> None:
         assert images == [image_of(ShardedLayouter(0, 2), state)] * 4
 
 
-def test_what_torch_only_marks_as_conjugated_is_conjugated() -> None:
-    state = {"weight": torch.tensor([1 + 2j, 3 - 4j]), "other": torch.ones(3)}
-    with as_rank(0, (1,)):
-        layouter, images = ShardedLayouter(0, 2), []
-        for _ in range(2):
-            images += [image_of(layouter, state), image_of(layouter, state)]
-            assert images[-2:] == [image_of(ShardedLayouter(0, 2), state)] * 2
-            state["weight"].data = state["weight"].data.conj()
-    assert images[0] != images[-1]
-
-
-def test_what_torch_only_marks_as_negative_is_negative() -> None:
+@pytest.mark.parametrize(
+    ("values", "mark"),
+    [([1 + 2j, 3 - 4j], torch.Tensor.conj), ([1.0, -2.0], torch._neg_view)],
+    ids=["conjugated", "negative"],
+)
+def test_what_torch_only_marks_is_written_as_it_is(values: list[Any], mark: Callable[[Any], Any]) -> None:
     """It was written with the other sign, and without a word: it lies where it lay."""
-    state = {"weight": torch.tensor([1.0, -2.0]), "other": torch.ones(3)}
+    state = {"weight": torch.tensor(values), "other": torch.ones(3)}
     with as_rank(0, (1,)):
         layouter, images = ShardedLayouter(0, 2), []
         for _ in range(3):
             images += [image_of(layouter, state), image_of(layouter, state)]
             assert images[-2:] == [image_of(ShardedLayouter(0, 2), {**state, "weight": state["weight"].clone()})] * 2
-            state["weight"].data = torch._neg_view(state["weight"].data)
-    assert images[0] != images[2]
-    assert images[0] == images[4]
+            state["weight"].data = mark(state["weight"].data)
+    assert images[0] == images[4] != images[2]
 
 
 def test_no_tensor_is_kept_alive() -> None:
@@ -258,17 +250,6 @@ def test_no_tensor_is_kept_alive() -> None:
         alive = [storage.expired()]
         state.clear()
         assert [*alive, storage.expired()] == [False, True]
-
-
-def test_an_index_is_that_of_its_own_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a snapshot that failed, new places came to lie where earlier ones had been: weights changed their names."""
-    monkeypatch.setattr(file_plan, "id", lambda _: 1, raising=False)
-    with as_rank(0, (2,)) as mesh:
-        state = on_rank(new_state(), mesh)
-        layouter = ShardedLayouter(0, 2)
-        image_of(layouter, state)
-        other_order(state)
-        assert image_of(layouter, state) == image_of(ShardedLayouter(0, 2), state)
 
 
 def test_a_model_that_was_laid_out_can_be_moved() -> None:
