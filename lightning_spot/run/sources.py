@@ -6,9 +6,10 @@ Opening one checks it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from lightning_spot.client.embedded import EmbeddedHost
@@ -80,17 +81,8 @@ class Source(Protocol):
         """
 
 
-class ShardPlace(Protocol):
-    """Where shards of a snapshot are read.
-
-    Attributes:
-        url: what to call it.
-    """
-
-    url: str
-
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
-        """Read whole parts of a shard, from one on, and check them; from any thread."""
+ReadShard = Callable[[Manifest, int, memoryview], None]
+"""Reads whole parts of a shard at one place, from one on, and checks them; from any thread."""
 
 
 class MemorySource:
@@ -149,10 +141,24 @@ class MemorySource:
             return snapshot
 
     @contextlib.contextmanager
-    def shards(self) -> Iterator[ShardPlace]:
-        """Where the shards that it has are read."""
-        with contextlib.closing(_LocalShards(self._attached())) as place:
-            yield place
+    def shards(self) -> Iterator[ReadShard]:
+        """Reads the shards that it has; their slots stay pinned meanwhile."""
+        host, lock = self._attached(), threading.Lock()
+        fds: dict[str, int] = {}
+        with contextlib.ExitStack() as opened:
+            opened.callback(host.disconnect)
+
+            def read(manifest: Manifest, start: int, into: memoryview) -> None:
+                with lock:
+                    if manifest.name not in fds:
+                        fds[manifest.name] = host.open_snapshot(manifest)
+                        opened.callback(os.close, fds[manifest.name])
+                with SnapshotReader([fds[manifest.name]], manifest, _HERE, check=False) as reader:
+                    reader.seek(start)
+                    reader.readinto(into)
+                manifest.verify_range(start, into, _HERE)
+
+            yield read
 
     def _attached(self) -> EmbeddedHost:
         host = attach(self._url, self._run)
@@ -172,32 +178,6 @@ def _copy(slots: OpenSnapshot, into: Target, progress: Progress | None) -> None:
         manifest.verify_range(start, part, _HERE)
 
     fetch_ranges(read, manifest.ranges(), into, progress, _READERS)
-
-
-class _LocalShards:
-    """Shards in slots of the local server; see :class:`ShardPlace`."""
-
-    url = _HERE
-
-    def __init__(self, host: EmbeddedHost) -> None:
-        self._host, self._lock = host, threading.Lock()
-        self._fds: dict[str, int] = {}
-
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
-        """See :meth:`ShardPlace.read`."""
-        with self._lock:
-            if manifest.name not in self._fds:
-                self._fds[manifest.name] = self._host.open_snapshot(manifest)
-        with SnapshotReader([self._fds[manifest.name]], manifest, self.url, check=False) as reader:
-            reader.seek(start)
-            reader.readinto(into)
-        manifest.verify_range(start, into, self.url)
-
-    def close(self) -> None:
-        """Let the slots go, once nobody reads any more."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._host.disconnect()
 
 
 class StoreSource:
@@ -240,31 +220,25 @@ class StoreSource:
         return receive(lambda into: self.store.fetch(manifest, into, progress), manifest, self.tier, url)
 
     @contextlib.contextmanager
-    def shards(self) -> Iterator[ShardPlace]:
-        """Where the shards that it has are read."""
-        yield self.store if isinstance(self.store, ServerStore) else _StoredShards(self.store)
+    def shards(self) -> Iterator[ReadShard]:
+        """Reads the shards that it has."""
+        yield self.store.read if isinstance(self.store, ServerStore) else functools.partial(_read_stored, self.store)
 
 
-class _StoredShards:
-    """Shards of a snapshot in storage that is not committed there: files beside each other; see :class:`ShardPlace`."""
-
-    def __init__(self, store: Store) -> None:
-        self.url, self._store = store.url, store
-
-    def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
-        """See :meth:`ShardPlace.read`."""
-        assert isinstance(self._store, FileStore)
-        assert manifest.shard is not None
-        folder = self._store.folder(manifest.snapshot, attempt=manifest.attempt, run_id=manifest.run_id)
-        for span, first, last in pieces(manifest.files, start, start + len(into)):
-            data = bytes(last - first)
-            if span is not None:
-                begin = first - span.offset + (manifest.shard.start if span == manifest.files[0] else 0)
-                data = folder.read(span.name, begin, begin + last - first)
-            if len(data) != last - first:
-                raise CorruptSnapshotError(f"{manifest.name} is cut short at {self.url}", where=self.url)
-            into[first - start : last - start] = data
-        manifest.verify_range(start, into, self.url)
+def _read_stored(store: Store, manifest: Manifest, start: int, into: memoryview) -> None:
+    """Read a shard of a snapshot in storage that is not committed there: files beside each other."""
+    assert isinstance(store, FileStore)
+    assert manifest.shard is not None
+    folder = store.folder(manifest.snapshot, attempt=manifest.attempt, run_id=manifest.run_id)
+    for span, first, last in pieces(manifest.files, start, start + len(into)):
+        data = bytes(last - first)
+        if span is not None:
+            begin = first - span.offset + (manifest.shard.start if span == manifest.files[0] else 0)
+            data = folder.read(span.name, begin, begin + last - first)
+        if len(data) != last - first:
+            raise CorruptSnapshotError(f"{manifest.name} is cut short at {store.url}", where=store.url)
+        into[first - start : last - start] = data
+    manifest.verify_range(start, into, store.url)
 
 
 class ScatteredSource:
@@ -313,10 +287,10 @@ class ShardReader:
         SnapshotNotFoundError: if these are not all of it.
     """
 
-    def __init__(self, manifest: Manifest, held: Iterable[tuple[ShardPlace, Manifest]]) -> None:
+    def __init__(self, manifest: Manifest, held: Iterable[tuple[ReadShard, Manifest]]) -> None:
         self._manifest = manifest
-        self._places: dict[str, list[ShardPlace]] = {}
-        self._silent: set[str] = set()  # URLs of places that did not answer when something was read from them last
+        self._places: dict[str, list[ReadShard]] = {}
+        self._silent: set[ReadShard] = set()  # places that did not answer when something was read from them last
         shards: dict[str, Manifest] = {}
         for place, shard in held:
             if shard == shards.setdefault(shard.name, shard):
@@ -328,7 +302,7 @@ class ShardReader:
     def fetch(self, into: Target, progress: Progress | None) -> None:
         """See :meth:`Store.fetch`; all places are read at the same time."""
         ranges = sorted(self._manifest.ranges(), key=lambda bounds: next(self._image.pieces(*bounds))[1])
-        places = {place.url for places in self._places.values() for place in places}
+        places = {place for places in self._places.values() for place in places}
         fetch_ranges(self.read, ranges, into, progress, CONNECTIONS * min(len(places), _MOST_PLACES))
 
     def read(self, start: int, into: memoryview) -> None:
@@ -341,15 +315,15 @@ class ShardReader:
     def _read_shard(self, shard: Manifest, start: int, into: memoryview) -> None:
         problem: SpotError | None = None
         # Each part would else wait again for a server whose link is cut.
-        for place in sorted(self._places[shard.name], key=lambda each: each.url in self._silent):
+        for place in sorted(self._places[shard.name], key=self._silent.__contains__):
             try:
-                place.read(shard, start, into)
-                self._silent.discard(place.url)
+                place(shard, start, into)
+                self._silent.discard(place)
                 return
             except SpotError as error:
                 problem = error
                 if isinstance(error, ServerUnreachableError):
-                    self._silent.add(place.url)
+                    self._silent.add(place)
         assert problem is not None
         raise problem
 

@@ -298,9 +298,9 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
                     assert bytes(image[span.offset : span.stop]) == theirs
             with contextlib.closing(import_snapshot(exported(opened), newest)) as imported:
                 assert imported.reader().read() == checkpoint_of(2)
-    with source.shards() as place:
+    with source.shards() as read:
         for shard in (each for each in source.survey().shards if each.snapshot == newest.name):
-            place.read(shard, 0, memoryview(bytearray(shard.nbytes)))
+            read(shard, 0, memoryview(bytearray(shard.nbytes)))
     del image  # which is mapped
     assert len(os.listdir("/proc/self/fd")) == before  # each slot that was read would stay, with its memory
 
