@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
@@ -64,9 +64,11 @@ positive = st.floats(1e-3, 1e5)
 
 
 @given(positive, positive, st.floats(1.0, 10.0))
+@example(4380.0, 1951.0, 1.125)
 def test_the_interval_grows_with_cost_and_with_reliability(stall_s: float, mtbf_s: float, factor: float) -> None:
     assert young_daly_s(stall_s, mtbf_s) <= young_daly_s(stall_s * factor, mtbf_s) * (1 + 1e-9)
-    assert young_daly_s(stall_s, mtbf_s) <= young_daly_s(stall_s, mtbf_s * factor) * (1 + 1e-9)
+    if (stall_s < 2 * mtbf_s) is (stall_s < 2 * mtbf_s * factor):  # Daly's estimate jumps by a ninth between the two
+        assert young_daly_s(stall_s, mtbf_s) <= young_daly_s(stall_s, mtbf_s * factor) * (1 + 1e-9)
 
 
 @given(st.floats(1e-4, 0.5), st.floats(100.0, 1e6))
