@@ -67,7 +67,7 @@ class PreemptionGuard(FitCallback):
         self._watcher: Watcher | None = None
         self._ranks: Ranks | None = None
         self._stop: StopAgreement | None = None
-        self._is_advised = self._is_cloud_known = False
+        self._is_advised = False
         self._place = Place(0)
         self._patches = Patches()
         self._best_effort = BestEffort()
@@ -86,7 +86,7 @@ class PreemptionGuard(FitCallback):
         fit.begin()
         if not any(part.writes for part in fit.callbacks(FitCallback)):
             fit.warn_of_passing_folder()
-        self.notice, self._place, self._is_advised, self._is_cloud_known = None, Place(0), False, False
+        self.notice, self._place, self._is_advised = None, Place(0), False
         self._watcher = watcher = Watcher(open_sources(self.notices))
         if trainer.world_size > 1 and not FitState.of(trainer).can(compat.ENVIRONMENT):
             self._watcher = None
@@ -107,7 +107,10 @@ class PreemptionGuard(FitCallback):
         if self._stop is None:
             return
         StepBoundaries.of(trainer).add(self)
-        FitSession.of(trainer).expect_stop()
+        fit = FitSession.of(trainer)
+        fit.expect_stop()
+        if self._watcher is not None and (cloud := self._watcher.cloud) is not None:
+            fit.warn_of_local_dirpath(cloud)
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """The end of a batch; the validation that follows can be interrupted, too."""
@@ -171,12 +174,10 @@ class PreemptionGuard(FitCallback):
         self._best_effort.run("looking for workers of loaders, and for advice", lambda: self._look(trainer), None)
 
     def _look(self, trainer: pl.Trainer) -> None:
-        if self._watcher is not None:
-            self._watcher.signals.expect_workers()
-            if not self._is_cloud_known and (cloud := self._watcher.cloud) is not None:
-                self._is_cloud_known = True
-                FitSession.of(trainer).warn_of_local_dirpath(cloud)
-        if not self._is_advised and self._watcher is not None and self._watcher.advice is not None:
+        if (watcher := self._watcher) is None:
+            return
+        watcher.signals.expect_workers()
+        if not self._is_advised and watcher.advice is not None:
             self._is_advised = True
             if (snapshotter := FitSession.of(trainer).snapshotter) is not None:
                 snapshotter.pacing.expect_failure()

@@ -28,8 +28,6 @@ from lightning_spot.state.optimizers import names_of
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-logger = logging.getLogger(__name__)
-
 LATE_S = 60.0
 """A rank that waits so long for the others to begin says what for: one that has none of our callbacks never comes."""
 
@@ -100,22 +98,14 @@ def _check_same(trainer: pl.Trainer, do: str, facts: Callable[[], dict[str, str]
 @contextlib.contextmanager
 def _saying_for_what(rank: int) -> Iterator[None]:
     """Say it if ranks are waited for that do not come, which they cannot say by themselves."""
-    late = threading.Timer(
-        LATE_S,
-        lambda: say(
-            logging.WARNING,
-            "ranks-late",
-            "rank {about} has waited {seconds:.0f} s for the others to begin. A rank without SpotCheckpoint, or without"
-            " its parts, never does. Give each rank the same callbacks",
-            about=rank,
-            seconds=LATE_S,
-        ),
+    text = (
+        "rank {about} has waited {seconds:.0f} s for the others to begin. A rank without SpotCheckpoint, or without its"
+        " parts, never does. Give each rank the same callbacks"
     )
+    late = threading.Timer(LATE_S, lambda: say(logging.WARNING, "ranks-late", text, about=rank, seconds=LATE_S))
     late.daemon = True
-    try:
+    with contextlib.suppress(RuntimeError):  # no more threads can be had: then nobody says it
         late.start()
-    except RuntimeError as error:  # no more threads can be had: then nobody says it
-        logger.debug("what is waited for is not said: %s", error)
     try:
         yield
     finally:
