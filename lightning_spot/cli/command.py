@@ -165,7 +165,7 @@ COMMANDS = {
     "report": _Command(
         module="cli.report",
         text="show where the time of a run went, attempt by attempt",
-        examples=("lightning-spot report s3://bucket/run-1 --plot run-1.svg",),
+        examples=("lightning-spot report s3://bucket/run-1 --html run-1.html",),
     ),
     "doctor": _Command(
         module="cli.doctor",
@@ -178,11 +178,12 @@ COMMANDS = {
     ),
     "stop": _Command(
         module="cli.stop",
-        text="end local servers of this host once everything is uploaded",
+        text="end servers of this host once everything is uploaded",
         codes={1: "a server did not end, or snapshots that are stored nowhere else stay in memory"},
         examples=(
             "lightning-spot stop s3://bucket/run-1",
             "lightning-spot stop --all",
+            "lightning-spot stop --server spot://127.0.0.1:7070",
         ),
     ),
     "status": _Command(
@@ -190,7 +191,8 @@ COMMANDS = {
         text="show the runs at servers and on this host, and how safe they are",
         codes=_INCOMPLETE,
         examples=(
-            "lightning-spot status --server spot://10.0.0.5:7070",
+            "lightning-spot status -w",
+            "lightning-spot status --server spot://10.0.0.5:7070 -o json",
             "lightning-spot status --server spot://10.0.0.5:7070 --open",
         ),
     ),
@@ -243,6 +245,11 @@ COMMANDS = {
             "lightning-spot cp s3://bucket/run-1 last.ckpt",
             "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
         ),
+    ),
+    "completion": _Command(
+        module="cli.completion",
+        text="print a script that completes commands in a shell",
+        examples=("lightning-spot completion bash",),
     ),
     "export": _Command(
         module="cli.snapshots",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import html
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from rich.table import Table
 
 from lightning_spot.cli.arguments import location_of
 from lightning_spot.cli.output import add_output, plain_table, print_answer
@@ -17,6 +16,7 @@ from lightning_spot.config import format_count, format_seconds, names_server
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.records import completed, read_records
+from lightning_spot.untrusted import LONGEST_TEXT, plain
 
 _COLOURS = {
     "startup_s": "#8c8c8c",
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("url", metavar="RUN", help="the run's directory, or URL in a bucket")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw where the time of each attempt went")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page, with that drawing")
     add_output(parser)
 
 
@@ -59,22 +60,32 @@ def report(arguments: argparse.Namespace) -> int:
         lines.append(f"{gone} before these, {format_seconds(before.closed.total_s)} in all")
     goodput = f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}"
     goodput += "".join(f", {name.removesuffix('_s')} {format_seconds(getattr(whole, name))}" for name in _COLOURS)
+    headings, rows = _rows(records, parts)
+    drawing = _timeline(records, parts)
     if arguments.plot:
-        try:
-            Path(arguments.plot).write_text(_timeline(records, parts), "utf-8")
-        except OSError as error:
-            raise SettingsError(f"--plot {arguments.plot} cannot be written: {error.strerror}") from error
+        _write("--plot", arguments.plot, drawing)
+    if arguments.html:
+        _write("--html", arguments.html, _page(url, [goodput, *lines], headings, rows, drawing))
+    table = plain_table(headings, left=("BEGUN", "END"))
+    for row in rows:
+        table.add_row(*row)
     document = _facts(records, parts, whole, before.attempts)
-    print_answer(arguments.output, document, [*lines, _table(records, parts), goodput])
+    print_answer(arguments.output, document, [*lines, table, goodput])
     return 0
 
 
-def _table(records: list[AttemptRecord], parts: list[Spent]) -> Table:
-    """A row for each attempt."""
+def _write(option: str, file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, "utf-8")
+    except OSError as error:
+        raise SettingsError(f"{option} {file} cannot be written: {error.strerror}") from error
+
+
+def _rows(records: list[AttemptRecord], parts: list[Spent]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The attempts as a table: its headings, and a row for each."""
     headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", "BLOCKED", "LOST", "DOWN AFTER", "END")
-    table = plain_table(headings, left=("BEGUN", "END"))
-    for record, part, lost in zip(records, parts, lost_steps(records), strict=True):
-        table.add_row(
+    rows: list[tuple[str, ...]] = [
+        (
             str(record.attempt),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.begun_unix_s)),
             f"{record.from_step} to {record.step}" if record.trained_unix_s is not None else "none",
@@ -85,10 +96,59 @@ def _table(records: list[AttemptRecord], parts: list[Spent]) -> Table:
             format_seconds(part.down_s),
             record.end,
         )
-    return table
+        for record, part, lost in zip(records, parts, lost_steps(records), strict=True)
+    ]
+    return headings, rows
 
 
+_STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+figure { margin: 1.5rem 0; } svg { width: 100%; } svg text { font-size: 12px; fill: currentColor; }
+div { overflow-x: auto; } table { border-collapse: collapse; white-space: nowrap; }
+th, td { padding: .25rem .75rem .25rem 0; text-align: left; border-bottom: 1px solid #8884; }
+"""
 _DRAWN, _BAR, _SIDE = 1000, 22, 60
+
+
+def _page(
+    url: str,
+    lines: Sequence[str],
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    drawing: str,
+) -> str:
+    """The report as one page of HTML, which loads nothing and runs nothing."""
+
+    def element(name: str, text: str) -> str:
+        return f"<{name}>{html.escape(plain(text, LONGEST_TEXT))}</{name}>"
+
+    head = "".join(element("th", heading.capitalize()) for heading in headings)
+    body = "".join(f"<tr>{''.join(element('td', cell) for cell in row)}</tr>\n" for row in rows)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+{element("title", f"Report of {url}")}
+<style>{_STYLE}</style>
+</head>
+<body>
+{element("h1", url)}
+{"".join(element("p", line) for line in lines)}
+<figure>
+{drawing}
+<figcaption>Where the time of each attempt went. What was lost was trained again by the next attempt.</figcaption>
+</figure>
+<div><table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{body}</tbody>
+</table></div>
+</body>
+</html>
+"""
 
 
 def _timeline(records: Sequence[AttemptRecord], parts: Sequence[Spent]) -> str:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.live import Live
 from rich.table import Table
 
 from lightning_spot.cli.arguments import add_servers, ask_status, check_servers
-from lightning_spot.cli.output import add_output, age, incomplete, plain_table, print_answer, print_line
+from lightning_spot.cli.output import (
+    INCOMPLETE,
+    PlainConsole,
+    add_output,
+    age,
+    incomplete,
+    plain_table,
+    print_answer,
+    print_line,
+)
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import LARGEST, MOST_SERVERS, names_server, read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError, SpotError
@@ -20,6 +32,7 @@ from lightning_spot.protocol.record import local_records
 from lightning_spot.protocol.wire import Address, answered, parse_spot_url
 from lightning_spot.untrusted import MOST_UNIX_S, as_object, integer, number, plain, text, texts
 
+_EVERY_S = 2.0
 _MOST_STEP = 10**15
 _PATH = re.compile(r"/open/[\w-]{1,100}", re.ASCII)
 
@@ -57,12 +70,15 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``status``."""
     add_servers(parser, "ask this snapshot server; may be given several times (default: LIGHTNING_SPOT_SERVERS)")
+    parser.add_argument("-w", "--watch", action="store_true", help="show it again every 2 s, until Ctrl-C")
     parser.add_argument("--open", action="store_true", help="print a link to the status page of the server, for once")
     add_output(parser, names=True)
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Show the runs of the servers that are named, and of the local servers of this host."""
+    if arguments.watch and not (arguments.output == "table" and sys.stdout.isatty()):
+        raise SettingsError("-w rewrites a table in place: use it on a terminal, without -o")
     named, given_by = arguments.server, "--server"
     if not named:
         named, given_by = read_environment().servers, "LIGHTNING_SPOT_SERVERS"
@@ -72,7 +88,10 @@ def status(arguments: argparse.Namespace) -> int:
             raise SettingsError("--open opens the page of one server: name it by --server spot://HOST:PORT")
         print_line(link(named[0]))
         return 0
-    rows, silent = _ask([parse_spot_url(server)[0] for server in named])
+    addresses = [parse_spot_url(server)[0] for server in named]
+    if arguments.watch:
+        return _watch(addresses)
+    rows, silent = _ask(addresses)
     document = {"runs": [asdict(row) for row in rows if row.run], "not_asked": silent}
     names = [f"{row.name}@{row.committed_step}" for row in rows if row.name and row.committed_step is not None]
     print_answer(
@@ -94,6 +113,21 @@ def link(server_url: str) -> str:
     if not _PATH.fullmatch(path):  # else it could lead to another host
         raise ServerRefusedError(f"{address} answered with {plain(path)!r} instead of a link", tier=str(address))
     return f"{'https' if address.tls else 'http'}://{address.host}:{address.port}{path}"
+
+
+def _watch(addresses: Sequence[Address]) -> int:
+    silent: list[str] = []
+    try:
+        with Live(console=PlainConsole(), auto_refresh=False) as live:
+            while True:
+                rows, silent = _ask(addresses)
+                table = _table(rows)
+                for column in table.columns:  # a terminal that breaks lines by itself would not be rewritten in place
+                    column.no_wrap, column.overflow = False, "fold"
+                live.update(table, refresh=True)
+                time.sleep(_EVERY_S)
+    except KeyboardInterrupt:
+        return INCOMPLETE if silent else 0
 
 
 def _ask(addresses: Sequence[Address]) -> tuple[list[Row], list[str]]:

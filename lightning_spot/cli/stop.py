@@ -1,24 +1,30 @@
-"""``lightning-spot stop``: ends local servers of this host once all is uploaded, and clears up after dead ones."""
+"""``lightning-spot stop``: ends servers of this host once everything is uploaded, and clears up after dead ones."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from lightning_spot.cli.arguments import ask_status, location_of
+from lightning_spot.cli.arguments import add_servers, ask_status, check_servers, location_of
 from lightning_spot.cli.output import add_output, error_console, plain_table, print_answer
-from lightning_spot.client.starting import end_server, revived
-from lightning_spot.config import UPLOAD_TIMEOUT_S, format_bytes
+from lightning_spot.client.starting import end_process, end_server, revived
+from lightning_spot.config import UPLOAD_TIMEOUT_S, format_bytes, is_loopback, read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError
-from lightning_spot.protocol.record import ServerRecord, find_record, local_records
-from lightning_spot.protocol.wire import Address, answered
-from lightning_spot.server.area import left_in
+from lightning_spot.protocol.ownership import own_directories
+from lightning_spot.protocol.process import ProcessId
+from lightning_spot.protocol.record import ServerRecord, find_record, local_records, port_area
+from lightning_spot.protocol.wire import Address, answered, parse_spot_url
+from lightning_spot.server.area import left_in, remove_abandoned
+from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.untrusted import as_object, flag, integer
 
 _STARTED = {"slots": 4, "memory_bytes": 2**30, "server_idle_timeout_s": 60.0}
 """How a server is run that only uploads what a dead one left, if that one left no note of it."""
 _SHOWN = 4
+_LISTENS = "0A"  # a state of TCP, see proc(5)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,6 +32,7 @@ class Stopped:
     """What became of a server.
 
     Attributes:
+        server: ``"host"`` for a local server, else ``spot://host:port``.
         runs: that it served.
         result: ``"stopped"``, or ``"discarded"`` with all that it held; ``"kept"``: it has ended, and snapshots that
             are stored nowhere else stay in memory; ``"in use"``: a trainer is connected; ``"running"``: it did not end.
@@ -34,16 +41,24 @@ class Stopped:
         reason: why it is not stopped, or why they stay.
     """
 
+    server: str = "host"
     runs: list[str] = field(default_factory=list)
     result: str = "stopped"
     kept: list[str] = field(default_factory=list)
     kept_bytes: int = 0
     reason: str = ""
 
+    def keeps(self, left: list[Manifest]) -> None:
+        """Note what is left in memory of a server that has ended."""
+        self.result = "kept"
+        self.kept = sorted({f"{manifest.run}@{manifest.step}" for manifest in left})
+        self.kept_bytes = sum(manifest.nbytes for manifest in left)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``stop``."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="run whose local server on this host ends")
+    add_servers(parser, "end this snapshot server, on a loopback address of this host; may be given several times")
     parser.add_argument("--all", action="store_true", help="end all local servers on this host")
     parser.add_argument(
         "--discard", action="store_true", help="end at once, and drop snapshots that are stored nowhere"
@@ -53,8 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def stop(arguments: argparse.Namespace) -> int:
     """End servers; 1 if one did not end, or if snapshots that are stored nowhere else stay in memory."""
-    if bool(arguments.run) is arguments.all:
-        raise SettingsError("stop needs one of RUN and --all")
+    if bool(arguments.run) + bool(arguments.server) + arguments.all != 1:
+        raise SettingsError("stop needs one of RUN, --server and --all")
+    check_servers(arguments.server)
     if arguments.run:
         url = location_of(arguments.run, (), "stop").url
         record = find_record(url)
@@ -62,13 +78,14 @@ def stop(arguments: argparse.Namespace) -> int:
         if not records:
             raise SnapshotNotFoundError(f"no local server of {arguments.run} is on this host, nor anything of one")
     else:
-        records = local_records()
+        records = local_records() if arguments.all else []
     ended = [_stop_local(record, arguments.discard) for record in records]
-    table = plain_table(headings := ("RUN", "RESULT", "KEPT", "REASON"), left=headings)
+    ended += [_stop_at(parse_spot_url(server)[0], arguments.discard) for server in arguments.server]
+    table = plain_table(headings := ("RUN", "SERVER", "RESULT", "KEPT", "REASON"), left=headings)
     for each in ended:
         more = f" and {len(each.kept) - _SHOWN} more" if len(each.kept) > _SHOWN else ""
         kept = f"{', '.join(each.kept[:_SHOWN])}{more}, {format_bytes(each.kept_bytes)}" if each.kept else ""
-        table.add_row(", ".join(each.runs), each.result, kept, each.reason)
+        table.add_row(", ".join(each.runs), each.server, each.result, kept, each.reason)
     shown = [table if ended else "no local server is on this host"]
     print_answer(arguments.output, {"servers": [asdict(each) for each in ended]}, shown)
     return 0 if all(each.result in ("stopped", "discarded") for each in ended) else 1
@@ -84,9 +101,7 @@ def _stop_local(record: ServerRecord, discard: bool) -> Stopped:
                     host.disconnect()
         if record.running() and _is_in_use(found, Address(socket_path=str(record.http))):
             return found
-        if not discard:
-            runs = ", ".join(found.runs) or "a server without runs"
-            error_console().print(f"waiting until {runs} is uploaded, {UPLOAD_TIMEOUT_S:.0f} s at most by default")
+        _wait_for(found, discard)
         has_ended = end_server(record, discard=discard)
     except SpotError as error:
         found.result, found.reason = "running", str(error)
@@ -96,9 +111,7 @@ def _stop_local(record: ServerRecord, discard: bool) -> Stopped:
     elif discard:
         found.result = "discarded"
     elif record.left_slots():
-        left = [manifest for area in record.areas() for manifest in left_in(area)]
-        found.result, found.kept = "kept", sorted({f"{manifest.run}@{manifest.step}" for manifest in left})
-        found.kept_bytes = sum(manifest.nbytes for manifest in left)
+        found.keeps([manifest for area in record.areas() for manifest in left_in(area)])
         found.runs = found.runs or sorted({name.rpartition("@")[0] for name in found.kept})
         found.reason = f"stored nowhere else; its log, {record.log}, says why. The next start of the run has them"
     return found
@@ -121,3 +134,72 @@ def _is_in_use(found: Stopped, address: Address) -> bool:
         pids = ", ".join(map(str, trainers))
         found.result, found.reason = "in use", f"a trainer is connected (pid {pids}): end it first"
     return bool(trainers)
+
+
+def _wait_for(found: Stopped, discard: bool) -> None:
+    if not discard:
+        runs = ", ".join(found.runs) or "a server without runs"
+        error_console().print(f"waiting until {runs} is uploaded, {UPLOAD_TIMEOUT_S:.0f} s at most by default")
+
+
+def _stop_at(address: Address, discard: bool) -> Stopped:
+    """End a snapshot server that listens at a port of this host.
+
+    Raises:
+        SettingsError: if it is not on this host, or another user's.
+    """
+    if not is_loopback(address.host.strip("[]")):
+        raise SettingsError(f"--server {address} may be another host's: give a loopback address, on the server's host")
+    found, shm_dir = Stopped(server=str(address)), read_environment().shm_dir
+    process = _listener(address)
+    if process is None and not discard:
+        raise SnapshotNotFoundError(f"no snapshot server of this user answers at {address}")
+    if process is not None:
+        _is_in_use(found, address)  # trainers on other hosts turn to other servers meanwhile
+        _wait_for(found, discard)
+        has_ended = end_process(process, discard=discard)
+        found.result, found.reason = ("stopped", "") if has_ended else ("running", f"pid {process.pid} did not end")
+        if not has_ended:
+            return found
+    left: list[Manifest] = []
+    for area in own_directories(port_area(shm_dir, address.port)) if shm_dir is not None else ():
+        with area:
+            left += left_in(area)
+            if discard:
+                remove_abandoned(area)
+    if discard:
+        found.result = "discarded"
+    elif left:
+        found.keeps(left)
+        found.reason = f"stored nowhere else. lightning-spot serve at port {address.port} takes them over"
+    return found
+
+
+def _listener(address: Address) -> ProcessId | None:
+    """The process of this user's snapshot server that listens there: it says so, and so does the kernel."""
+    try:
+        answer = ask_status(address)
+        with answered(str(address)):
+            process = ProcessId.of(integer(answer, "pid", None, 1, 2**22))
+    except ServerRefusedError as error:
+        raise SettingsError(f"{address} refuses to be stopped: {error}") from error
+    except SpotError:
+        return None
+    return process if process is not None and _listens(process.pid, address.port) else None
+
+
+def _listens(pid: int, port: int) -> bool:
+    inodes = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/net/{name}") as file:
+            fields = [line.split() for line in file][1:]
+            inodes |= {each[9] for each in fields if each[3] == _LISTENS and each[1].endswith(f":{port:04X}")}
+    with contextlib.suppress(OSError):  # another user's
+        return any(link == f"socket:[{inode}]" for link in _open_files(pid) for inode in inodes)
+    return False
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/{pid}/fd/{fd}")

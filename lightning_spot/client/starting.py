@@ -24,6 +24,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S, environment_of_server
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
+from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record, hold
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
@@ -130,7 +131,7 @@ def end_server(record: ServerRecord, *, discard: bool = False) -> bool:
     """
     with record.opened() as opened, opened.starting(_DRAIN_S):  # no other server begins meanwhile
         if (process := opened.process()) is not None:
-            process.kill(*((_KILL_TIMEOUT_S,) if discard else (_DRAIN_S, signal.SIGTERM)))
+            end_process(process, discard=discard)
         if (alive := hold(opened.alive, _KILL_TIMEOUT_S)) is None:
             return False
         if discard or not record.left_slots():
@@ -140,6 +141,11 @@ def end_server(record: ServerRecord, *, discard: bool = False) -> bool:
         opened.alive.unlink(missing_ok=True)
         os.close(alive)
     return True
+
+
+def end_process(process: ProcessId, *, discard: bool) -> bool:
+    """Have a server end once it has uploaded what it holds, or at once; whether it has ended."""
+    return process.kill(_KILL_TIMEOUT_S) if discard else process.kill(_DRAIN_S, signal.SIGTERM)
 
 
 def _connect(

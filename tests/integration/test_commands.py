@@ -1,9 +1,13 @@
-"""Commands for those who run trainings: ``status``, ``stop``, ``diff`` and ``report --plot``."""
+"""Commands for whoever runs trainings: ``status``, ``stop``, ``diff``, ``report --html`` and ``completion``."""
 
 from __future__ import annotations
 
 import json
 import os
+import pty
+import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -26,15 +33,16 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.cli import main
 from lightning_spot.cli.diff import compare_states
 from lightning_spot.client.starting import start
+from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.goodput.ledger import AttemptRecord
 from lightning_spot.goodput.records import write_record
 from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
-from tests.support.server import MIB, RUN, RUN_ID, Bench, StartServer, image_of, manifest_of, served
+from tests.support.server import MIB, RUN, RUN_ID, Bench, RunningServer, image_of, manifest_of
 from tests.support.snapshots import interrupted
-from tests.support.trainer import At, Net, data, trainer
+from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import until
 
 SILENT = "spot://127.0.0.1:9"
@@ -44,7 +52,9 @@ STATES = ("committed", "replicated", "persisted")
 # -- status -----------------------------------------------------------------------------------------------------------
 
 
-def test_status_of_a_run_on_this_host_and_at_a_server(tmp_path: Path, start_server: StartServer, cli: Cli) -> None:
+def test_status_of_a_run_on_this_host_and_at_a_server(
+    tmp_path: Path, start_server: Callable[..., RunningServer], cli: Cli
+) -> None:
     server = start_server()
     interrupted(tmp_path / "run-1", servers=server.url)
     answer = json.loads(cli("status", "--server", server.url, "-o", "json"))
@@ -64,10 +74,16 @@ def test_status_of_a_run_on_this_host_and_at_a_server(tmp_path: Path, start_serv
     assert shown[0].split()[:3] == ["RUN", "ATTEMPT", "STATE"]
 
 
-def newest(bench: Bench) -> dict[str, int]:
-    """Step of the newest snapshot of the one run, by how safe it is."""
-    (run,) = bench.server.status()["runs"].values()
-    return {state: found["step"] for state, found in run["newest"].items()}
+def test_a_run_that_has_ended_is_complete(tmp_path: Path, start_server: Callable[..., RunningServer], cli: Cli) -> None:
+    server = start_server("--storage", str(tmp_path / "stored"))
+    spot = SpotCheckpoint(str(tmp_path / "run-1"), servers=server.url, interval=EverySteps(5))
+    trainer(spot, max_epochs=1).fit(Net(), data())
+    (row,) = [
+        row
+        for row in json.loads(cli("status", "--server", server.url, "-o", "json"))["runs"]
+        if row["server"] == server.url
+    ]
+    assert row["state"] == "complete"
 
 
 def test_a_stored_snapshot_counts_when_its_slot_is_used_again(bench: Bench) -> None:
@@ -78,7 +94,9 @@ def test_a_stored_snapshot_counts_when_its_slot_is_used_again(bench: Bench) -> N
     for step in range(2, 7):
         bench.save(step, wait_s=60)
     assert 1 not in bench.committed()
-    assert newest(bench) == {**dict.fromkeys(STATES, 1), "committed": 6}
+    (run,) = bench.server.status()["runs"].values()
+    steps = {state: found["step"] for state, found in run["newest"].items()}
+    assert steps == {**dict.fromkeys(STATES, 1), "committed": 6}
 
 
 def test_a_removed_snapshot_counts_no_more(bench: Bench) -> None:
@@ -87,7 +105,8 @@ def test_a_removed_snapshot_counts_no_more(bench: Bench) -> None:
         removed = bench.save(step, wait_s=60)
         assert bench.flush() == []
     bench.server.remove(RUN, removed.name)
-    assert newest(bench) == dict.fromkeys(STATES, 1)
+    (run,) = bench.server.status()["runs"].values()
+    assert {state: found["step"] for state, found in run["newest"].items()} == dict.fromkeys(STATES, 1)
 
 
 def test_what_is_stored_is_known_to_the_next_server(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
@@ -96,7 +115,8 @@ def test_what_is_stored_is_known_to_the_next_server(make_bench: Callable[..., Be
     killed.save(1)
     assert killed.flush() == []
     killed.die()
-    assert newest(make_bench(area=runtime_dir / "area")) == dict.fromkeys(STATES, 1)
+    (run,) = make_bench(area=runtime_dir / "area").server.status()["runs"].values()
+    assert {state: found["step"] for state, found in run["newest"].items()} == dict.fromkeys(STATES, 1)
 
 
 def test_a_run_is_stopped_once_its_trainer_has_gone(bench: Bench) -> None:
@@ -128,18 +148,38 @@ def test_a_server_that_does_not_answer_is_a_row(cli: Cli, monkeypatch: pytest.Mo
 
 def test_status_without_a_server(cli: Cli) -> None:
     assert json.loads(cli("status", "-o", "json")) == {"runs": [], "not_asked": []}
+    assert "-w" in cli("status", "-w", code=2)
 
 
 @pytest.fixture
-def stranger(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[object], str]]:
-    """A server that is asked for its status, and answers anything."""
-    with served(bench.server) as port:
+def stranger() -> Iterator[Callable[[object], str]]:
+    """A server of no version of ours: answers everything with the same JSON."""
+    answers: list[object] = [None]
 
-        def answers(answer: object) -> str:
-            monkeypatch.setattr(bench.server, "status", lambda *_: answer)
-            return f"spot://127.0.0.1:{port}"
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answers[-1]).encode()
+            self.send_response(200)
+            self.send_header("Spot-Protocol", str(PROTOCOL_VERSION))
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
-        yield answers
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    def start(answer: object) -> str:
+        answers.append(answer)
+        return f"spot://127.0.0.1:{server.server_port}"
+
+    yield start
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 @pytest.mark.parametrize(
@@ -159,6 +199,40 @@ def test_a_hostile_name_does_nothing_to_a_terminal(stranger: Callable[[object], 
         assert len(cli("status", "--server", url, "-o", "name").splitlines()) == 1
 
 
+def on_a_terminal(*arguments: str, until: bytes, columns: int = 200) -> tuple[bytes, int]:
+    """Run a command on a terminal until it has shown something, and interrupt it; what it showed, and its exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background of a shell ignores it
+        terminal_of = {"TERM": "xterm", "COLUMNS": str(columns)}
+        os.execve(sys.executable, [sys.executable, "-m", "lightning_spot", *arguments], {**os.environ, **terminal_of})
+    shown, deadline_s, ask_again_s = b"", time.monotonic() + 60, 0.0
+    while time.monotonic() < deadline_s:
+        if until in shown and time.monotonic() > ask_again_s:
+            os.kill(pid, signal.SIGINT)
+            ask_again_s = time.monotonic() + 10
+        if not select.select([terminal], [], [], 1.0)[0]:
+            continue
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # all of it was read
+            break
+    os.close(terminal)
+    return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_status_that_is_watched(start_server: Callable[..., RunningServer]) -> None:
+    server = start_server()
+    shown, code = on_a_terminal("status", "-w", "--server", server.url, until=b"idle")
+    assert code == 0
+    assert b"Traceback" not in shown
+    shown, code = on_a_terminal("status", "-w", "--server", SILENT, until=b"no answer")
+    assert code == 3
+    shown, code = on_a_terminal("status", "-w", "--server", SILENT, until=b"spot", columns=80)
+    assert code == 3
+    assert "…" not in shown.decode()
+
+
 # -- stop -------------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +244,7 @@ def left_on_this_host(record: ServerRecord) -> list[Path]:
 
 def stopped(answer: str) -> list[dict[str, Any]]:
     """What ``stop -o json`` says of each server."""
-    found: list[dict[str, Any]] = json.loads(answer[answer.index("{\n") : answer.rindex("}") + 1])["servers"]
+    found: list[dict[str, Any]] = json.loads(answer[: answer.rindex("}") + 1])["servers"]
     return found
 
 
@@ -185,7 +259,6 @@ def test_stop_ends_a_local_server_and_leaves_nothing(tmp_path: Path, cli: Cli) -
     assert not process.alive
     assert left_on_this_host(record) == []
     assert "nor anything of one" in cli("stop", run, code=2)
-    assert ["one of RUN" in cli("stop", *given, code=2) for given in ([], ["--all", "run"])] == [True, True]
     assert stopped(cli("stop", "--all", "-o", "json")) == []
     callback = SpotCheckpoint(str(run), interval=EverySteps(5))
     trainer(callback).fit(Net(), data())
@@ -193,12 +266,27 @@ def test_stop_ends_a_local_server_and_leaves_nothing(tmp_path: Path, cli: Cli) -
     assert (callback.resumed_from.step, callback.resumed_from.tier) == (30, "storage")
 
 
+class Stopping(pl.Callback):
+    """Runs a command in mid-training."""
+
+    def __init__(self, *command: str) -> None:
+        self.command, self.code = command, -1
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 12:
+            self.code = main([*self.command])
+
+
 @pytest.mark.parametrize("more", [[], ["--discard"]])
-def test_stop_spares_a_server_with_a_trainer(tmp_path: Path, cli: Cli, more: list[str]) -> None:
-    run, said = tmp_path / "run-1", list[str]()
-    during = At(12, lambda: said.append(cli("stop", "--all", "-o", "json", *more, code=1)))
+def test_stop_spares_a_server_with_a_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    run = tmp_path / "run-1"
+    during = Stopping("stop", "--all", "-o", "json", *more)
     trainer(SpotCheckpoint(str(run), interval=EverySteps(5), on_full="wait"), during, max_epochs=1).fit(Net(), data())
-    (found,) = stopped(said[0])
+    assert during.code == 1
+    said = capsys.readouterr().out
+    (found,) = stopped(said[said.index("{\n") :])
     assert found["result"] == "in use"
     assert str(os.getpid()) in found["reason"]
     assert LocalStore(run).survey().manifests[0].complete
@@ -301,6 +389,25 @@ def test_stop_leaves_the_servers_of_another_runtime_directory(
     assert slots.exists()
 
 
+def test_stop_ends_a_snapshot_server(start_server: Callable[..., RunningServer], cli: Cli) -> None:
+    server = start_server()
+    assert stopped(cli("stop", "--server", server.url, "-o", "json"))[0]["result"] == "stopped"
+    assert server.process.wait(120) == 0
+    assert f"no snapshot server of this user answers at {server.url}" in cli("stop", "--server", server.url, code=2)
+    assert "loopback" in cli("stop", "--server", "spot://10.0.0.5:7070", code=2)
+    assert "one of RUN" in cli("stop", code=2)
+    assert "one of RUN" in cli("stop", "--all", "run", code=2)
+
+
+def test_stop_never_ends_a_process_that_does_not_listen_there(stranger: Callable[[object], str], cli: Cli) -> None:
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        url = stranger({"pid": bystander.pid, "runs": {}})
+        for more in ([], ["--discard"]):
+            main(["stop", "--server", url, *more])
+            assert bystander.poll() is None
+        bystander.kill()
+
+
 # -- diff -------------------------------------------------------------------------------------------------------------
 
 
@@ -332,35 +439,107 @@ def test_diff_of_shapes_dtypes_and_names(tmp_path: Path, cli: Cli) -> None:
     assert "cannot be compared" in cli("diff", first, tmp_path / "no.ckpt", code=2)
 
 
-# -- report --plot ----------------------------------------------------------------------------------------------------
+# -- report --html, --plot --------------------------------------------------------------------------------------------
 
 
-def test_the_report_as_a_drawing(tmp_path: Path, cli: Cli) -> None:
-    run, file = tmp_path / "run", tmp_path / "report.svg"
-    for number, (begun_s, end) in enumerate(((1e9, "killed"), (1e9 + 200, "complete")), 1):
+class Page(HTMLParser):
+    """The elements of a page, and the text of its cells."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements, self.cells = list[tuple[str, dict[str, str | None]]](), list[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements and self.elements[-1][0] == "td":
+            self.cells.append(data)
+
+
+def test_the_report_as_one_page(tmp_path: Path, cli: Cli) -> None:
+    run, file = tmp_path / "<script>alert(1)<" / "script>&\x1b[2Jrun", tmp_path / "report.html"
+    for number, (begun_s, end) in enumerate(((0.0, "killed"), (200.0, "complete")), 1):
         record = AttemptRecord(
             attempt=number,
-            begun_unix_s=begun_s,
-            trained_unix_s=begun_s + 10.0,
+            begun_unix_s=1e9 + begun_s,
+            trained_unix_s=1e9 + begun_s + 10.0,
             from_step=80 * (number - 1),
             step=100 * number,
-            unix_s=begun_s + 110.0,
+            unix_s=1e9 + begun_s + 110.0,
             end=end,
         )
         write_record(str(run), number, record.as_dict())
-    told = cli("report", run, "--plot", file)
-    assert [word in told for word in ("goodput", "0 to 100", "80 to 200", "killed", "complete")] == [True] * 5
-    bars = ElementTree.fromstring(file.read_text()).findall("{http://www.w3.org/2000/svg}rect")[6:]
+    told = cli("report", run, "--html", file, "--plot", tmp_path / "report.svg")
+    page = Page(file.read_text())
+    names = [name for name, _ in page.elements]
+    assert {"script", "link", "img", "iframe", "a"} & set(names) == set()
+    assert not [each for _, each in page.elements if {"src", "href", "xlink:href", "onload"} & each.keys()]
+    assert {"http-equiv": "Content-Security-Policy", "content": "default-src 'none'; style-src 'unsafe-inline'"} in [
+        each for _, each in page.elements
+    ]
+    assert "\x1b" not in file.read_text()
+    assert {"0 to 100", "80 to 200", "killed", "complete"} <= set(page.cells)
+    drawing = (tmp_path / "report.svg").read_text()
+    assert drawing in file.read_text()
+    bars = ElementTree.fromstring(drawing).findall("{http://www.w3.org/2000/svg}rect")[6:]
     assert sum(float(bar.attrib["width"]) for bar in bars) == pytest.approx(940, abs=1)
-    assert "cannot be written" in cli("report", run, "--plot", tmp_path / "none" / "x.svg", code=2)
+    assert "goodput" in told
+    assert "cannot be written" in cli("report", run, "--html", tmp_path / "none" / "x.html", code=2)
     assert "the drawing is SVG" in cli("report", run, "--plot", tmp_path / "report.png", code=2)
 
 
-def test_an_answer_that_is_read_no_further_is_no_error() -> None:
-    command = [sys.executable, "-m", "lightning_spot", "simulate", "--work", "1h", "--runs", "20"]
+# -- completion -------------------------------------------------------------------------------------------------------
+
+SHELLS = [shell for shell in ("bash", "zsh") if shutil.which(shell)]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["st"], {"status", "stop"}),
+        (["ls", "--s"], {"--server"}),
+        (["ls", "-o", ""], {"table", "json", "name"}),
+        (["report", "-o", "n"], set()),
+        (["prune", "--mode", "mi"], {"min"}),
+        (["completion", ""], {"bash", "zsh"}),
+        (["ls", ""], set()),  # files, by the shell itself
+        (["ls", "--server", "-"], set()),
+        (["serve", "--emb"], set()),  # which is hidden
+    ],
+)
+def test_completion(shell: str, words: list[str], offered: set[str], tmp_path: Path, cli: Cli) -> None:
+    script = tmp_path / "script"
+    script.write_text(cli("completion", shell))
+    setup = "setopt ksharrays shwordsplit; " if shell == "zsh" else ""
+    given = " ".join(shlex.quote(word) for word in ["lightning-spot", *words])
+    code = f"{setup}source {script}; COMP_WORDS=({given}); COMP_CWORD={len(words)}; _lightning_spot"
+    options = ["-f"] if shell == "zsh" else ["--norc", "--noprofile"]
+    done = subprocess.run(
+        [shell, *options, "-c", f'{code}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert set(done.stdout.split()) == offered
+
+
+@pytest.mark.parametrize("arguments", [["completion", "bash"], ["simulate", "--work", "1h", "--runs", "20"]])
+def test_an_answer_that_is_read_no_further_is_no_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "lightning_spot", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stderr is not None
         writer.stdout.close()
         assert writer.stderr.read() == b""
     assert writer.returncode == 128 + signal.SIGPIPE
+
+
+def test_completion_registers_itself(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "script").write_text(cli("completion", "bash"))
+    code = f"source {tmp_path / 'script'}; complete -p lightning-spot"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert "_lightning_spot" in done.stdout

@@ -291,7 +291,6 @@ def test_a_training_is_seen_at_its_snapshot_server(tmp_path: Path) -> None:
         until(lambda: value(of(server), "attempts", run=name, end="complete") == 1, "how it has ended")
         found = of(server)
         assert value(found, "attempt", run=name) == 2
-        assert [each["state"] for each in server.status()["runs"].values()] == ["complete"]
         assert value(found, "attempts", run=name, end="failed") == 1
         assert value(found, "snapshots_total", run=name, result="taken") > 0  # type: ignore[operator]
         assert value(found, "snapshot_blocked_seconds_count", run=name) > 0  # type: ignore[operator]

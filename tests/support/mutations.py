@@ -220,6 +220,9 @@ stop keeps slots | client.starting | commands::stop_keeps_what_is_stored_nowhere
 stop spares a server in use | cli.stop | commands::stop_spares_a_server_with_a_trainer[more1]
 -    return bool(trainers)
 +    return False
+stop looks who listens | cli.stop | commands::stop_never_ends_a_process_that_does_not_listen_there
+-    return process if process is not None and _listens(process.pid, address.port) else None
++    return process
 # half a file is taken for a whole one
 rename of a file | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
 -                    os.replace(temporary, place if is_users else folder / place.name)

@@ -29,6 +29,7 @@ ALLOWED = {
     *("_getframe", "_current_frames"),  # of sys
     "_replace",  # of named tuples
     "_get_kwargs_from_urls",  # of our own file system, as fsspec calls it
+    *("_actions", "_SubParsersAction"),  # of argparse: what every completion of its commands reads
     "_version",  # the page of torch on autograd has it
     *("_indices", "_values"),  # the page of torch on sparse tensors has them, for such as are not coalesced
     "_foreach_copy_",  # copied one by one without it: test_copier
