@@ -283,11 +283,10 @@ def receive(fetch: Callable[[Target], object], manifest: Manifest, tier: str, ur
     try:
         fetch(_File(fd))
         sealed = in_memory and seal_memory(fd)
-    except OSError as error:
+    except BaseException as error:
         os.close(fd)
-        raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=url) from error
-    except BaseException:
-        os.close(fd)
+        if isinstance(error, OSError) and not isinstance(error, SpotError):  # some of ours are OSErrors, too
+            raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=url) from error
         raise
     return OpenSnapshot(manifest, tier, url, [fd], in_memory=in_memory, sealed=sealed)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import pytest
 
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
         await response.write(b"x" * 100)
         raise MemoryError("none is left")
 
-    monkeypatch.setattr(Files, "_find", AsyncMock(return_value=(Mock(), manifest)))
+    monkeypatch.setattr(Files, "_find", Mock(return_value=(Mock(), manifest)))
     monkeypatch.setattr(server.ring, "reading", lambda *_: contextlib.nullcontext(memoryview(bytes(400))))
     monkeypatch.setattr(Files, "_send", send)
     with served(server) as port:

@@ -28,7 +28,6 @@ from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address, parse_spot_url
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.snapshot.parts import checksum
 from tests.support.server import StartServer, image_of, manifest_of
 from tests.support.waiting import until
 
@@ -251,9 +250,10 @@ def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.
         taken = _upgraded_and_left(listener)
         client = ServerClient(Address("127.0.0.1", listener.getsockname()[1]))
         encoder = PartEncoder(image, len(image), None, None, packing)
+        manifest = manifest_of(1, 1, len(image), part_bytes=len(image)).sealed(image)
         began_s = time.monotonic()
         with pytest.raises(ServerUnreachableError):
-            send_parts(client, "spot://gone", "upload", iter([(0, len(image), checksum(image))]), 1, encoder)
+            send_parts(client, "spot://gone", "upload", manifest, encoder)
         assert time.monotonic() - began_s < 45.0
         for connection in taken:
             connection.close()
