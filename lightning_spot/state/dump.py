@@ -120,7 +120,7 @@ def in_present_form(shared: State) -> State:
             ]
         for position in filter(None, rank["loaders"] or ()):
             position["made_of"]["batch"] = position.get("batch")
-            position["workers_change"] = bool(position.get("workers_changed"))
+            position["workers_act"] = True if position.get("workers_changed") else position.get("workers_draw")
     return {**shared, "version": VERSION}
 
 

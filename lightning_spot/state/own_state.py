@@ -186,8 +186,8 @@ def _name(path: str, name: str) -> str:
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
     """What belongs to an object: its attributes, or its items where they are few."""
     if isinstance(item, (list, tuple, dict)):
-        items = item.items() if isinstance(item, dict) else enumerate(item)
-        yield from ((str(key), part) for key, part in items if len(item) <= _MOST_ITEMS)
+        if len(item) <= _MOST_ITEMS:
+            yield from ((str(key), part) for key, part in (item.items() if isinstance(item, dict) else enumerate(item)))
     elif isinstance(item, functools.partial):
         yield from (("func", item.func), ("args", item.args), ("keywords", item.keywords))
     elif isinstance(item, types.MethodType):
