@@ -6,7 +6,6 @@ import contextlib
 import io
 import random
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,8 +24,7 @@ from lightning_spot.capture.layouts import (
 from lightning_spot.capture.tensors import by_storage, owned_nbytes
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.server.host import Host, InProcessHost, Lease
-from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
+from lightning_spot.server.host import Host, Lease
 from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.snapshot import layout
@@ -35,8 +33,8 @@ from lightning_spot.snapshot.manifest import Manifest, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import LEAST_PART_BYTES, Status
 from tests.support.fake_device import FakeDevice
 from tests.support.ranks import manifest_of, rows
+from tests.support.rings import RankRing, Registers
 from tests.support.said import said_about
-from tests.support.server import named_run
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G10")
@@ -51,50 +49,12 @@ def tensors(seed: int, count: int = 9, least: int = 1) -> list[torch.Tensor]:
     return [torch.rand(dice.randrange(least, 30_000)) for _ in range(count)]
 
 
-class RankRing(InProcessHost):
-    """The ring of a host as one of its ranks sees it, until that has lost it."""
-
-    def __init__(self, server: SnapshotServer) -> None:
-        self.run, self.attempt, self.memory_bytes, self.released = "run", 1, 2**30, None
-        self._server, self.is_lost = server, False
-
-    def check(self) -> None:
-        if self.is_lost:
-            raise ServerUnreachableError("the ring is lost")
-
-    def lease(self, *what: Any, **how: Any) -> Lease:
-        self.check()
-        return super().lease(*what, **how)
-
-    def seal(self, *what: Any, **how: Any) -> bool:
-        self.check()
-        return super().seal(*what, **how)
-
-    def fail(self, manifest: Manifest, why: str) -> None:
-        self.check()
-        super().fail(manifest, why)
-
-    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
-        until_s = time.monotonic() + wait_s
-        while True:
-            self.check()
-            found = super().awaited(name, min(wait_s, 0.05))
-            if found[0] is not Status.PENDING or time.monotonic() >= until_s:
-                return found
-
-    def disconnect(self) -> None:
-        self.is_lost = True
-
-
 class Desk:
     """The writers of the ranks of one training, each with what it trains."""
 
     def __init__(self, ranks: int = 3, ranges: tuple[int, ...] = (1, 2, 0)) -> None:
-        self.server = SnapshotServer(slots=3, memory_bytes=2**30, open_store=lambda url: pytest.fail(url), allow=None)
-        self.server.begin_session(IN_PROCESS)
-        self.server.open_run(named_run("run", session=IN_PROCESS))
-        self.ring, self.ranges = self.server.ring, ranges
-        self.rings = [RankRing(self.server) for _ in range(ranks)]
+        self.registers, self.ranges = Registers(), ranges
+        self.rings = [RankRing(self.registers) for _ in range(ranks)]
         self.weights = [tensors(1) for _ in range(ranks)]
         self.own: list[Any] = [{"rank": rank, "draws": torch.arange(rank)} for rank in range(ranks)]
         self.buffer = torch.zeros(9)
@@ -108,7 +68,7 @@ class Desk:
         return CheckpointLayouter("token")
 
     def another_ring(self) -> RankRing:
-        return RankRing(self.server)
+        return RankRing(self.registers)
 
     def content(self, rank: int) -> Any:
         values = {"w": self.weights[rank], "b": self.buffer, "ranks": [self.own[rank]], **self.more}
@@ -132,17 +92,8 @@ class Desk:
         for weight in [each for weights in self.weights for each in weights]:
             weight.add_(value)
 
-    def shards(self, step: int) -> list[Manifest]:
-        slots = self.ring.registers("run", snapshot_name(step, 1)).values()
-        return [slot.manifest for slot in slots if slot.manifest is not None]
-
     def image(self, step: int) -> tuple[memoryview, Manifest]:
-        """A snapshot that counts, checked."""
-        ((held, manifest),) = self.ring.readable("run", snapshot_name(step, 1))
-        with self.ring.reading(held) as image:
-            data = memoryview(bytes(image[0 : len(image)]))
-        manifest.verify(data, "here")
-        return data, manifest
+        return self.registers.image(snapshot_name(step, 1))
 
     def saved(self, step: int) -> dict[str, Any]:
         """The checkpoint, with the states of all ranks."""
@@ -155,7 +106,6 @@ class Desk:
     def close(self) -> None:
         for writer in self.writers:
             writer.close()
-        self.server.close()
 
 
 @pytest.fixture
@@ -188,26 +138,26 @@ def test_what_ranks_have_written_is_the_checkpoint_of_its_step(desk: Desk) -> No
         assert [each["rank"] for each in saved["ranks"]] == list(range(len(dones)))
     _, manifest = desk.image(5)
     assert [span.name for span in manifest.files] == [MODEL_FILE, *map(state_file, range(1, len(dones)))]
-    starts = {each.shard.start for each in desk.shards(5) if each.shard is not None}
+    starts = {each.shard.start for each, _ in desk.registers.there[manifest.name].values() if each.shard is not None}
     assert len(starts) == len(desk.ranges)
 
 
 def test_ranges_are_equal(desk: Desk) -> None:
     [done.result(LAST_S) for done in desk.take(1)]
     nbytes = sum(weight.nbytes for weight in desk.weights[0])
-    ranges = [each.files[0].nbytes for each in desk.shards(1)]
+    ranges = [each.files[0].nbytes for each, _ in desk.registers.there[snapshot_name(1, 1)].values()]
     assert max(ranges) < nbytes / 3 + 2 * LEAST_PART_BYTES
 
 
 def test_optimizers_that_begin_and_cease_to_keep_something(desk: Desk) -> None:
-    moments, steps = [tensors(2, 5) for _ in desk.weights], iter(range(1, 9))
-    for change in (list.extend, lambda mine, more: mine.__delitem__(slice(3, 3 + len(more)))):
-        [done.result(LAST_S) for done in desk.take(next(steps))]
+    moments = [tensors(2, 5) for _ in desk.weights]
+    for step, change in enumerate([list.extend, lambda mine, more: mine.__delitem__(slice(3, 3 + len(more)))], start=2):
+        [done.result(LAST_S) for done in desk.take(2 * step)]
         for mine, more in zip(desk.weights, moments, strict=True):
             change(mine, more)
-        for step in (next(steps), next(steps)):
-            [done.result(LAST_S) for done in desk.take(step)]
-            assert same(desk.saved(step), desk.weights[0])
+        for again in range(2):
+            [done.result(LAST_S) for done in desk.take(2 * step + 1 + again * 100)]
+            assert same(desk.saved(2 * step + 1 + again * 100), desk.weights[0])
 
 
 def test_what_a_hook_takes_out_of_the_checkpoint_is_not_written(desk: Desk) -> None:
@@ -249,7 +199,7 @@ def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk) -> None:
     desk.copied()
     with pytest.raises(SnapshotFailedError, match=r"rank 2: .*changed", check=FAILED):
         dones[0].result(LAST_S)
-    assert desk.ring.status_of("run", snapshot_name(1, 1))[0] is Status.ABORTED
+    assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED
     assert desk.writers[2].torn == 1
     assert (desk.writers[0].torn, desk.writers[0].dropped) == (0, 1)
 
@@ -274,7 +224,7 @@ def test_where_rank_0_cannot_begin_the_others_are_done_at_once(desk: Desk) -> No
         desk.begin(0, 1)
     desk.copied()
     assert [done.result(LAST_S).step for done in others] == [1, 1]
-    assert desk.ring.status_of("run", snapshot_name(1, 1))[0] is Status.ABORTED
+    assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED
 
 
 def test_a_checkpoint_that_only_torch_can_write_is_not_cut(
@@ -297,8 +247,8 @@ def test_a_checkpoint_that_only_torch_can_write_is_not_cut(
 def test_a_ring_lost_while_others_are_awaited_is_found_again(desk: Desk) -> None:
     first = desk.begin(0, 1)
     desk.writers[0].copied()
-    until(lambda: desk.shards(1), "the shard of rank 0")
-    desk.rings[0].disconnect()
+    until(lambda: bool(desk.registers.there), "the shard of rank 0")
+    desk.rings[0].lose()
     others = [desk.begin(rank, 1) for rank in (1, 2)]
     desk.copied()
     assert [done.result(LAST_S).step for done in (first, *others)] == [1, 1, 1]
@@ -475,3 +425,10 @@ def test_ranks_of_another_model_in_shards_abort_the_snapshot(sharded: ShardedDes
     sharded.copied()
     with pytest.raises(SnapshotFailedError, match="same model", check=FAILED):
         first.result(LAST_S)
+
+
+def test_writers_are_no_threads_of_anybody_after_the_end(desk: Desk) -> None:
+    [done.result(LAST_S) for done in desk.take(1)]
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("spot-writer")]
+    desk.close()
+    until(lambda: len([thread for thread in mine if thread.is_alive()]) <= len(mine) - len(desk.writers), "the end")
