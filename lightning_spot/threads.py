@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, seen from inside (cgroup v2)
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""The container's share of the processors, seen from inside (cgroup v2)."""
 
 
 @cache
@@ -27,7 +28,7 @@ def processors() -> int:
     """
     count = len(os.sched_getaffinity(0))
     try:
-        quota, period = _QUOTA.read_text().split()
+        quota, period = CPU_QUOTA.read_text().split()
         return min(count, max(1, -(-int(quota) // int(period))))
     except (OSError, ValueError):  # there is none, or it says "max"
         return count

@@ -26,10 +26,12 @@ from lightning_spot.untrusted import plain
 CONNECTIONS = 4
 """Connections a snapshot moves over: a cloud VM gets about 5 Gbit/s per flow outside a placement group."""
 
+SILENT_S = 5.0
+"""If nothing arrives for so long, the server is asked whether it is there."""
+
 _WINDOW = 2  # parts under way on one connection before an answer is waited for
 _SENDS_OF_A_PART = 3
 _PAUSE_S = 1.0
-_SILENT_S = 5.0  # if nothing arrives for so long, the server is asked whether it is there
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is sent
 
 
@@ -123,8 +125,8 @@ def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, 
         jobs = [pool.submit(sending.run) for _ in range(connections)]
         try:
             for job in jobs:
-                while not wait([job], _SILENT_S).done:
-                    if time.monotonic() - sending.arrived_s >= _SILENT_S:
+                while not wait([job], SILENT_S).done:
+                    if time.monotonic() - sending.arrived_s >= SILENT_S:
                         client.ping(_PATIENCE * PING_S)
                 job.result()
         except BaseException:

@@ -38,8 +38,10 @@ from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
 logger = logging.getLogger(__name__)
 
-_ASK_S = 5.0
-_WAIT_FOR_SLOT_S = 10.0
+ASK_S = 5.0
+"""A server has so long to answer a request that moves no snapshot."""
+WAIT_FOR_SLOT_S = 10.0
+"""A server may keep a new upload waiting so long for a free slot."""
 
 ONLY_NEAR = ("servers", "replicas", "apart", "session", "is_claimed")
 """What of a run its trainer says to the server of its host, and no other does."""
@@ -150,7 +152,7 @@ class ServerStore:
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`ServerTier.open_run`."""
         body = {name: value for name, value in asdict(info).items() if name not in ONLY_NEAR}
-        opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=_ASK_S)
+        opened = self.client.call("POST", f"/v1/runs/{quoted(self.run)}/open", body, timeout_s=ASK_S)
         self.know(info)
         with answered(self.url):
             why_not, leaves = plain(opened["why_not"], LONGEST_TEXT), flag(opened, "leaves")
@@ -168,7 +170,7 @@ class ServerStore:
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`ServerTier.flush`."""
         body = {"run": self.run, "wait_s": wait_s}
-        answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + _ASK_S)
+        answer = self.client.call("POST", "/v1/flush", body, timeout_s=wait_s + ASK_S)
         with answered(self.url):
             return [plain(line, LONGEST_TEXT) for line in answer["unreached"]]
 
@@ -200,7 +202,7 @@ class ServerStore:
         attempt = self._info.attempt if self._info is not None else manifest.attempt
         body = {"attempt": attempt, "manifest": self._named(manifest).to_dict()}
         path = f"/v1/runs/{quoted(self.run)}/fail"
-        self._known(attempt, lambda: self.client.call("POST", path, body, timeout_s=_ASK_S, again=True))
+        self._known(attempt, lambda: self.client.call("POST", path, body, timeout_s=ASK_S, again=True))
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class ServerStore:
 
     def _asked(self) -> tuple[int, list[Listed]]:
         """The attempt that holds the run at the server, and what is there."""
-        answer = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=_ASK_S)
+        answer = self.client.call("GET", f"/v1/runs/{quoted(self.run)}/snapshots", timeout_s=ASK_S)
         with answered(self.url):
             return integer(answer, "attempt", None, 0, LARGEST), Listed.all_of(answer)
 
@@ -248,7 +250,7 @@ class ServerStore:
             "attempt": max(1, attempt),
             "nbytes": manifest.nbytes,
             "manifest": replace(manifest, checksums=()).to_dict(),
-            "wait_s": _WAIT_FOR_SLOT_S,
+            "wait_s": WAIT_FOR_SLOT_S,
             "committed": self._info.committed if self._info is not None else "",
         }
         ask = functools.partial(
@@ -256,7 +258,7 @@ class ServerStore:
             "POST",
             path,
             request,
-            timeout_s=_WAIT_FOR_SLOT_S + 4 * _ASK_S,
+            timeout_s=WAIT_FOR_SLOT_S + 4 * ASK_S,
             again=True,
             pulse=self.client.ping,
         )
@@ -297,6 +299,6 @@ class ServerStore:
 def _abort(client: ServerClient, upload: str) -> None:
     """Take an upload back, if the server can be reached."""
     try:
-        client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=_ASK_S)
+        client.call("DELETE", f"/v1/uploads/{upload}", timeout_s=ASK_S)
     except SpotError as error:
         logger.debug("an upload could not be taken back (%s); the server frees its slot by itself", error)

@@ -36,7 +36,8 @@ STILL_MAY = web.RequestKey("still_may", functools.partial)
 BODIES_BYTES = 512 * 1024 * 1024
 
 LONGEST_WAIT_S = 3600.0
-_BODY_TIMEOUT_S = 30.0
+BODY_TIMEOUT_S = 30.0
+"""The body of a request has so long to arrive."""
 _UNCOUNTED_BYTES = 4096  # of each body: those of most requests have no more
 _MOST_VALUES = 2**21  # in a body: each takes some 100 bytes, and a microsecond in which nobody else is answered
 _MOST_SMALL_PARTS = 4096
@@ -56,9 +57,9 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
         raise ServerRefusedError(f"the request's body is longer than {most_bytes} bytes", status=413)
     with ExitStack() as held:
         try:
-            body = await asyncio.wait_for(_collect(request, most_bytes, held), _BODY_TIMEOUT_S)
+            body = await asyncio.wait_for(_collect(request, most_bytes, held), BODY_TIMEOUT_S)
         except TimeoutError:
-            text = f"the request's body did not come within {_BODY_TIMEOUT_S:.0f} s"
+            text = f"the request's body did not come within {BODY_TIMEOUT_S:.0f} s"
             raise ServerRefusedError(text, status=408) from None
         if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
             raise ServerRefusedError("the request's body was damaged on its way", status=400)

@@ -55,8 +55,13 @@ from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain
 
 logger = logging.getLogger(__name__)
 
-_CHECK_S = 0.25
-_LOOK_S = 5.0  # how often a local server looks whether it is needed where nothing tells it of a change
+CHECK_S = 0.25
+"""A local server looks whether it is needed at most so often."""
+LOOK_S = 5.0
+"""A local server looks whether it is needed at least so often, also where nothing tells it of a change."""
+UNCONNECTED_S = 15.0
+"""A draining server waits so long for a client that has begun to send a snapshot and is not connected now."""
+
 _THREADS = 64
 _EMBEDDED_SLOTS = 4
 _HOLD_S = 1.0
@@ -64,7 +69,6 @@ _ABANDONED_S = 24 * 3600.0
 _BACKLOG = 512
 _AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _QUIET_S = 3.0  # a snapshot server's trainers have left, or moved on, when none asked for a slot for so long
-_UNCONNECTED_S = 15.0  # a draining server waits so long for who has begun to send a snapshot and is not connected now
 _SHUTDOWN_S = 5.0
 _SILENT_S = 20.0
 
@@ -280,8 +284,8 @@ async def _until_unneeded(
         if left_s < 0:
             say(logging.INFO, "server-ends", "idle for {idle_s:.0f} s", idle_s=server_idle_timeout_s)
             return
-        await _wait(signals.first, _CHECK_S)
-        await _wait(signals.woken, min(left_s, _LOOK_S))
+        await _wait(signals.first, CHECK_S)
+        await _wait(signals.woken, min(left_s, LOOK_S))
 
 
 async def _drain(server: SnapshotServer, service: Service, drain_timeout_s: float, signals: _Signals) -> list[str]:
@@ -289,13 +293,13 @@ async def _drain(server: SnapshotServer, service: Service, drain_timeout_s: floa
     server.drain()
     deadline_s = time.monotonic() + drain_timeout_s
     while not signals.second.is_set() and time.monotonic() < deadline_s:
-        server.uploads.expire(_UNCONNECTED_S)
+        server.uploads.expire(UNCONNECTED_S)
         here = bool(server.registry.sessions) or time.monotonic() - service.last_upload_s < _QUIET_S
         if server.settled and not here:
             break
         # Asks failing tiers again at once; who serves on does so meanwhile.
         await _flush(server, max(0.0, min(1.0, deadline_s - time.monotonic())))
-        await _wait(signals.second, _CHECK_S)
+        await _wait(signals.second, CHECK_S)
     server.uploads.close()
     left = await _flush(server, 0.0)
     for line in left:

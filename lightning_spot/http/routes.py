@@ -147,9 +147,13 @@ _SHOW_WHAT_IS_COVERED = (
     "/v1/flush",
 )  # by themselves, of what a scoped token covers
 _READ_BUFFER_BYTES = 256 * 1024
-_FLUSH_TURN_S = 5.0
-_FLUSHES = 64  # that are waited for, on threads of their own: each may take an hour
-_LOOKS = 32  # requests that ask a tier at once, shared by who sends them: threads are left for what others ask
+
+FLUSH_TURN_S = 5.0
+"""A flush waits so long for a thread's turn, and then asks again whether its client is still there."""
+MOST_FLUSHES = 64
+"""Flushes that are waited for at once, on threads of their own: each may take an hour."""
+MOST_LOOKS = 32
+"""Requests that ask a tier at once, shared by their clients: threads are left for other requests."""
 
 _TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
 
@@ -183,7 +187,8 @@ class Service:
         self._secrets = secrets
         self._uploads, self._sessions = UploadRequests(server), Sessions(server)
         self._page = Page(server, functools.partial(not_ready, server), clock)
-        self._flushing, self._flush_threads = Quota(_FLUSHES, "flushes"), ThreadPoolExecutor(_FLUSHES, "spot-flush")
+        self._flushing = Quota(MOST_FLUSHES, "flushes")
+        self._flush_threads = ThreadPoolExecutor(MOST_FLUSHES, "spot-flush")
 
     def application(self) -> web.Application:
         """The aiohttp application."""
@@ -440,7 +445,7 @@ class Service:
             gone, loop = request[ACCEPTED].gone, asyncio.get_running_loop()
             deadline_s = loop.time() + wait_s
             while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
-                for_s = max(0.0, min(_FLUSH_TURN_S, deadline_s - loop.time()))
+                for_s = max(0.0, min(FLUSH_TURN_S, deadline_s - loop.time()))
                 left = await loop.run_in_executor(self._flush_threads, self.server.flush, run, for_s)
                 if not left or gone.done() or loop.time() >= deadline_s:
                     return web.json_response({"unreached": left})
@@ -568,7 +573,8 @@ class RunRequests:
         return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})
 
 
-_SEND_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 60.0
+"""A client has so long to take each block of a file."""
 _SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
 
 
@@ -580,7 +586,7 @@ class Files:
     """
 
     def __init__(self, server: SnapshotServer) -> None:
-        self._server, self._looking = server, Quota(_LOOKS, "deletions")
+        self._server, self._looking = server, Quota(MOST_LOOKS, "deletions")
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """``GET``."""
@@ -633,7 +639,7 @@ class Files:
         if request.secure:
             for place in range(start, stop, SEND_BYTES):  # copies: the transport may keep what it could not send
                 data = bytes(image[place : min(place + SEND_BYTES, stop)])
-                await asyncio.wait_for(response.write(data), _SEND_TIMEOUT_S)
+                await asyncio.wait_for(response.write(data), SEND_TIMEOUT_S)
             return
         loop, transport = asyncio.get_running_loop(), request.transport
         assert isinstance(transport, asyncio.Transport)
@@ -643,7 +649,7 @@ class Files:
             with open(fd, "rb", buffering=0) as file:
                 for place in range(first, last, _SENDFILE_BYTES):
                     sending = loop.sendfile(transport, file, place, min(_SENDFILE_BYTES, last - place))
-                    await asyncio.wait_for(sending, _SEND_TIMEOUT_S)
+                    await asyncio.wait_for(sending, SEND_TIMEOUT_S)
 
     # -- removing -------------------------------------------------------------------------------------------------
 

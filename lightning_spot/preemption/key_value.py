@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 30.0
 SILENT_S = 60.0
 """After so long without an answer a connection is made anew, as long as training lives through that."""
-_AGAIN_S, _PAUSE_S = 5.0, 1.0
+RECONNECT_S = 5.0
+"""A connection that was lost is made again within so long at each try."""
+
+_PAUSE_S = 1.0
 _LINE_BYTES = 64 * 1024
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
@@ -162,7 +165,7 @@ class KeyValueClient:
         """
         time.sleep(min(wait_s, _PAUSE_S))
         try:
-            self._socket = self._connected(_AGAIN_S)
+            self._socket = self._connected(RECONNECT_S)
         except OSError as error:
             if error.errno not in _NO_WAY and not isinstance(error, (TimeoutError, socket.gaierror)):
                 raise

@@ -21,7 +21,8 @@ DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 _DEAD_WORKER = "DataLoader worker (pid"  # torch has no class for its error
 
-_GROUP_S = 0.25  # a signal to a whole group reaches all its processes within so long, workers perhaps before this one
+GROUP_S = 0.25
+"""A signal to a whole process group reaches all its processes within so long, workers perhaps before this one."""
 
 
 class SignalSource(NoticeSource):
@@ -133,7 +134,7 @@ class SignalSource(NoticeSource):
 
     def is_told_to_end(self) -> bool:
         """Whether a signal has come, or comes at once: its handler runs while this one waits."""
-        deadline_s = time.monotonic() + _GROUP_S
+        deadline_s = time.monotonic() + GROUP_S
         while self.notice is None and not self.is_held and time.monotonic() < deadline_s:
             time.sleep(0.01)
         return self.notice is not None or self.is_held

@@ -40,7 +40,9 @@ from lightning_spot.store.store import Store
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S, _CLOSE_S = 1.0, 30.0, 5.0
-_AGAIN_S = 5.0  # one small request each time
+CLAIM_LOOK_S = 5.0
+"""A claim that stands is read again so often, by one small request."""
+
 _MOST_NUMBERS = 8  # others that start at the same moment each take one
 
 
@@ -168,11 +170,11 @@ class ClaimWatch:
 
     def _work(self) -> None:
         pauses = growing(_FIRST_RETRY_S, _LAST_RETRY_S)
-        pause_s = _AGAIN_S if self._is_made else next(pauses)
+        pause_s = CLAIM_LOOK_S if self._is_made else next(pauses)
         while not self._closed.wait(pause_s):
             try:
                 self._look()
-                pause_s, pauses = _AGAIN_S, growing(_FIRST_RETRY_S, _LAST_RETRY_S)
+                pause_s, pauses = CLAIM_LOOK_S, growing(_FIRST_RETRY_S, _LAST_RETRY_S)
             except FencedError as error:
                 say(logging.WARNING, "fenced", "{error}", about=self._url, error=error)
                 self._fenced(error)

@@ -42,7 +42,9 @@ _FOREIGN = "{about} is not a directory of this server's. It stays as it is: {err
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
 _LOOK_S, _POLL_S = 1.0, 0.01  # who looks whether a server holds a directory does so for microseconds
-_AGAIN_S = (0.2, 1.0, 4.0)  # what passes, such as want of memory, is tried again after so long each time
+
+REOPEN_PAUSES_S = (0.2, 1.0, 4.0)
+"""Pauses before a slot that could not be opened, such as for want of memory, is opened again."""
 
 
 class SlotArea:
@@ -199,7 +201,7 @@ class SlotArea:
 
         try:
             return retried(
-                lambda: self._reopen_now(record_path), _AGAIN_S, lambda error: isinstance(error, passes), note
+                lambda: self._reopen_now(record_path), REOPEN_PAUSES_S, lambda error: isinstance(error, passes), note
             )
         except passes as error:
             why = str(error) or type(error).__name__

@@ -32,13 +32,15 @@ QUICK_S = 5.0
 SURPASSED_S = 30.0
 """Where storage has something newer of its run, a shard waits only so long for others: they are brought at once."""
 
+APART_FACTOR = 40
+"""Snapshots in quick succession go to storage at most so often, in times that one takes: training pays little."""
+
 MOST_APART_S = 30.0
 """Of snapshots in quick succession, storage takes one at least so often, if it is fast enough."""
 
 _MOST_FAILURES = 3
 _LAST_WAIT_S = 30.0
 _TOGETHER_S = 0.5  # ranks of one host have their shards at most so long after each other
-_APART = 40  # times as long as storage takes for one lie between two, so that training pays little for them
 
 
 # -- what is to be done -----------------------------------------------------------------------------------------------
@@ -703,7 +705,7 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
     # With memory for one, the next one waits until it is safe.
     if slot.commit.after_s > QUICK_S or not info.session or desired.is_stuck(slot.writer):
         return 0.0
-    apart_s = min(place.took_s.get(seen.run, 0.0) * _APART, MOST_APART_S)
+    apart_s = min(place.took_s.get(seen.run, 0.0) * APART_FACTOR, MOST_APART_S)
     return min(begun_s + apart_s, slot.commit.at_s + QUICK_S)
 
 

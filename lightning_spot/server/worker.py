@@ -59,7 +59,9 @@ logger = logging.getLogger(__name__)
 CHECKED_S = 5.0
 """A snapshot that was sealed longer ago than this is read again, and checked, before a tier takes it."""
 
-_IDLE_S = 5.0  # a thread with nothing to do ends after so long
+IDLE_S = 5.0
+"""A thread with nothing to do ends after so long."""
+
 _JOIN_S = 30.0
 _WORKER = ("worker", "", "")  # what is wrong with the worker of a place, beside the keys of its actions
 _AGAIN_S = 1.0  # how often who waits tries again to have a thread for a tier
@@ -309,7 +311,7 @@ class Reconciler(Observations):
     def _next(self, lane: Lane) -> tuple[Action, Servers | None] | None:
         """The next thing to do at a place, its slots pinned; ``None`` when this worker is not needed any more."""
         url, asks = lane
-        idle_until_s, wake = time.monotonic() + _IDLE_S, self._workers[lane].wake
+        idle_until_s, wake = time.monotonic() + IDLE_S, self._workers[lane].wake
         with wake:
             while not self._closed:
                 now_s = time.monotonic()
@@ -321,7 +323,7 @@ class Reconciler(Observations):
                 if not asks:
                     self.place(url).only({each.key for each in plan})
                 if plan:
-                    idle_until_s = now_s + _IDLE_S
+                    idle_until_s = now_s + IDLE_S
                 elif now_s >= idle_until_s:
                     break
                 until_s = min((each.due_s for each in plan), default=idle_until_s)

@@ -23,7 +23,8 @@ from lightning_spot.store.store import FileStore, Store
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
-_SEEN_S = 90.0  # a network mount may show late what another host has written
+SEEN_S = 90.0
+"""A network mount may show so late what another host has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _check_storage(url: str, info: RunInfo) -> None:
             raise TierError(f"the claim of attempt {info.attempt}, which rank 0 has written there, is not seen")
 
     try:
-        retried(look, repeat(_LOOK_S, int(_SEEN_S / _LOOK_S)), lambda error: isinstance(error, TierError))
+        retried(look, repeat(_LOOK_S, int(SEEN_S / _LOOK_S)), lambda error: isinstance(error, TierError))
     except TierError as error:
         raise SettingsError(
             f"{url} cannot be used from every host ({error}). Each host writes its shards there: give a bucket, or a"

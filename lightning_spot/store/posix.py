@@ -28,13 +28,17 @@ from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, S
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.retry import retried
 
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
+DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
+"""The flag for writes past the page cache; 0 on a system that has none."""
+
 _ALIGNED_BYTES = 4096  # what disks and file systems ask for is this or less; who asks for more refuses, see below
 _LEAST_BYTES = 1024 * 1024  # less is over sooner by way of the cache
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})  # tmpfs before Linux 6.6, some FUSE and NFS
 
 _PASSES = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO})
-_PAUSES_S = (0.05, 0.2)  # a failover of a file server takes longer; who calls tries again then
+PAUSES_S = (0.05, 0.2)
+"""Pauses before a file operation that failed in passing is retried; callers retry after a file server's failover."""
+
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 Result = TypeVar("Result")
@@ -50,7 +54,7 @@ def write_parts(file: io.FileIO, parts: Iterable[memoryview]) -> None:
     Raises:
         OSError: if they could not be written.
     """
-    place, past_cache, refused = 0, False, not _O_DIRECT
+    place, past_cache, refused = 0, False, not DIRECT_FLAG
     for part in parts:
         while part:
             wanted = not refused and _is_aligned(part, place)
@@ -79,7 +83,7 @@ def _switch(fd: int, *, past_cache: bool) -> bool:
     """Have writes go past the cache or through it; whether they go past it now."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if past_cache else flags & ~_O_DIRECT)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | DIRECT_FLAG if past_cache else flags & ~DIRECT_FLAG)
     except OSError as error:
         if not past_cache or error.errno not in _REFUSALS:
             raise
@@ -98,7 +102,7 @@ def why_not_writable(path: str | Path) -> str:
 
 def patiently(action: Callable[[], Result]) -> Result:
     """Do what only reads; where a disk or file server fails in a way that may pass, try twice more."""
-    return retried(action, _PAUSES_S, lambda error: isinstance(error, OSError) and error.errno in _PASSES)
+    return retried(action, PAUSES_S, lambda error: isinstance(error, OSError) and error.errno in _PASSES)
 
 
 def is_there(path: Path) -> bool:

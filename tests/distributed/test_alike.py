@@ -303,7 +303,7 @@ def test_a_directory_one_host_cannot_see_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: bool
 ) -> None:
     """Rank 0 wrote to its own disk, and a resume failed on the other hosts."""
-    monkeypatch.setattr(topology, "_SEEN_S", 0.0)
+    monkeypatch.setattr(topology, "SEEN_S", 0.0)
     monkeypatch.setattr(topology, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
     info = info_of(str(tmp_path / "run"), 1)
     LocalStore(str(tmp_path / "run")).claim(info.claim())

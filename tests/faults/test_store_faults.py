@@ -170,7 +170,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(posix, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(posix, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(posix.os, "fsync", lambda _fd: None)  # thousands of them, and no power is lost here
     yield
     faulty.use(Plan())

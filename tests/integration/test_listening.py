@@ -362,7 +362,7 @@ def check_is_told_that_rank_0_goes(channel: KeyValueClient, server: KeyValueServ
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     monkeypatch.setattr(key_value, "SILENT_S", SILENT_S)
-    monkeypatch.setattr(key_value, "_AGAIN_S", 1.0)
+    monkeypatch.setattr(key_value, "RECONNECT_S", 1.0)
     with network_or_skip("listening", ("first", "second")) as made:
         yield made
 

@@ -306,7 +306,7 @@ def test_only_one_of_many_trainers_that_start_at_once_writes(monkeypatch: pytest
 
 
 def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(attempts, "CLAIM_LOOK_S", 0.01)
     url, told = str(tmp_path / "run"), list[FencedError]()
     mine = claim_of(1, token="mine")
     LocalStore(url).claim(mine)

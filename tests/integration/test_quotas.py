@@ -348,8 +348,8 @@ def test_who_asks_much_of_a_slow_tier_keeps_nobody_waiting(
     method: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 of them held every thread on which a server answers."""
-    monkeypatch.setattr(routes, "_FLUSHES", 4)
-    monkeypatch.setattr(routes, "_LOOKS", 4)
+    monkeypatch.setattr(routes, "MOST_FLUSHES", 4)
+    monkeypatch.setattr(routes, "MOST_LOOKS", 4)
     server, done, begun = server_of(), threading.Event(), threading.Semaphore(0)
 
     def slow(*_: Any) -> list[str]:
@@ -373,8 +373,8 @@ def test_who_asks_much_of_a_slow_tier_keeps_nobody_waiting(
 
 
 def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_FLUSHES", 2)
-    monkeypatch.setattr(routes, "_FLUSH_TURN_S", 0.1)
+    monkeypatch.setattr(routes, "MOST_FLUSHES", 2)
+    monkeypatch.setattr(routes, "FLUSH_TURN_S", 0.1)
     server, turns = server_of(), threading.Semaphore(0)
 
     def flush(_run: str | None, wait_s: float) -> list[str]:

@@ -269,8 +269,8 @@ def test_silence_between_requests_has_an_end(monkeypatch: pytest.MonkeyPatch) ->
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SnapshotServer, ServerClient]]:
     """A server in this process that gives nobody more than two seconds."""
     for module, name in (
-        (fields, "_BODY_TIMEOUT_S"),
-        (routes, "_SEND_TIMEOUT_S"),
+        (fields, "BODY_TIMEOUT_S"),
+        (routes, "SEND_TIMEOUT_S"),
         (upload_requests, "FRAME_WAIT_S"),
     ):
         monkeypatch.setattr(module, name, 2.0)

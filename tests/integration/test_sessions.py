@@ -422,7 +422,7 @@ def test_a_draining_server_takes_no_new_runs_and_serves_others(start_server: Sta
 
 def test_a_draining_server_waits_for_no_killed_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had begun to send a snapshot, and was killed: nobody would ever have committed or given it up."""
-    monkeypatch.setattr(program, "_UNCONNECTED_S", 0.5)
+    monkeypatch.setattr(program, "UNCONNECTED_S", 0.5)
     server = SnapshotServer(slots=2, memory_bytes=2**26, open_store=open_store)
 
     async def drain() -> tuple[list[str], float]:

@@ -565,7 +565,7 @@ def test_a_server_that_was_stopped_is_passed_over(
 ) -> None:
     """SIGSTOP breaks no connection."""
     monkeypatch.setattr(reconcile, "ASK_AGAIN_S", 0.5)
-    monkeypatch.setattr(remote, "_ASK_S", 2.0)
+    monkeypatch.setattr(remote, "ASK_S", 2.0)
     first, second = (start_server("--allow-storage", str(tmp_path)) for _ in range(2))
     bench = make_bench(kind=OverHttp, slots=4)
     try:

@@ -53,7 +53,7 @@ def test_a_container_has_its_share_of_the_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, most: int | None
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(threads, "CPU_QUOTA", tmp_path / "cpu.max")
     if says:
         (tmp_path / "cpu.max").write_text(says)
     assert processors.__wrapped__() == (64 if most is None else most)

@@ -209,7 +209,7 @@ def test_a_server_that_begins_to_receive_nothing_is_not_awaited(
     serve: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """Each byte of its answer was given a minute, three times over. A slot was held for that long, and nothing sent."""
-    monkeypatch.setattr(server_client, "_UPGRADE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ServerClient.upgraded, "__defaults__", (0.2,))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1])
         if answers:
@@ -231,8 +231,8 @@ def test_a_server_vanishing_while_it_is_asked_is_probed(
     """A link that is cut closes no connection: an answer was waited for as long as it may take."""
     monkeypatch.setattr(ServerClient.ping, "__defaults__", (0.2,))
     monkeypatch.setattr(server_client, "PING_S", 0.1)
-    monkeypatch.setattr(remote, "_ASK_S", 0.2)
-    monkeypatch.setattr(remote, "_WAIT_FOR_SLOT_S", 1000.0)
+    monkeypatch.setattr(remote, "ASK_S", 0.2)
+    monkeypatch.setattr(remote, "WAIT_FOR_SLOT_S", 1000.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store, began_s = ServerStore(f"spot://127.0.0.1:{silent.getsockname()[1]}/run"), time.monotonic()
         with pytest.raises(ServerUnreachableError):
@@ -243,7 +243,7 @@ def test_a_server_vanishing_while_it_is_asked_is_probed(
 @pytest.mark.parametrize("sends", [True, False], ids=["while-parts-are-sent", "while-it-is-to-answer"])
 def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.MonkeyPatch, sends: bool) -> None:
     """Its answer was given a minute, and another connection was tried twice. With several hosts, nothing went on."""
-    monkeypatch.setattr(part_streams, "_SILENT_S", 0.2)
+    monkeypatch.setattr(part_streams, "SILENT_S", 0.2)
     monkeypatch.setattr(part_streams, "PING_S", 0.1)
     image = memoryview(bytes(2**26 if sends else 1000))
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as packing:

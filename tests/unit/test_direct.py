@@ -111,7 +111,7 @@ def test_a_system_that_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if number == 0:
         monkeypatch.setattr(fcntl, "fcntl", refuse)
     elif number == -1:
-        monkeypatch.setattr(posix, "_O_DIRECT", 0)
+        monkeypatch.setattr(posix, "DIRECT_FLAG", 0)
     writes = written(tmp_path / "file", parts_of(memory_of(NBYTES)), takes=takes)
     assert writes == [(False, MIB)] * 3 + [(False, 1234)]
 

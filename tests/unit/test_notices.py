@@ -271,7 +271,7 @@ def hear_of_a_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One ends by itself, and then one by a signal to the whole group, which comes here a moment later."""
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         signal.raise_signal(signal.SIGCHLD)
-    monkeypatch.setattr(signals, "_GROUP_S", 20.0)  # a thread may be kept waiting for longer than a signal takes
+    monkeypatch.setattr(signals, "GROUP_S", 20.0)  # a thread may be kept waiting for longer than a signal takes
     late = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR2))
     late.start()
     signal.raise_signal(signal.SIGCHLD)

@@ -120,7 +120,7 @@ def test_how_long_a_tier_takes_is_measured(bench: Bench) -> None:
 
 def test_a_thread_with_nothing_to_do_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server serves thousands of runs over its life."""
-    monkeypatch.setattr(worker, "_IDLE_S", 0.1)
+    monkeypatch.setattr(worker, "IDLE_S", 0.1)
     bench.open()
     for step in (1, 2):
         bench.save(step)

@@ -66,7 +66,7 @@ def test_storage_leaves_out_most_snapshots_in_quick_succession(
     took_s = time.monotonic() - began_s
     assert took_s >= 2 * 40 * 0.01
     assert step > 6 or took_s > 0.1 * step  # where each of them takes long
-    monkeypatch.setattr(reconcile, "_APART", 1e6)
+    monkeypatch.setattr(reconcile, "APART_FACTOR", 1e6)
     monkeypatch.setattr(reconcile, "MOST_APART_S", 0.1)  # held up for no longer than that
     began_s, count = time.monotonic(), len(bench.tier().puts())
     while len(bench.tier().puts()) < count + 5:

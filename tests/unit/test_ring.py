@@ -677,7 +677,7 @@ def test_a_recovery_that_lacks_memory_drops_no_snapshot(
         return real(fd, nbytes)
 
     monkeypatch.setattr(slot_module, "map_shared", short)
-    monkeypatch.setattr(area_module, "_AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr(area_module, "REOPEN_PAUSES_S", (0.01, 0.01))
     if times > 1:
         with pytest.raises(TierError, match="cannot be read now"):
             make_bench(area=killed)
@@ -808,7 +808,7 @@ def test_a_token_holder_has_few_registers_that_failed(bench: Bench) -> None:
 
 
 def test_places_of_files_are_forgotten_with_their_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_IDLE_S", 0.01)
+    monkeypatch.setattr(worker, "IDLE_S", 0.01)
     elsewhere = str(bench.root / "files")
     bench.open()
     bench.file("best.ckpt", 1, destinations=[elsewhere])
