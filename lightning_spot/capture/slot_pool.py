@@ -141,7 +141,7 @@ class SlotMaker:
     def again(self, host: Host) -> None:
         """Make the first slot of another ring; returns when it is there."""
         if self._size is not None:
-            self._make(host, *self._size, Making.NOW)
+            self.make(host, *self._size, Making.NOW)
 
     def another(self, host: Host, nbytes: int) -> bool:
         """The next snapshot, of about ``nbytes``, would need a slot that is not made yet: make it in the background.
@@ -204,14 +204,14 @@ class SlotMaker:
 
     def _run(self) -> None:
         try:
-            while (order := self._take_order()) is not None:
-                self._make(*order)
+            while (order := self.take_order()) is not None:
+                self.make(*order)
         except Exception:  # who needs the slot makes it
             say(logging.ERROR, "unexpected", UNEXPECTED, about="making a slot", exc_info=True)
             with self._lock:
                 self._end()
 
-    def _take_order(self) -> tuple[Host, int, int | None, Making] | None:
+    def take_order(self) -> tuple[Host, int, int | None, Making] | None:
         """What to make next, of the size that is wanted now; ``None`` at the end."""
         with self._lock:
             following, self._next = self._next, None
@@ -225,7 +225,8 @@ class SlotMaker:
         self._thread = self._next = None
         self._ready.set()
 
-    def _make(self, host: Host, nbytes: int, gpu: int | None, making: Making) -> None:
+    def make(self, host: Host, nbytes: int, gpu: int | None, making: Making) -> None:
+        """Make one slot, map it and pin it; a failure is logged, and who needs the slot makes it."""
         began_s = time.monotonic()
         try:
             lease = self._leased(host, nbytes, making)

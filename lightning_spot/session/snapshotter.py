@@ -395,7 +395,7 @@ class Readings:
 
     def _read(self, value: torch.Tensor | float, step: int) -> Reading | None:
         """A value; of those on a GPU, the one before it, if that has arrived."""
-        if not isinstance(value, torch.Tensor) or not _is_on_gpu(value):
+        if not isinstance(value, torch.Tensor) or not is_on_gpu(value):
             return step, float(value)
         arrived: Reading | None = None
         if self._arriving is not None:
@@ -407,7 +407,8 @@ class Readings:
         return arrived
 
 
-def _is_on_gpu(value: torch.Tensor) -> bool:
+def is_on_gpu(value: torch.Tensor) -> bool:
+    """Whether reading a value would wait for a GPU."""
     return value.device.type == "cuda"
 
 

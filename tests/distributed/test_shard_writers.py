@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
@@ -22,7 +23,7 @@ from lightning_spot.capture.layouts import (
     ShardedCheckpointLayouter,
 )
 from lightning_spot.capture.tensors import by_storage, owned_nbytes
-from lightning_spot.capture.writer import SnapshotWriter
+from lightning_spot.capture.writer import Background, SnapshotWriter
 from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.server.host import Host, Lease
 from lightning_spot.sharded.file_plan import load_state, state_file
@@ -295,16 +296,16 @@ def test_who_awaits_a_rank_that_has_gone_ends_when_training_does(desk: Desk) -> 
 def test_a_background_thread_failing_at_its_start_blocks_no_rank(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Want of memory may come up where a function is entered: ``fit`` waited for what was never to end."""
     [done.result(LAST_S) for done in desk.take(1)]
-    whole, left = SnapshotWriter._finish, [None]
+    put, count = Background.put, itertools.count(1)
 
-    def struck(writer: SnapshotWriter, *arguments: Any) -> None:
-        if writer is desk.writers[1] and left:
-            left.pop()
-            raise MemoryError("none is left")
-        whole(writer, *arguments)
+    def strikes() -> None:
+        raise MemoryError("none is left")
+
+    def struck(tasks: Background, task: Callable[[], None], *failed: Any) -> None:
+        put(tasks, strikes if next(count) == 2 else task, *failed)  # ranks 2, 1 and 0 begin in this order
 
     with monkeypatch.context() as patch:
-        patch.setattr(SnapshotWriter, "_finish", struck)
+        patch.setattr(Background, "put", struck)
         first, second, _ = desk.take(2)
         assert "none is left" in str(second.exception(LAST_S))
         with pytest.raises(SnapshotFailedError, match=r"rank 1: .*none is left", check=FAILED):

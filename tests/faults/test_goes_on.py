@@ -33,14 +33,12 @@ from lightning_spot.errors import (
 from lightning_spot.goodput import records
 from lightning_spot.goodput.records import read_records
 from lightning_spot.http import program
-from lightning_spot.http.routes import Files
 from lightning_spot.protocol.wire import PROTOCOL_HEADER, Address
 from lightning_spot.retry import RetryPolicy, with_retries
 from lightning_spot.run import attempts
 from lightning_spot.server import uploads
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
 from tests.faults.test_harmless import fit
@@ -48,6 +46,7 @@ from tests.support.copies import Desk as Copies
 from tests.support.ranks import Desk
 from tests.support.said import said
 from tests.support.server import named_run, served
+from tests.support.uploads import commit
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G21")
@@ -77,11 +76,17 @@ def test_a_task_thread_continues_after_a_failure_while_idle() -> None:
     assert tasks.close(SOON_S)
 
 
-def test_copies_go_on_beside_training(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_go_on_beside_training(caplog: pytest.LogCaptureFixture) -> None:
     desk, failed = Copies(), threading.Event()
-    copier = Copier()
-    monkeypatch.setattr(copier, "_next", once(copier._next, failed))
-    for _ in range(2):  # the thread waits within the first
+
+    def clock() -> float:
+        if threading.current_thread() is not threading.main_thread() and not failed.is_set():
+            failed.set()
+            raise MemoryError("none is left")
+        return time.monotonic()
+
+    copier = Copier(clock=clock)
+    for _ in range(2):
         job = copier.start(desk.pieces, desk.view)
         until(lambda job=job: job.is_done, "copies that nobody helps with")  # type: ignore[misc]
     assert failed.is_set()
@@ -90,7 +95,7 @@ def test_copies_go_on_beside_training(caplog: pytest.LogCaptureFixture, monkeypa
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("where", ["_take_order", "_make"])
+@pytest.mark.parametrize("where", ["take_order", "make"])
 def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -200,16 +205,16 @@ def test_a_file_that_cannot_be_read_to_its_end_breaks_off(
     server: SnapshotServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The answer that the server had failed came in place of the rest of the file, as if it were that."""
-    manifest = Manifest(run="run", run_id="0" * 32, name=snapshot_name(1, 1), step=1, attempt=1, nbytes=400)
 
-    async def send(_files: Files, _request: Any, response: Any, *_what: Any) -> None:
-        await response.write(b"x" * 100)
+    async def sendfile(_loop: Any, transport: asyncio.Transport, *_what: Any) -> None:
+        transport.write(b"x" * 100)
         raise MemoryError("none is left")
 
-    monkeypatch.setattr(Files, "_find", Mock(return_value=(Mock(), manifest)))
-    monkeypatch.setattr(server.ring, "reading", lambda *_: contextlib.nullcontext(memoryview(bytes(400))))
-    monkeypatch.setattr(Files, "_send", send)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "sendfile", sendfile)
     with served(server) as port:
+        client = ServerClient(Address(host="127.0.0.1", port=port))
+        manifest = commit(client, 1, bytes(400))
+        client.close()
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SOON_S)
         headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
         connection.request("GET", f"/v1/files/run/{manifest.name}/model.ckpt", headers=headers)

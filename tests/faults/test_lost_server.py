@@ -27,13 +27,13 @@ from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.cli.command import main
 from lightning_spot.client import starting
 from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import FencedError, ServerUnreachableError, SettingsError, TierError
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.run import survey
 from lightning_spot.run.survey import Survey
 from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import RunInfo
@@ -535,16 +535,23 @@ def test_a_server_lost_while_a_resume_asks_it_is_asked_again(
     shutil.rmtree(newest)
 
     def is_lost(real: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
+        def ask(*arguments: Any, **more: Any) -> Any:
             if left and left.pop():
                 server = record.process()
                 server.kill(5.0)
-            return real(*arguments)
+            return real(*arguments, **more)
 
         return ask
 
     if asked == "runs":
-        monkeypatch.setattr(survey, "_listed", is_lost(survey._listed))
+        call, lost = ServerClient.call, is_lost(ServerClient.call)
+        monkeypatch.setattr(
+            ServerClient,
+            "call",
+            lambda client, method, path, *what, **more: (lost if path == "/v1/runs" else call)(
+                client, method, path, *what, **more
+            ),
+        )
     else:
         monkeypatch.setattr(EmbeddedHost, "listing", is_lost(EmbeddedHost.listing))
     monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(tries=3, first_pause_s=0.05))

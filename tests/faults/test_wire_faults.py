@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder, packers
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.http import upload_requests
 from lightning_spot.protocol.wire import NO_DIGEST, Address, PartKind
@@ -87,15 +88,16 @@ def test_a_base_whose_slot_was_taken_at_the_sender_is_not_used(
     image = state(1, MIB)
     pair.near.bring(1, bytes(image))
     image[:1000] = bytes(1000)
-    glance = ring.glance
+    send = ServerStore.send
 
-    def taken(*arguments: Any) -> ring.Glance | None:
-        found = glance(*arguments)
-        return None if found is None else replace(found, is_there=lambda: False)
+    def taken(store: ServerStore, *arguments: Any, earlier: ring.FindEarlier, **more: Any) -> Any:
+        def find(run: str, name: str) -> ring.Glance | None:
+            found = earlier(run, name)
+            return None if found is None else replace(found, is_there=lambda: False)
 
-    monkeypatch.setattr(
-        pair.near.server.reconciler._upload, "_earlier", lambda *names: taken(pair.near.server.ring, *names)
-    )
+        return send(store, *arguments, earlier=find, **more)
+
+    monkeypatch.setattr(ServerStore, "send", taken)
     pair.near.bring(2, bytes(image))
     assert kinds == {"WHOLE": 2}
     pair.check(2, bytes(image))

@@ -200,7 +200,7 @@ def test_cuda_is_told_that_a_recording_is_no_concern_of_ours(monkeypatch: pytest
 def test_what_is_logged_is_read_from_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
     """The metric that an interval follows: to ask for its number waited for all that training had ordered."""
     monkeypatch.setattr(snapshotter, "READ_EVERY_S", 0.0)
-    monkeypatch.setattr(snapshotter, "_is_on_gpu", lambda _value: True)
+    monkeypatch.setattr(snapshotter, "is_on_gpu", lambda _value: True)
     device = FakeDevice()
     read = snapshotter.Readings(device)
     with torch.inference_mode(inference):
@@ -221,7 +221,7 @@ def test_what_is_logged_is_read_from_a_gpu_without_waiting(monkeypatch: pytest.M
 def test_losses_arrive_however_far_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had not arrived at the next reading was given up: with a host that is always ahead, all of them."""
     monkeypatch.setattr(snapshotter, "READ_EVERY_S", 0.0)
-    monkeypatch.setattr(snapshotter, "_is_on_gpu", lambda _value: True)
+    monkeypatch.setattr(snapshotter, "is_on_gpu", lambda _value: True)
     device, ahead, found = FakeDevice(), 5, []
     read = snapshotter.Readings(device)
     for step in range(20):

@@ -6,8 +6,10 @@ import logging
 import random
 import re
 import subprocess
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,7 +34,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.goodput.records import read_records
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.session.snapshotter import Pacing
+from lightning_spot.session import snapshotter
 from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.oracle import claim_of
@@ -56,18 +58,17 @@ def test_the_slot_of_a_snapshot_is_leased_a_step_ahead(
 ) -> None:
     """Where steps are so long that it would be given back meanwhile, it is not."""
     probe, callback, comes = Probe(), spot(tmp_path, local_server=False), []
-    real, note = SnapshotWriter.next_comes, Pacing._note_step
+    real = SnapshotWriter.next_comes
 
     def next_comes(writer: SnapshotWriter) -> None:
         comes.append(callback.snapshots.snapshotter._trainer.global_step)
         real(writer)
 
-    def noted(pacing: Pacing, step: int, now_s: float) -> None:
-        note(pacing, step, now_s)
-        pacing._laps_s = (lap_s, lap_s)
+    def clock() -> float:
+        return time.monotonic() + lap_s * len(probe.states)
 
     monkeypatch.setattr(SnapshotWriter, "next_comes", next_comes)
-    monkeypatch.setattr(Pacing, "_note_step", noted)
+    monkeypatch.setattr(snapshotter, "time", SimpleNamespace(monotonic=clock))
     trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data())
     assert [manifest.step for manifest in check_all(tmp_path, probe)] == [20, *range(18, 0, -3)]
     assert comes == ([2, 5, 8, 11, 14, 17, 20] if asked_before else [])

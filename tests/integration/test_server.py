@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -443,11 +443,13 @@ def test_the_idle_time_begins_when_the_last_client_has_left(monkeypatch: pytest.
     now_s = [1000.0]
     server = Asked()
 
-    async def passes(_event: asyncio.Event, within_s: float) -> None:
+    async def passes(waited_for: Coroutine[Any, Any, bool], within_s: float) -> bool:
+        waited_for.close()
         now_s[0] += within_s
         server.is_busy = now_s[0] < 1007
+        raise TimeoutError
 
-    monkeypatch.setattr(program, "_wait", passes)
+    monkeypatch.setattr(program, "asyncio", SimpleNamespace(**(vars(asyncio) | {"wait_for": passes})))
     monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     asyncio.run(until_unneeded(server, server_idle_timeout_s=20.0))
     assert 1027 <= now_s[0] <= 1027 + program.LOOK_S + 1

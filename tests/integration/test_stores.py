@@ -459,17 +459,11 @@ def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypa
 
 
 @pytest.fixture
-def dead_writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """Makes names of temporaries of a process that has ended."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-
-    def name() -> str:
-        with monkeypatch.context() as patch:
-            patch.setattr(posix, "_writer", lambda _pid: (posix._machine() or "0" * 8, gone.pid, 0))
-            return posix.temporary_name(7, "aaaaaaaaaaaa")
-
-    return name
+def dead_writer() -> Callable[[], str]:
+    """Gives the name that a process which has ended gave its temporary."""
+    naming = "from lightning_spot.store import posix; print(posix.temporary_name(7, 'aaaaaaaaaaaa'), end='')"
+    gone = subprocess.run([sys.executable, "-c", naming], check=True, capture_output=True, text=True)
+    return lambda: gone.stdout
 
 
 def test_no_writer_counts_as_ended_if_proc_is_another_namespaces(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -87,15 +87,16 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 def kinds(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many parts were sent in which way."""
     counted: Counter[str] = Counter()
-    send, lock = PartStream._send, threading.Lock()
+    send, lock = PartStream.send, threading.Lock()
 
-    def noting(self: PartStream, part: OutgoingPart) -> None:
-        with lock:  # several threads send
-            is_packed = part.kind is PartKind.DELTA and part.content[0] == 1  # the coding of the delta
-            counted["PACKED" if is_packed else part.kind.name] += 1
-        send(self, part)
+    def noted(parts: Iterable[OutgoingPart]) -> Iterator[OutgoingPart]:
+        for part in parts:
+            with lock:  # several threads send
+                is_packed = part.kind is PartKind.DELTA and part.content[0] == 1  # the coding of the delta
+                counted["PACKED" if is_packed else part.kind.name] += 1
+            yield part
 
-    monkeypatch.setattr(PartStream, "_send", noting)
+    monkeypatch.setattr(PartStream, "send", lambda stream, parts: send(stream, noted(parts)))
     return counted
 
 

@@ -912,14 +912,16 @@ def fails_once(real: Callable[..., Any], error: Exception) -> Callable[..., Any]
     return fails
 
 
-@pytest.mark.parametrize("what", ["_attempt", "_failed", "_next"])
+@pytest.mark.parametrize("what", ["store", "failed", "begins"])
 def test_a_tier_is_served_whatever_fails_beside_its_store(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """What ended its thread would keep everything after that from being safe."""
     bench.open()
-    failing: list[tuple[Any, str, Exception]] = [(bench.server.reconciler, what, MemoryError())]
-    if what == "_failed":
+    failing: list[tuple[Any, str, Exception]] = [
+        (bench.server.reconciler if what == "store" else reconcile.Destination, what, MemoryError())
+    ]
+    if what == "failed":
         failing.append((bench.tier(), "put", TierError("made")))
     for each, name, error in failing:
         monkeypatch.setattr(each, name, fails_once(getattr(each, name), error))

@@ -264,7 +264,7 @@ def test_an_urgent_snapshot_waits_for_its_slot_only_as_allowed(desk: Desk, monke
     monkeypatch.setattr(desk.host, "lease", slow)
     desk.writer.warm(700_000)
     waited: list[float] = []
-    monkeypatch.setattr(desk.writer._maker, "wait", lambda wait_s: bool(waited.append(wait_s)))
+    monkeypatch.setattr(SlotMaker, "wait", lambda _maker, wait_s: bool(waited.append(wait_s)))
     manifest = manifest_of(1)
     over = Deadline(end_s=0.0, is_named=True)
     for wait_s in (3.0, over.wait_s, 0.0):

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client import encoding
+from lightning_spot.client import encoding, remote
 from lightning_spot.client.encoding import Approximation
-from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import MANIFEST_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SettingsError, TierError
 from lightning_spot.server import reconcile
@@ -181,20 +180,15 @@ def test_another_layout_begins_anew(topk: Pair) -> None:
 
 def test_a_send_that_broke_off_leaves_both_ends_at_one(topk: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     image = begun(topk)
-    call, broken = ServerStore._send, threading.Event()
+    real, broken = remote.send_parts, threading.Event()
 
-    def breaking(self: ServerStore, upload: str, prepare: Any) -> Manifest:
+    def breaking(*what: Any) -> Any:
         if broken.is_set():
-            return call(self, upload, prepare)
+            return real(*what)
+        broken.set()
+        raise ServerUnreachableError("the line broke")
 
-        def prepared(threads: Any) -> Any:
-            prepare(threads)
-            broken.set()
-            raise ServerUnreachableError("the line broke")
-
-        return call(self, upload, prepared)
-
-    monkeypatch.setattr(ServerStore, "_send", breaking)
+    monkeypatch.setattr(remote, "send_parts", breaking)
     commit(topk, 2, moved(image, 2))
     assert arrive(topk, 2, exact=True) == moved(image, 2)  # the next try; what is here is not what the server has
     assert broken.is_set()
