@@ -118,5 +118,5 @@ def test_a_model_that_has_it_elsewhere_is_another_one(strategy: Any) -> None:
     image, manifest = saved(strategy, 3)
     with as_rank(0, (2,)) as mesh:
         trainer = on_rank(strategy, mesh, nn.Linear(4, 4), nn.Linear(4, 4))
-        with pytest.raises(ModelChangedError, match=r"gone from the model: 1\._extra_state"):
+        with pytest.raises(ModelChangedError, match=r"1\._extra_state"):
             load_shards(trainer, image, manifest, trusts=False)

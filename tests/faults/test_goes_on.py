@@ -190,7 +190,7 @@ def test_a_server_that_fails_a_request_reports_it_and_is_retried(
         monkeypatch.setattr(server, "flush", once(whole, threading.Event()))
         with pytest.raises(
             ServerRefusedError,
-            match=r"^the snapshot server failed \(MemoryError: none is left\)$",
+            match="MemoryError: none is left",
             check=TierReason.SERVER_FAILED.caused,
         ):
             client.call("POST", "/v1/flush", body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -195,9 +196,9 @@ def test_a_failed_flush_shows_at_the_next_save_and_at_the_end(tmp_path: Path) ->
     (writer,) = plugin._writers.values()
     host = writer.host
     until(lambda: any(tier.error for tier in host.tiers().values()), "the upload to fail")
-    with pytest.raises(TierError, match="an earlier checkpoint could not be written"):
+    with pytest.raises(TierError, match=re.escape(str(folder))):
         plugin.save_checkpoint({"global_step": 2}, folder / "y.ckpt")
-    with pytest.raises(TierError, match="not at their path"):
+    with pytest.raises(TierError, match=r"x\.ckpt"):
         plugin.teardown()
 
 
@@ -247,7 +248,7 @@ def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, local_server: 
     second.save_checkpoint({"global_step": 2}, path)
     second.teardown()
     first.save_checkpoint({"global_step": 3}, path)
-    with pytest.raises(TierError, match=r"two\.ckpt of step 3 is not in"):
+    with pytest.raises(TierError, match=r"two\.ckpt .*\b3\b"):
         first.load_checkpoint(path)
     assert first.load_checkpoint(path)["global_step"] == 2
     for name in ("a", "b", "c"):  # the slot of what was refused is free again
@@ -258,7 +259,7 @@ def test_a_refused_file_is_never_said_to_be_saved(tmp_path: Path, local_server: 
         first.teardown()
         assert step_in(path) == 4
     else:
-        with pytest.raises(TierError, match=r"not at their path: two\.ckpt of step 3 is not in"):
+        with pytest.raises(TierError, match=r"two\.ckpt .*\b3\b"):
             first.teardown()
     assert files(tmp_path) == ["a", "b", "c", "two.ckpt"]
 
@@ -310,7 +311,7 @@ def test_a_save_past_memory_fails_with_what_is_before_it(tmp_path: Path) -> None
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "x.ckpt")
     with pytest.raises(TierError, match=r"x\.ckpt"):
         plugin.save_checkpoint({"global_step": 2, **LARGE}, tmp_path / "y.ckpt")
-    with pytest.raises(TierError, match="not at their path"):
+    with pytest.raises(TierError, match=r"x\.ckpt"):
         plugin.teardown()
 
 

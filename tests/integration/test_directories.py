@@ -199,10 +199,11 @@ def test_verification_reads_so_that_a_failing_disk_is_an_error(store: LocalStore
     fd = os.open(store.root / manifest.data_path, os.O_RDONLY)
     try:
         with faulty_calls(Plan(kind, at=2, only=("preadv",)), store.root):
-            with contextlib.nullcontext() if kind == "short" else pytest.raises(TierError, match="at byte"):
+            fails = pytest.raises(TierError, match=os.strerror(errno.EIO))
+            with contextlib.nullcontext() if kind == "short" else fails:
                 verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
         os.truncate(store.root / manifest.data_path, manifest.nbytes - 1)
-        with pytest.raises(CorruptSnapshotError, match="cut short"):
+        with pytest.raises(CorruptSnapshotError, check=lambda error: error.part is None):
             verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, "here")
         assert not store.has(manifest)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -125,13 +126,13 @@ def test_no_secret_of_a_servers_address_is_shown(scheme: str, end: str, cli: Cli
 
 @pytest.mark.parametrize("chain", ["s3://bucket/a::b", "file:///a::s3://bucket/run", "kept://a::file:///b"])
 def test_a_chain_is_refused_wherever_it_begins(chain: str) -> None:
-    with pytest.raises(SettingsError, match="one upon the other"):
+    with pytest.raises(SettingsError, match="::"):
         Location.of(chain, local_server=False)
 
 
 @pytest.mark.parametrize("url", ["s3://[x]/run", "az://b[1/run", "gs://]/run"])
 def test_a_bucket_that_no_library_takes_is_one_error(url: str) -> None:
-    with pytest.raises(SettingsError, match="leave them out"):
+    with pytest.raises(SettingsError, match=re.escape(url)):
         Location.of(url, local_server=False)
 
 

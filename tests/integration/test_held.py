@@ -115,7 +115,7 @@ def test_a_run_that_has_used_up_its_share_is_told(make_bench: MakeBench) -> None
     bench.save(1, nbytes=900_000)
     with pytest.raises(
         SnapshotFailedError,
-        match=r"one run may use .* \(--run-memory-limit\)",
+        match="--run-memory-limit",
         check=FailureReason.RING_FULL.caused,
     ):
         bench.save(2, nbytes=900_000)

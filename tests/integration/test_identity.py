@@ -81,7 +81,7 @@ def test_one_place_has_one_run_and_server_however_it_is_written(spelled: str) ->
 
 def test_a_run_may_have_as_many_servers_as_requests_have_room() -> None:
     servers = [f"spot://ip-10-0-{n}-12.eu-central-1.compute.internal:7070" for n in range(MOST_SERVERS + 1)]
-    with pytest.raises(SettingsError, match="names 65 snapshot servers: a run has 64 at most"):
+    with pytest.raises(SettingsError, match=r"\b65\b.*\b64\b"):
         Location.of("/data/run-1", servers=servers)
     assert len(Location.of("/data/run-1", servers=servers[:-1]).servers) == MOST_SERVERS
 

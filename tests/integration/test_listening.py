@@ -317,14 +317,14 @@ def test_if_rank_0_cannot_listen_all_ranks_raise_that_error(monkeypatch: pytest.
     with pytest.raises(OSError, match="no thread can be had"):
         Ranks(first)
     (told,) = first.strategy.said
-    with pytest.raises(SpotError, match="rank 0: OSError: spot-key-value cannot listen"):
+    with pytest.raises(SpotError, match="rank 0: OSError: spot-key-value"):
         Ranks(rank(1, told))
 
 
 def test_a_rank_that_does_not_reach_rank_0_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     on_one_host(monkeypatch)
     second = rank(1, None, (LOOPBACK, port, "secret"))
-    with pytest.raises(SpotError, match=rf"rank 0 cannot be reached at 127.0.0.1:{port} .*notices=None") as raised:
+    with pytest.raises(SpotError, match=rf"\b0 .*127\.0\.0\.1:{port} .*notices=None") as raised:
         Ranks(second).stop_agreement(lambda: None)
     assert second.strategy.said[-1] == Failed.of(raised.value, 1)
 

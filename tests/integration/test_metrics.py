@@ -249,7 +249,7 @@ def test_figures_that_are_none_are_refused(told: dict[str, Any]) -> None:
 def test_only_this_host_tells_figures(start_server: StartServer) -> None:
     server = ServerClient(parse_spot_url(start_server().url)[0])
     server.call("POST", "/v1/runs/run/open", {"attempt": 1})
-    with pytest.raises(ServerRefusedError, match="own host") as caught:
+    with pytest.raises(ServerRefusedError) as caught:
         server.call("POST", "/v1/runs/run/figures", TOLD)
     assert caught.value.status == 403
 

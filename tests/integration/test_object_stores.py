@@ -91,7 +91,7 @@ def test_an_error_in_the_middle_leaves_what_was_there(kind: str, s3: str, raw: s
 def test_a_missing_bucket_is_an_error_and_is_not_created(s3: str, raw: s3fs.S3FileSystem) -> None:
     nowhere = f"{s3}-not-made"
     store = open_store(f"{nowhere}/run-1")
-    with pytest.raises(TierError, match="does not exist"):
+    with pytest.raises(TierError, match=nowhere.removeprefix("s3://")):
         store.survey()
     with pytest.raises(TierError):
         store.claim(claim_of(1))
@@ -265,7 +265,7 @@ def test_a_part_that_comes_damaged_is_read_once_more(monkeypatch: pytest.MonkeyP
     if times == 1:
         assert fetched(store, manifest) == snapshot(1, nbytes=1000)[1]
     else:
-        with pytest.raises(CorruptSnapshotError, match="do not have the checksum"):
+        with pytest.raises(CorruptSnapshotError, check=lambda error: error.part == 0):
             fetched(store, manifest)
 
 
@@ -300,9 +300,9 @@ def test_a_file_another_saved_meanwhile_gets_no_wrong_manifest(monkeypatch: pyte
         (
             "NotImplemented",
             "A header is not implemented",
-            r"implemented \(NotImplemented\)\. .* set AWS_REQUEST_CHECKSUM",
+            r"\(NotImplemented\).*AWS_REQUEST_CHECKSUM",
         ),
-        ("InvalidRequest", "None", r"OSError: InvalidRequest\. If this store is not AWS, set AWS_REQUEST_CHECKSUM"),
+        ("InvalidRequest", "None", r"OSError: InvalidRequest\..*AWS_REQUEST_CHECKSUM"),
         ("AccessDenied", "None", r"OSError: AccessDenied$"),
         ("SlowDown", "Reduce your rate", r"OSError: Reduce your rate \(SlowDown\)$"),
     ],

@@ -99,7 +99,10 @@ def test_a_lone_client_has_half() -> None:
     quota = Quota(1024, "places")
     assert sum(quota.take("one") for _ in range(2000)) == 512
     assert sum(quota.take("another") for _ in range(2000)) == 256
-    with pytest.raises(ServerRefusedError, match="its share of the places"), quota.holding("third", 300):
+    with (
+        pytest.raises(ServerRefusedError, check=lambda error: error.status == 503),
+        quota.holding("third", 300),
+    ):
         pytest.fail("it may not")
     with quota.holding("third", 100):
         assert quota.held == 868
@@ -179,14 +182,14 @@ def test_a_delta_has_no_more_ranges_than_anybody_sends(coding: Coding) -> None:
     count = MOST_RANGES + 1
     bounds = b"".join(struct.pack(">II", 2 * place, 2 * place + 1) for place in range(count))
     base = bytes(64 * count)
-    with pytest.raises(CorruptSnapshotError, match=f"{count} ranges"):
+    with pytest.raises(CorruptSnapshotError, match=str(count)):
         decode(struct.pack(">BI", coding, count) + bounds + bytes(count), base, memoryview(bytearray(base)))
 
 
 @pytest.mark.parametrize("picks", [struct.pack("<IBH", 0, 4, 0) * 2, struct.pack("<IBHHI", 0, 4, 1, 0, 7) * 2])
 def test_numbers_that_are_put_again_and_again_are_none(picks: bytes) -> None:
     base = bytes(256)
-    with pytest.raises(CorruptSnapshotError, match="out of order"):
+    with pytest.raises(CorruptSnapshotError):
         decode(struct.pack(">BI", Coding.PICKED, 0) + picks, base, memoryview(bytearray(base)))
 
 
@@ -246,7 +249,7 @@ def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.Mo
 def test_what_is_said_of_a_run_is_short(name: str, most: int) -> None:
     with asked(server_of()) as client:
         open_run(client, **{name: "x" * most})
-        with pytest.raises(SettingsError, match=f"at most {most} characters"):
+        with pytest.raises(SettingsError, match=rf"\b{most}\b"):
             open_run(client, **{name: "x" * (most + 1)})
 
 
@@ -276,9 +279,9 @@ def test_no_attempt_jumps_ahead_of_its_claim(tmp_path: Path, known: int) -> None
     if known:
         server.open_run(info)
     far = replace(info, attempt=known + MOST_AHEAD + 1, token="u")
-    with pytest.raises(ServerRefusedError, match="far above"):
+    with pytest.raises(ServerRefusedError, check=lambda error: error.status == 409):
         server.open_run(far)
-    with pytest.raises(ServerRefusedError, match="far above"):
+    with pytest.raises(ServerRefusedError, check=lambda error: error.status == 409):
         server.open_run(replace(far, durable_url=None))
     assert server.claimed(f"run@{RUN_ID}") == known
     claim = Claim(run_id=RUN_ID, attempt=far.attempt, digest=digest_of("u"), location=url, started_unix_s=1.0)
@@ -293,7 +296,7 @@ def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
     info = folder_info(str(tmp_path))
     assert server.open_run(info).attempt == info.attempt
     for far in (replace(info, attempt=info.attempt + 2 * MOST_AHEAD), replace(info, id=RUN_ID)):
-        with pytest.raises(ServerRefusedError, match="far above"):
+        with pytest.raises(ServerRefusedError, check=lambda error: error.status == 409):
             server.open_run(replace(far, token="another"))
     server.close()
 
@@ -414,10 +417,10 @@ def test_a_refused_request_is_answered_while_its_body_arrives(nbytes: int) -> No
     """The rest of it was taken for a head that is too long, and the connection was reset."""
     with asked(server_of()) as client:
         for _ in range(3):
-            with pytest.raises(ServerRefusedError, match="answered 404"):
+            with pytest.raises(ServerRefusedError, check=lambda error: error.status == 404):
                 client.call("POST", "/v1/no-such", {"x": "x" * nbytes})
         for _ in range(3):
-            with pytest.raises(ServerRefusedError, match="longer than 262144 bytes"):
+            with pytest.raises(ServerRefusedError, match="262144"):
                 client.call("POST", "/v1/flush", {"x": "x" * max(nbytes, 2**19)})
         assert client.call("GET", "/v1/runs")["runs"] == []
 

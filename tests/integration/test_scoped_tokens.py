@@ -85,7 +85,7 @@ def test_a_token_is_what_its_secret_has_signed() -> None:
 def test_a_token_holds_until_it_expires() -> None:
     token = WRITE.token(SECRET)
     assert scope_of(token, [SECRET], WRITE.expires_unix_s - 0.001) == WRITE
-    with pytest.raises(ServerRefusedError, match="expired"):
+    with pytest.raises(ServerRefusedError, check=lambda error: error.status == 401):
         scope_of(token, [SECRET], WRITE.expires_unix_s)
 
 
@@ -98,12 +98,12 @@ def test_claims_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(json, "dumps", lambda *_, claims=claims, **__: repr(claims).replace("'", '"'))
         token = WRITE.token(SECRET)
         monkeypatch.undo()
-        with pytest.raises(ServerRefusedError, match="claims"):
+        with pytest.raises(ServerRefusedError, check=lambda error: error.status == 401):
             scope_of(token, [SECRET])
 
 
 def test_a_secret_that_could_be_found_out_signs_nothing() -> None:
-    with pytest.raises(SettingsError, match="16 characters") as caught:
+    with pytest.raises(SettingsError, match=r"\b16\b") as caught:
         WRITE.token("only-15-letters")
     assert "letters" not in str(caught.value)
 
@@ -315,7 +315,7 @@ def test_a_secret_is_changed_without_a_gap(
         if SECRET in at_server_now:
             signed.call("GET", "/v1/runs")
         else:
-            with pytest.raises(ServerRefusedError, match="another token"):
+            with pytest.raises(ServerRefusedError, check=lambda error: error.status == 401):
                 signed.call("GET", "/v1/runs")
     with pytest.raises(ServerRefusedError):
         ServerClient(parse_spot_url(server.url)[0], SECRET).call("GET", "/v1/runs")
@@ -341,7 +341,7 @@ def test_a_file_that_cannot_be_read_any_more_is_a_warning(
     path.write_text(OTHER_SECRET)
     assert current_secrets() == (OTHER_SECRET,) == read_environment().secrets
     path.write_text("a\nb\nc")
-    with pytest.raises(SettingsError, match="3 lines"):
+    with pytest.raises(SettingsError, match=r"\b3\b"):
         read_environment()
 
 

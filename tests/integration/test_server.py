@@ -151,7 +151,7 @@ def test_a_request_that_came_damaged_is_refused(start_server: StartServer) -> No
 def test_from_another_host_nobody_seals_or_awaits_a_snapshot(start_server: StartServer) -> None:
     server = start_server().client()
     server.call("POST", "/v1/runs/run/open", {"attempt": 1})
-    with pytest.raises(ServerRefusedError, match="own host") as caught:
+    with pytest.raises(ServerRefusedError) as caught:
         server.call("POST", "/v1/runs/run/awaited", {})
     assert caught.value.status == 403
     upload = server.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9})["upload"]
@@ -264,14 +264,14 @@ def test_what_is_damaged_on_its_way_back_is_fetched_again(
     assert damaged == [0]
     assert bytes(buffer) == data
     most = 3
-    with pytest.raises(CorruptSnapshotError, match="part 0"):
+    with pytest.raises(CorruptSnapshotError, check=lambda error: error.part == 0):
         store.fetch(manifest, memoryview(buffer))
 
 
 def test_a_line_that_damages_everything_is_named(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start_server()
     monkeypatch.setattr(PartStream, "send", lambda _self, parts: [(part, "wrong") for part in parts])
-    with pytest.raises(CorruptSnapshotError, match="damaged"):
+    with pytest.raises(CorruptSnapshotError):
         put(server, 1)
     assert ServerStore(f"{server.url}/run").survey().manifests == []
 
@@ -356,7 +356,7 @@ def test_a_server_that_ends_and_removes_its_log_has_not_started(
     program.chmod(0o700)
     monkeypatch.setattr(starting, "subprocess", subprocess)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(ServerUnreachableError, match="did not start"):
+    with pytest.raises(ServerUnreachableError, match=r"exit \d"):
         starting.start(str(tmp_path), "run", **SETTINGS)
 
 
@@ -371,7 +371,7 @@ def test_a_server_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_runtime_dir_that_is_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(tmp_path / ("x" * 120)))
-    with pytest.raises(SettingsError, match="shorter"):
+    with pytest.raises(SettingsError, match="LIGHTNING_SPOT_RUNTIME_DIR"):
         starting.find_record("run")
 
 

@@ -92,7 +92,7 @@ def test_where_a_run_goes_does_not_change_with_the_version() -> None:
 
 @pytest.mark.parametrize("servers", [None, SERVERS[0], SERVERS[:1], [SERVERS[0], SERVERS[0]]])
 def test_more_replicas_than_servers_are_refused(servers: Any, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"replicas=2 .*servers|twice"):
+    with pytest.raises(SettingsError, match=r"replicas=2|servers="):
         SpotCheckpoint(str(tmp_path), servers=servers, replicas=2)
 
 

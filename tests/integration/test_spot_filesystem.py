@@ -177,9 +177,9 @@ def test_nothing_is_written_or_removed(shared: RunningServer, tmp_path: Path, ho
 @pytest.mark.parametrize("plugins", [[], [SpotCheckpointIO()]], ids=["lightning's", "ours"])
 def test_a_model_checkpoint_there_is_one_error(shared: RunningServer, run: str, plugins: list[Any]) -> None:
     own = ModelCheckpoint(f"{shared.url}/{run}", every_n_train_steps=1)
-    with pytest.raises(OSError, match="spot:// is read only"):
+    with pytest.raises(OSError, match="spot://"):
         trainer(own, max_steps=2, plugins=plugins).fit(Net(), data())
-    with pytest.raises(OSError, match="spot:// is read only"):
+    with pytest.raises(OSError, match="spot://"):
         SpotCheckpointIO().save_checkpoint({}, f"{shared.url}/{run}/mine.ckpt")
 
 
@@ -219,7 +219,7 @@ def test_a_file_replaced_during_a_read_is_an_error_not_a_mixture(shared: Running
     assert file.read(1_000_000) == b"a" * 1_000_000
     put_file(shared, run, "file", b"b" * 30_000_000)
     file.seek(20_000_000)
-    with pytest.raises(SpotError, match="replaced"):
+    with pytest.raises(SpotError, check=lambda error: error.status == 412):
         file.read(1_000_000)
 
 

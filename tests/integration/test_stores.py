@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import random
@@ -118,7 +119,7 @@ def test_a_chunk_unlike_the_committed_one_is_noticed_as_it_comes(store: Store, p
     (found,) = store.survey().manifests
     checksums = list(found.checksums)
     checksums[part] = "0" * 32
-    with pytest.raises(CorruptSnapshotError, match=f"part {len(checksums) - 1 if part else 0}"):
+    with pytest.raises(CorruptSnapshotError, check=lambda error: error.part == (len(checksums) - 1 if part else 0)):
         store.fetch(replace(found, checksums=tuple(checksums)), memoryview(bytearray(found.nbytes)))
     with pytest.raises(CorruptSnapshotError):
         store.fetch(replace(found, checksums=()), memoryview(bytearray(found.nbytes)))
@@ -175,7 +176,7 @@ def test_a_snapshot_of_several_files(store: Store, in_parts: bool) -> None:
             assert fs.cat_file(f"{root}/{manifest.path_of(span)}") == image[span.offset : span.stop]
         _write(store, f"{manifest.name}/__0_0.distcp", b"cut short")
         assert not store.has(manifest)
-        with pytest.raises(CorruptSnapshotError, match="cut short"):
+        with pytest.raises(CorruptSnapshotError, check=lambda error: error.part is None):
             fetched(store, manifest)
         fs.rm_file(f"{root}/{manifest.name}/__0_0.distcp")
         assert not store.has(manifest)
@@ -198,7 +199,7 @@ def test_bytes_that_no_file_would_keep_are_refused(store: Store, in_parts: bool)
     manifest = replace(manifest, checksums=()).sealed(memoryview(damaged))
     put_it = store.put_parts if in_parts else store.put
     given = (replace(manifest, checksums=()), [memoryview(damaged)]) if in_parts else (manifest, memoryview(damaged))
-    with pytest.raises(CorruptSnapshotError, match="not zero"):
+    with pytest.raises(CorruptSnapshotError, check=lambda error: error.part is None):
         put_it(*given, attempt=1)  # type: ignore[operator]
     assert store.survey().manifests == []
 
@@ -535,7 +536,7 @@ def _there(store: Store) -> list[str]:
 def test_local_store_says_what_the_system_said(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("in the way")
-    with pytest.raises(TierError, match="Not a directory"):
+    with pytest.raises(TierError, match=os.strerror(errno.ENOTDIR)):
         put(LocalStore(blocker / "run"), 1)
 
 
@@ -559,7 +560,7 @@ def test_a_full_disk_is_left_with_no_empty_folder(tmp_path: Path, monkeypatch: p
             lambda manifest, data: store.put_parts(replace(manifest, checksums=()), iter([data]), attempt=1),
             lambda manifest, data: store.folder(manifest.name, attempt=1, run_id="a" * 12).write("meta.pt", data),
         ):
-            with pytest.raises(TierError, match="No space left"):
+            with pytest.raises(TierError, match=os.strerror(errno.ENOSPC)):
                 write(manifest, memoryview(data))
     monkeypatch.undo()
     assert store.survey().manifests == [first]

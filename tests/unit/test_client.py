@@ -137,7 +137,7 @@ def descriptors() -> int:
 def test_an_unknown_page_at_a_stranger_does_not_mean_no_snapshot(serve: Callable[..., Peer]) -> None:
     # What stands in front of a server that is gone for a moment answers so: a run must not start afresh over it.
     client = ServerClient(serve([b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"]).address)
-    with pytest.raises(ServerRefusedError, match=r"answered 404.*right address"):
+    with pytest.raises(ServerRefusedError, check=lambda error: error.status == 404):
         client.call("GET", "/v1/runs")
     client.close()
 
@@ -214,7 +214,7 @@ def test_a_server_that_begins_to_receive_nothing_is_not_awaited(
         address = Address("127.0.0.1", silent.getsockname()[1])
         if answers:
             address = serve([b"H" * 10_000], pause_s=0.01).address
-        with pytest.raises(ServerUnreachableError, match="timed out"):
+        with pytest.raises(ServerUnreachableError):
             PartStream(ServerClient(address), "upload")
 
 

@@ -204,5 +204,5 @@ def test_strangers_cannot_write_beyond_the_part(seed: int) -> None:
     ],
 )
 def test_numbers_that_are_none_are_refused(picks: bytes) -> None:
-    with pytest.raises(CorruptSnapshotError, match="delta is damaged"):
+    with pytest.raises(CorruptSnapshotError):
         decode(encode_picked(b"", [], picks), bytes(10_000), memoryview(bytearray(10_000)))

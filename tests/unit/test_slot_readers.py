@@ -68,7 +68,7 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
         session = begin()
         mapped = session.map_slot(slot.index, slot.buffer.generation)
         assert mapped[:4] == b"mine"
-        with pytest.raises(ServerUnreachableError, match="no longer has slot"):
+        with pytest.raises(ServerUnreachableError, match=rf"\b{slot.index}\b"):
             session.map_slot(slot.index, slot.buffer.generation)
         session.close()
     others[0].close()
@@ -80,7 +80,7 @@ def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make_bench: MakeBe
     with sessions_of(bench.server, tmp_path / "http") as begin:
         session = begin()
         session.map_slot(slot.index, slot.buffer.generation).close()
-        with pytest.raises(ServerUnreachableError, match="as it was leased"):
+        with pytest.raises(ServerUnreachableError, match=rf"\b{slot.index}\b"):
             session.map_slot(slot.index, slot.buffer.generation - 1)
         session.close()
 

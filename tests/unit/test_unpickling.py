@@ -146,7 +146,7 @@ def test_a_foreign_object_becomes_a_stub_and_the_rest_comes_back(make: Callable[
     copy.deepcopy(placeholder)
     with pytest.raises(NotSerializableError, match=r"thing\[0\] .*add_safe_globals"):
         _ = placeholder.value
-    with pytest.raises(NotSerializableError, match="not loaded"):
+    with pytest.raises(NotSerializableError, match=r"thing\[0\]"):
         placeholder()
     assert [where for where, _ in placeholders_in(found)] == ["thing[0]", "again"]
 
@@ -470,7 +470,7 @@ def test_a_class_torch_knows_only_in_training_is_named_at_once(
             fit(7)
         (about,) = said_about(caplog, "not-resumable")
         assert "tests.unit.test_unpickling.Coded" in about
-        with pytest.raises(NotSerializableError, match=r"not loaded: tests\.unit\.test_unpickling\.Coded"):
+        with pytest.raises(NotSerializableError, match=r"tests\.unit\.test_unpickling\.Coded"):
             fit(9)
     finally:
         torch.serialization.clear_safe_globals()
