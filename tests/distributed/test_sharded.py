@@ -288,10 +288,14 @@ def test_a_state_that_asks_for_what_is_not_there_is_refused(one: Any) -> None:
     with as_rank(0, (2,)) as mesh:
         mine = on_rank(state, mesh, empty=True)
         mine["state_dict"]["more"] = torch.ones(2)
-        with pytest.raises(ModelChangedError, match=r"new .*state_dict\.more"):
+        with pytest.raises(ModelChangedError, check=lambda error: error.missing == ["state_dict.more"]):
             load(mine, ImageReader(memoryview(image), manifest))
         other = {"state_dict": {"weight": torch.ones(8, 5), "none": mine["state_dict"]["none"]}}
-        with pytest.raises(ModelChangedError, match=r"gone .*: state_dict\.bias; changed .*weight \(7, 5\)→\(8, 5\)"):
+        with pytest.raises(
+            ModelChangedError,
+            match=r"weight \(7, 5\)→\(8, 5\)",
+            check=lambda error: error.unexpected == ["state_dict.bias"],
+        ):
             load(other, ImageReader(memoryview(image), manifest), whole=("state_dict",))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_what_cannot_be_listed_is_an_error_and_not_empty(store: LocalStore, meth
 def test_a_link_that_leads_nowhere_is_an_error_and_not_empty(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "not-mounted" / "run")
     store = LocalStore(tmp_path / "run")
-    with pytest.raises(TierError, match="link"):
+    with pytest.raises(TierError, match=re.escape(str(tmp_path / "run"))):
         store.survey()
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError):
@@ -130,7 +131,7 @@ def test_a_linked_run_is_used_but_links_in_it_are_not_followed(tmp_path: Path) -
     store.delete(moved)
     assert sorted(path.name for path in (tmp_path / "archive" / moved.name).iterdir()) == [MANIFEST_FILE, "model.ckpt"]
     assert (tmp_path / "elsewhere" / "model.ckpt").read_text() == "not ours"
-    with pytest.raises(TierError, match="link"):
+    with pytest.raises(TierError, match=snapshot_name(2, 1)):
         put(store, 2)
 
 

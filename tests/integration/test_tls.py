@@ -170,8 +170,8 @@ def test_an_untrusted_server_is_not_asked_again(
 
 def test_each_side_is_told_which_scheme_to_use(start_tls: StartServer, start_server: StartServer) -> None:
     for url, other, advice, refusal in (
-        (start_tls().url, "spot", "write spots://", ServerUnreachableError),
-        (start_server().url, "spots", "write spot://", ServerRefusedError),
+        (start_tls().url, "spot", "spots://", ServerUnreachableError),
+        (start_server().url, "spots", r"\bspot://", ServerRefusedError),
     ):
         address = parse_spot_url(url.replace(url.split(":")[0], other, 1))[0]
         with pytest.raises(refusal, match=advice):

@@ -131,7 +131,7 @@ def test_steps_that_lightning_does_not_count_are_named(
 
 def test_it_is_an_error_where_snapshots_must_be_taken(tmp_path: Path) -> None:
     new_process()
-    with pytest.raises(SettingsError, match="8 batches"):
+    with pytest.raises(SettingsError, match=r"\b8\b"):
         trainer(spot(tmp_path, on_error="raise"), max_epochs=1).fit(InBackward(), data(12))
 
 

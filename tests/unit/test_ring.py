@@ -181,7 +181,7 @@ def test_memory_that_cannot_be_had_leaves_no_slot_behind(bench: Bench, monkeypat
     bench.open()
     monkeypatch.setattr(slot_module, "available_bytes", lambda: MIB)
     for _ in range(5):
-        with pytest.raises(TierError):
+        with pytest.raises(TierError, match=r"4\.19 MB.*1\.05 MB"):
             bench.server.lease(RUN, 1, 4 * MIB)
     monkeypatch.undo()
     bench.save(1)
@@ -763,7 +763,7 @@ def test_a_containers_memory_limit_is_respected(
     monkeypatch.setattr(slot_module, "PROC_CGROUP", tmp_path / "cgroup")
     assert host_memory_bytes() == 1000000
     assert slot_module.available_bytes() == 600000
-    with pytest.raises(TierError, match="container"):
+    with pytest.raises(TierError, match=r"700\.00 kB.*600\.00 kB"):
         SlotMemory.create(700000, None)
 
 

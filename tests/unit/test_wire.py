@@ -91,7 +91,7 @@ def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
 def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"'zip': .*'auto', 'always'"):
         SpotCheckpoint(str(tmp_path), compression="zip")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="servers= names none"):
+    with pytest.raises(SettingsError, match="servers="):
         SpotCheckpoint(str(tmp_path), lossy="topk")
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
     ring = RingSettings(
