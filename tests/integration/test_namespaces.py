@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch
+import numpy as np
 import pytest
 
 import lightning_spot
@@ -134,10 +136,10 @@ def test_classes_of_both_are_known(other: Any, tmp_path: Path) -> None:
     assert fit().resumed_from.step == 4
 
 
-def test_why_a_name_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_name_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older numpy has no such module; Python said that the name cannot be imported, and no more."""
-    (tmp_path / "home_of_it.py").write_text("import numpy\nnumpy.none_such.multiarray\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(lightning_spot._HOMES, "YoungDaly", "home_of_it")
+    home = ModuleType(lightning_spot.YoungDaly.__module__)
+    home.__getattr__ = lambda _name: np.none_such  # type: ignore[method-assign, attr-defined]
+    monkeypatch.setitem(sys.modules, home.__name__, home)
     with pytest.raises(ImportError, match=r"YoungDaly.*none_such"):
         from lightning_spot import YoungDaly  # noqa: F401 # it is never had

@@ -287,3 +287,22 @@ def test_no_test_name_is_longer_than_60_characters() -> None:
     files = (REPOSITORY / "tests").rglob("*.py")
     names = [name for path in files for name in re.findall(r"\bdef (test_\w+)", path.read_text())]
     assert [name for name in names if len(name) > 60] == []
+
+
+PRIVATE_ELSEWHERE = {"_OMEGACONF_AVAILABLE", "_TENSORBOARDX_AVAILABLE", "_foreach_copy_", "_swap_models"}
+
+
+def test_no_test_patches_a_private_name_of_ours() -> None:
+    """What a test changes is a seam: an argument, a public name, or what lies outside of the package."""
+    patched = {
+        f"{path.relative_to(REPOSITORY)}:{call.lineno}: {name}"
+        for path in (REPOSITORY / "tests").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("setattr", "delattr", "object", "patch")
+        for given in call.args[:2]
+        if isinstance(given, ast.Constant) and isinstance(given.value, str)
+        if re.match(r"_[a-zA-Z]", name := given.value.rpartition(".")[2]) and name not in PRIVATE_ELSEWHERE
+    }
+    assert patched == set()
