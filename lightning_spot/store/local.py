@@ -9,13 +9,14 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import TierError
 from lightning_spot.snapshot.manifest import OWN_DIR, Manifest, snapshot_order
+from lightning_spot.snapshot.shards import Image, slices
 from lightning_spot.store import posix, store
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim
 from lightning_spot.store.posix import Beneath, open_regular, opened, tier_errors
@@ -125,17 +126,31 @@ class LocalStore(FileStore):
     def _write(self, below: str, parts: Parts, nbytes: int, by: Writer, ready: Ready = store.nothing) -> None:
         """See :meth:`FileStore._write`. What becomes a user's file is not seen in the user's folder before."""
         place, is_users = self.made() / below, "/" not in below
-        aside = place.parent / OWN_DIR if is_users else place.parent
+        self._write_aside(place.parent / OWN_DIR if is_users else place.parent, {place: parts}, by, ready)
+
+    def _write_image(self, contents: Mapping[str, Image], by: Writer) -> None:
+        """See :meth:`FileStore._write_image`. None is in its place before all are on the disk."""
+        places = {self.made() / below: slices(data, self._at_once_bytes) for below, data in contents.items()}
+        self._write_aside(next(iter(places)).parent, places, by)
+
+    def _write_aside(self, aside: Path, places: Mapping[Path, Parts], by: Writer, ready: Ready = store.nothing) -> None:
+        """Write files of one folder aside, then put them in place; where the disk is full, nothing stays."""
+        temporaries: list[Path] = []
         try:
             with self._inside(aside) as folder:
-                temporary = posix.write_aside(folder, parts, attempt=by[0], run_id=by[1])
                 try:
+                    for parts in places.values():
+                        written = posix.write_aside(folder, parts, attempt=by[0], run_id=by[1])
+                        temporaries.append(written)
                     ready()
-                    os.replace(temporary, place if is_users else folder / place.name)
+                    for temporary, place in zip(temporaries, places, strict=True):
+                        os.replace(temporary, place if place.parent != aside else folder / place.name)
                 except BaseException:
-                    posix.remove(temporary)
+                    for temporary in temporaries:
+                        posix.remove(temporary)
                     raise
-                posix.sync_directory(place.parent if is_users else folder)
+                for parent in dict.fromkeys(place.parent for place in places):
+                    posix.sync_directory(parent if parent != aside else folder)
         except BaseException:
             posix.remove_if_empty(aside)  # a disk that is full for long would have one for each snapshot
             raise

@@ -364,6 +364,10 @@ class FileStore(ABC):
         for below, data in contents.items():
             self._write(below, slices(data, self._at_once_bytes), len(data), by)
 
+    def _write_image(self, contents: Mapping[str, Image], by: Writer) -> None:
+        """Write the files of an image; on a disk all of them, or none where it is full."""
+        self._write_all(contents, by)
+
     @abstractmethod
     def _create(self, below: str, data: bytes, by: Writer) -> None:
         """Create a file, whole or not at all, unless there is one."""
@@ -646,7 +650,7 @@ class FileStore(ABC):
             if gap is None:
                 check_zero(data[start:stop])
         files = {manifest.path_of(span): cut_out(data, span.offset, span.stop) for span in manifest.spans}
-        self._write_all(files, by)
+        self._write_image(files, by)
 
     def _write_manifest(self, manifest: Manifest, by: Writer) -> None:
         text = memoryview(manifest.to_json().encode())

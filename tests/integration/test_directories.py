@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record, write_record
+from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, snapshot_name
 from lightning_spot.snapshot.parts import verify_file
 from lightning_spot.store.fences import claim_name, digest_of
@@ -224,6 +226,19 @@ def test_a_save_that_fails_leaves_the_file_with_its_manifest(
     assert store.has(first)
     assert fetched(store, first) == snapshot(1)[1]
     assert not [path for path in store.root.iterdir() if "tmp" in path.name]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_of_several_files_that_do_not_fit_none_stays(store: LocalStore, call: str) -> None:
+    """What stayed kept the disk full, so that no later snapshot was stored, where there had been room again."""
+    manifest, image = snapshot(1)
+    several = replace(manifest, files=(FileSpan("__0_0.distcp", 0, 9), FileSpan("__1_0.distcp", 9, len(image) - 9)))
+    with faulty_calls(Plan("ENOSPC", at=1 if call == "replace" else 2, only=(call,)), store.root):
+        with pytest.raises(TierError):
+            store.put(several, memoryview(image), attempt=1)
+    assert not (store.root / several.name).exists()
+    store.put(several, memoryview(image), attempt=1)
+    assert fetched(store, several) == image
 
 
 # -- an attempt after many --------------------------------------------------------------------------------------------
