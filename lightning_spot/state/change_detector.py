@@ -126,7 +126,7 @@ class ChangeDetector:
             return (
                 kind,
                 length,
-                _Same(value) if self._looks else _ends(value.values() if isinstance(value, dict) else value),
+                _Same(value) if self._looks else self._ends(value.values() if isinstance(value, dict) else value),
             )
         if length > _SHORT and not isinstance(value, dict) and SCALARS.issuperset(map(type, value)):
             return kind, list(value)
@@ -134,6 +134,14 @@ class ChangeDetector:
             items = list(value.items())  # others may write to it
             return kind, [(self._stamp(key, depth, nested), self._stamp(item, depth, nested)) for key, item in items]
         return kind, [self._stamp(item, depth, nested) for item in list(value)]
+
+    def _ends(self, value: Any) -> list[Any]:
+        """Some of what is in a container: its first items and its last ones, but for what is in these."""
+        found = [*islice(value, _SHORT), *islice(reversed(value), _SHORT)]
+        known = (is_value(item) and not isinstance(item, _CONTAINERS) for item in found)
+        return [
+            self._stamp(item, 0, 0) if is_known else _Same(item) for item, is_known in zip(found, known, strict=True)
+        ]
 
     def _object(self, value: Any, depth: int) -> Any:
         if id(value) not in self._known:
@@ -214,12 +222,6 @@ def _is_open(value: Any) -> bool:
     if package in PACKAGES or isinstance(value, namespaces.classes("", "LightningModule", "LightningDataModule")):
         return False
     return isinstance(value, nn.Module) or package not in ("lightning", "pytorch_lightning", "torch")
-
-
-def _ends(value: Any) -> list[Any]:
-    """Some of what is in a container: its first items and its last ones."""
-    found = [*islice(value, _SHORT), *islice(reversed(value), _SHORT)]
-    return [item if type(item) in SCALARS else _Same(item) for item in found]
 
 
 def is_handle(value: Any) -> bool:

@@ -281,8 +281,18 @@ def _is_opaque(value: Any) -> bool:
 
 def _put(holder: Any, name: str, saved: Any) -> None:
     """Set a value, in place where an iterator may hold it, and past a class of the user's that forbids it."""
-    present: Any = _fields(holder).get(name)
     value = whole(saved)
+    with suppress(Exception):  # a tensor or an array may be read-only, a class of the user's may take other items only
+        if _fill(_fields(holder).get(name), value):
+            return
+    if name in _slots(type(holder)):  # type: ignore[arg-type] # a class
+        object.__setattr__(holder, name, value)
+    else:
+        vars(holder)[name] = value
+
+
+def _fill(present: Any, value: Any) -> bool:
+    """Whether a value could be written into the present one."""
     are_tensors = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
     if are_tensors and (present.shape, present.dtype) == (value.shape, value.dtype) and not present.requires_grad:
         present.copy_(value)
@@ -294,4 +304,5 @@ def _put(holder: Any, name: str, saved: Any) -> None:
         present.clear()
         present.update(value)
     else:
-        object.__setattr__(holder, name, value)
+        return False
+    return True

@@ -305,6 +305,41 @@ def ordered() -> Data:
     return Data(lambda data, index: data.order[index] / 5000, order=list(range(5000)))
 
 
+def worn(numbers: Any) -> Data:
+    """Holds more tensors, or arrays, than are compared one by one, and writes to one in place."""
+
+    def read(data: Any, _: int) -> float:
+        data.numbers[1] *= 0.9
+        return data.numbers[1].item()  # type: ignore[no-any-return]
+
+    return Data(read, numbers=numbers)
+
+
+class Shown(Data):
+    """Has an attribute that nobody else sets."""
+
+    level = property(lambda self: vars(self)["level"])
+
+
+def leveled() -> Data:
+    data = Shown(lambda data, _: data.level)
+    vars(data)["level"] = 1.0
+    return data
+
+
+def level_past_its_class(loader: Any) -> None:
+    vars(loader.dataset)["level"] *= 1.1
+
+
+def locked() -> Data:
+    """Has numbers that nobody may write to."""
+    return Data(lambda data, _: float(data.numbers[1]), numbers=np.frombuffer(bytes(16)))
+
+
+def unlock(loader: Any) -> None:
+    loader.dataset.numbers = loader.dataset.numbers + 0.1
+
+
 def augmented() -> Data:
     """Reads through a module without weights."""
     transform = torch.nn.Sequential(torch.nn.Threshold(-9.0, 0.5))
@@ -402,6 +437,11 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str, str]] = 
     "a module": (augmented, higher, BATCH_END, ""),
     "a long list": (tallied, nothing, EPOCH, ""),
     "a longer list": (ordered, lambda loader: loader.dataset.order.reverse(), EPOCH, ""),
+    "tensors of a longer list": (lambda: worn([torch.ones(()) for _ in range(5000)]), nothing, EPOCH, ""),
+    "arrays of a longer list": (lambda: worn([np.ones(1) for _ in range(5000)]), nothing, EPOCH, "dataset.numbers"),
+    "arrays of a longer dict": (lambda: worn({n: np.ones(1) for n in range(5000)}), nothing, EPOCH, "dataset.numbers"),
+    "a property": (leveled, level_past_its_class, EPOCH, ""),
+    "an array that is read only": (locked, unlock, EPOCH, ""),
     "a queue": (queued, nothing, EPOCH, ""),
     "an iterator": (opaque, nothing, EPOCH, "dataset.source"),
     "a sampler": (curriculum, weigh, EPOCH, ""),
