@@ -47,6 +47,11 @@ SHORT = reprlib.Repr()
 """Describes what a file holds: the full ``repr`` of what holds one thing many times may have no end."""
 SHORT.maxother = SHORT.maxstring = 120
 
+_KEY = reprlib.Repr()
+_KEY.maxother = _KEY.maxstring = 120
+_KEY.maxlevel = 2
+_LONGEST_PLACE = 1000
+
 
 class Placeholder:
     """Stands for an object of a class that is not loaded. To use it raises :class:`NotSerializableError`.
@@ -108,12 +113,18 @@ def placeholders_in(value: Any, path: str = "", seen: set[int] | None = None) ->
     if isinstance(value, dict):
         for key, item in value.items():
             yield from placeholders_in(key, f"a key of {path}", seen)
-            yield from placeholders_in(item, f"{path}.{key}" if path else str(key), seen)
+            shown = key[:_LONGEST_PLACE] if type(key) is str else _KEY.repr(key)
+            yield from placeholders_in(item, _place(path, f".{shown}" if path else shown), seen)
     elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         for index, item in enumerate(value):
-            yield from placeholders_in(item, f"{path}[{index}]", seen)
+            yield from placeholders_in(item, _place(path, f"[{index}]"), seen)
     for name, item in ({} if isinstance(value, type) else getattr(value, "__dict__", {})).items():
-        yield from placeholders_in(item, f"{path}.{name}", seen)
+        yield from placeholders_in(item, _place(path, f".{name}"), seen)
+
+
+def _place(path: str, part: str) -> str:
+    """Where a part of a value is: each level of a forged file may have the same long key."""
+    return path + part if len(path) < _LONGEST_PLACE else path
 
 
 def safe_load(
@@ -174,6 +185,7 @@ def _load(file: IO[bytes] | str, map_location: str, mapped: str, names: _SafeNam
         inside = sum(record.file_size for record in archive.infolist())
     if inside > (nbytes := _nbytes(file)):
         raise _refused(f"claims to hold {inside} bytes and has {nbytes}")
+    names.left = max(_MOST_MET, _MOST_AGAIN * nbytes)
     mapped = file if isinstance(file, str) else mapped
     memory = torch.UntypedStorage.from_file(mapped, False, nbytes) if mapped else None
     return torch.serialization._load(  # type: ignore[no-untyped-call] # torch's
@@ -217,7 +229,10 @@ class _SafeNames:
 
     Attributes:
         users: classes and functions of the user's list.
+        left: bytes that may still be made of what the file has already: it may ask for one thing again and again.
     """
+
+    left = 0
 
     def __init__(self, known: Sequence[Any] | None, foreign: list[str]) -> None:
         self._foreign = foreign
@@ -280,7 +295,19 @@ class _SafeNames:
             return Placeholder(called._kind, *called._parts, arguments)
         if is_new and call is called and isinstance(called, type) and not issubclass(called, torch.nn.Parameter):
             return called.__new__(called, *arguments)
+        if call is not called:
+            self.spend(arguments)
         return call(*arguments)
+
+    def spend(self, values: tuple[Any, ...]) -> None:
+        """Count what is copied of values.
+
+        Raises:
+            CorruptSnapshotError: if it is more than a file of this size has.
+        """
+        self.left -= sum(map(_nbytes_of, values))
+        if self.left < 0:
+            raise _refused("has the same made again and again")
 
     def _nested(self, owner: Any, name: Any) -> Any:
         """A class within a class."""
@@ -290,11 +317,21 @@ class _SafeNames:
 
     def _detour(self, called: Any, kind: Any, arguments: Any, state: Any) -> Any:
         """A subclass of tensors, or a tensor with attributes, of what a call makes."""
+        if isinstance(called, type) or self._calls.get(id(called)) is _encoded:
+            raise _refused(f"calls {SHORT.repr(called)} for a tensor")
         made = self.call(called, arguments)
         return torch._tensor._rebuild_from_type_v2(lambda: made, kind, (), state)  # type: ignore[no-untyped-call] # torch's
 
 
 _DETOUR = "torch._tensor._rebuild_from_type_v2"
+
+
+def _nbytes_of(value: Any) -> int:
+    if type(value) in (list, tuple, dict):
+        return 8 * len(value)
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return value.numel() * value.element_size()
+    return len(value) if type(value) in (str, bytes, bytearray) else 0
 
 
 def _made(name: str, *arguments: Any) -> Any:
@@ -478,7 +515,7 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, file: io.BytesIO, **named: Any) -> None:
         super().__init__(file, **named)
-        self._most_met = max(_MOST_MET, _MOST_AGAIN * file.getbuffer().nbytes)
+        self._most_met = self._left = max(_MOST_MET, _MOST_AGAIN * file.getbuffer().nbytes)
         self._extents: dict[int, tuple[Any, int, int]] = {}  # of objects: themselves, how deep, and how many are met
         self._places: dict[int, list[int]] = {}  # in the memo, of placeholders
 
@@ -488,12 +525,22 @@ class _Unpickler(pickle._Unpickler):
         return self.names.find(f"{torch._utils.IMPORT_MAPPING.get(module, module)}.{name}")
 
     def _tuple(self, items: list[Any]) -> None:
+        self._push(tuple(items), *self._around(items))
+
+    def _around(self, items: list[Any]) -> tuple[int, int]:
+        """How deep what holds these items is, and how many are met in it."""
         extents = [self._extent(item) for item in items]
         depth = 1 + max((depth for depth, _ in extents), default=0)
         met = 1 + sum(met for _, met in extents)
         if depth > _DEEPEST or met > self._most_met:
             raise _refused(f"nests tuples {depth} deep, with {met} items")
-        self._push(tuple(items), depth, met)
+        return depth, met
+
+    def _walk(self, keys: list[Any]) -> None:
+        """Count what is met where keys are hashed and compared."""
+        self._left -= sum(self._extent(key)[1] for key in keys)
+        if self._left < 0:
+            raise _refused("has the same keys again and again")
 
     def _extent(self, value: Any) -> tuple[int, int]:
         return self._extents[id(value)][1:] if id(value) in self._extents else (0, 1)
@@ -509,7 +556,11 @@ class _Unpickler(pickle._Unpickler):
 
     def _call(self, *, is_new: bool) -> None:
         called, arguments = self._pop(2)
-        self._push(self.names.call(called, arguments, is_new=is_new), *self._extent(arguments))
+        extent = self._extent(arguments)
+        if (called is set or called is frozenset) and type(arguments) is tuple and [*map(type, arguments)] == [list]:
+            self._walk(arguments[0])
+            extent = self._around(arguments[0])
+        self._push(self.names.call(called, arguments, is_new=is_new), *extent)
 
     def _build(self) -> None:
         (state,) = self._pop(1)
@@ -535,6 +586,7 @@ class _Unpickler(pickle._Unpickler):
         if (make := _STATED.get(placeholder._kind)) is None or len(placeholder._parts) != 2:
             return
         arguments, state = placeholder._parts
+        self.names.spend(state if type(state) is tuple else ())
         try:
             value = make(*arguments, state)
         except Exception:  # see _made
@@ -553,6 +605,7 @@ class _Unpickler(pickle._Unpickler):
 
     def _update(self, items: list[Any]) -> None:
         target = self._target(dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+        self._walk(items[::2])
         for key, item in zip(items[::2], items[1::2], strict=True):
             target[key] = item  # a Counter would count them in update()
 

@@ -28,7 +28,7 @@ import torch
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
 from lightning_spot.sharded.file_plan import load_state
 from lightning_spot.sharded.reader import load_value
-from lightning_spot.snapshot.safe_load import Placeholder, parts_of, safe_load
+from lightning_spot.snapshot.safe_load import Placeholder, parts_of, placeholders_in, safe_load
 from lightning_spot.state.dump import KEY, read_checkpoint
 
 MIB = 2**20
@@ -330,7 +330,30 @@ def detour(kind: str, argument: bytes) -> bytes:
     return call("torch._tensor._rebuild_from_type_v2", name(kind), name("torch.Tensor"), items(argument), b"}")
 
 
+def again(made: bytes, one: bytes, times: int = 500) -> bytes:
+    """A list of what is made first, and then of one and the same of it."""
+    return listed(made + b"q\0", *[one] * times)
+
+
+def sharing(first: int) -> bytes:
+    """A set in which a walk that does not know what it has met has no end."""
+    made = call("builtins.frozenset", listed(NONE)) + b"q" + bytes([first])
+    for place in range(first, first + 30):
+        made = call("builtins.frozenset", listed(items(made, b"h" + bytes([place])))) + b"q" + bytes([place + 1])
+    return made
+
+
+NESTED = items(items(*[NONE] * 900) + b"q\1", *[b"h\1"] * 899)
+LONG = "a" * 100_000
 REFUSED = {
+    "a text encoded again and again": again(text(LONG), name("_codecs.encode") + b"h\0" + text("latin1") + b"\x86R"),
+    "bytes copied again and again": again(raw(LONG.encode()), name("builtins.bytearray") + b"h\0\x85R"),
+    "an array made again and again": again(raw(LONG.encode()), array(dtype("i1"), [len(LONG)], b"h\0"), 100),
+    "a set made again and again": again(listed(*[number(n) for n in range(9999)]), name("builtins.set") + b"h\0\x85R"),
+    "a key again and again": again(NESTED, b"}h\0Ns"),
+    "an item of a set again and again": call("builtins.set", listed(NESTED + b"q\0", *[b"h\0"] * 500)),
+    "equal keys that share": entries((sharing(10), NONE), (sharing(100), NONE)),
+    "a set for a tensor": detour("builtins.set", listed(NONE)),
     "a set of a range": call("builtins.set", call("builtins.range", number(0), number(1 << 25), number(1))),
     "a bytearray of a size": call("builtins.bytearray", number(1 << 30)),
     "the same in other words": detour("builtins.bytearray", number(1 << 30)),
@@ -385,6 +408,12 @@ def test_what_is_hostile_stays_inert_or_is_refused(users: list[Any]) -> None:
             assert dict(zip(cases, ends, strict=False)) == dict.fromkeys(cases, end)
     for value in INERT.values():
         assert isinstance(safe_load(held(value))["x"], Placeholder)
+
+
+def test_the_place_of_a_placeholder_stays_short() -> None:
+    nested = text(LONG) + b"q\0" + b"".join([b"}h\0"] * 100) + call("a.B") + b"s" * 100
+    ((place, _),) = placeholders_in(safe_load(held(b"}" + nested + b"s")))
+    assert len(place) < 4000
 
 
 def test_a_file_that_claims_to_hold_more_than_it_is_is_refused() -> None:
