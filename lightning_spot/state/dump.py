@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
@@ -107,6 +107,8 @@ def in_present_form(shared: State) -> State:
     Args:
         shared: what a checkpoint has at :data:`KEY`.
     """
+    if shared["version"] in (5, VERSION):
+        shared = {**shared, "lost": sorted({*shared["lost"], *_drop_what_fits_made_data(shared["ranks"])})}
     if shared["version"] != 5:
         return shared
     for rank in filter(None, shared["ranks"]):  # those that this one needs
@@ -122,6 +124,18 @@ def in_present_form(shared: State) -> State:
             position["made_of"]["batch"] = position.get("batch")
             position["workers_act"] = True if position.get("workers_changed") else position.get("workers_draw")
     return {**shared, "version": VERSION}
+
+
+def _drop_what_fits_made_data(ranks: Any) -> Iterator[str]:
+    """Names of what was kept beside data that training had wrapped, and was put back where an epoch ended; it goes."""
+    for rank in filter(None, ranks):
+        hooked = rank["hooked"] or {}
+        for owner in hooked.pop("made_data", None) or ():
+            for name, own in hooked["attributes"].items():
+                if not owner or name == owner or name.startswith(f"{owner}."):
+                    gone = own.keys() - {"training"}
+                    yield from (f"{name}.{each}" if name else each for each in gone)
+                    hooked["attributes"][name] = {each: own[each] for each in own.keys() - gone}
 
 
 def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_spot import EverySteps
+from lightning_spot.state.dump import VERSION, in_present_form
 from tests.support.said import listening, points
 from tests.support.snapshots import serverless
 from tests.support.trainer import Stop, StopAt, StopIn, trainer
@@ -104,3 +105,12 @@ def test_a_resume_at_the_end_of_an_epoch_is_exact(tmp_path: Path) -> None:
         fit(tmp_path / "run", StopIn("on_train_epoch_end", 2))
     again, _ = fit(tmp_path / "run")
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_what_was_kept_beside_wrapped_data_is_dropped_and_named() -> None:
+    """An earlier build kept it until the epoch's end: put back at once, it killed each start with its first batch."""
+    attributes = {"baseline": {"alpha": 1.0, "training": True}, "net": {"scale": 2.0}}
+    hooked = {"made_data": ["baseline"], "attributes": attributes}
+    found = in_present_form({"version": VERSION, "lost": ["Learner.rows"], "ranks": [{"hooked": hooked}, None]})
+    assert found["ranks"][0]["hooked"]["attributes"] == {"baseline": {"training": True}, "net": {"scale": 2.0}}
+    assert found["lost"] == ["Learner.rows", "baseline.alpha"]
