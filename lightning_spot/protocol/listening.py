@@ -1,7 +1,7 @@
 """A server of the other ranks within a trainer: on a thread of its own, for those who know its secret.
 
 All ports that a trainer opens are here. A connection begins with a greeting, one line of JSON that holds the secret,
-and is answered by one byte. Until then it is a stranger's: it has ten seconds and 16 KiB, and gives way to others where
+and is answered by one byte. Until then it is a stranger's: it has ten seconds and 64 KiB, and gives way to others where
 there are too many.
 
 Ranks may be silent for hours, and what is between two hosts (address translation, a firewall) forgets connections that
@@ -40,7 +40,7 @@ _UNLIMITED = 2**30
 _AT_ONCE = 4  # accepted in one turn: however many come, each is read before many others are taken
 _STRANGERS = 16  # that may be there besides two connections of each rank
 _BACKLOG = 256
-_LONGEST_LINE = 16 * 1024
+_LONGEST_LINE = 64 * 1024  # of a greeting, and of what a rank publishes: the text of a notice may be long
 _WELCOME = b"\n"
 _TRIES = 3
 
