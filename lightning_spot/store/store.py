@@ -507,7 +507,7 @@ class FileStore(ABC):
                 part = memoryview(bytearray(stop - start))
                 self._read_image(manifest, start, part)
                 manifest.verify_range(start, part, self.url)
-        except (CorruptSnapshotError, FileNotFoundError):
+        except (SpotError, OSError):  # what cannot be read is written anew
             return False
         return True
 
