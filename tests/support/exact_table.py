@@ -393,7 +393,7 @@ LOADERS: dict[str, Case] = {
 _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 LOOPS: dict[str, Case] = {
-    "manual": Case(model=Gan, stops=(8, 5)),
+    "manual": Case(model=Gan, stops=(7, 5)),
     "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
     "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
     "precise-state": Case(  # a product in float32, beside parameters in bfloat16
