@@ -163,10 +163,17 @@ class LocalStore(FileStore):
         folder = self.root / below
         if below and not posix.is_own_directory(folder):
             return  # not there, or a link to somebody's place
-        with contextlib.suppress(FileNotFoundError), self._held(folder) as held:  # another server may remove it
-            with contextlib.ExitStack() as each:
+
+        def remove() -> None:
+            with self._held(folder) as held, contextlib.ExitStack() as each:
                 for name in names:
                     each.callback(posix.remove, held / name)
+
+        try:
+            remove()
+        except FileNotFoundError:  # another server has removed it, or a file server that fails over says so wrongly
+            if posix.is_there(folder):
+                remove()
         if below:
             posix.remove_if_empty(folder)
 

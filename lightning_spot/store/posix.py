@@ -115,11 +115,12 @@ def is_there(path: Path) -> bool:
 
 
 def is_own_directory(path: Path) -> bool:
-    """Whether this is a directory and no link to one. An error is an error, and no answer."""
+    """Whether this is a directory and no link to one. An error is an error, and no answer; see :func:`if_there`."""
     try:
-        return stat.S_ISDIR(patiently(lambda: os.lstat(path)).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
+        status = if_there(path, lambda: os.lstat(path))
+    except NotADirectoryError:
         return False
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def if_there(path: Path, action: Callable[[], Result]) -> Result | None:

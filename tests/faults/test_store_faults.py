@@ -4,6 +4,7 @@ what is shown is whole, and the next attempt's sweep leaves nothing of ours behi
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -240,6 +241,21 @@ def test_every_system_call_of_a_directory(tmp_path: Path, kind: str, span: int, 
     calls = each_call(tmp_path, kind, span, stride, one)
     print(f"{calls} calls")
     assert calls > 100
+
+
+def test_a_deletion_never_leaves_a_manifest_alone(tmp_path: Path) -> None:
+    """A folder that was said once not to be there kept its manifest, which was shown without its files."""
+    for at in range(1, 100):
+        store, manifest = open_store(str(tmp_path / str(at))), manifest_of(3)
+        store.put(manifest, memoryview(image_of(3)), attempt=1)
+        fault = Plan("missing", at=at, span=1)
+        with faulty_calls(fault, tmp_path), contextlib.suppress(SpotError):
+            store.delete(manifest)
+        for shown in store.survey().manifests:
+            store.fetch(shown, memoryview(bytearray(NBYTES)))
+        if not fault.struck:
+            return
+    raise AssertionError("it does not end")
 
 
 # -- S3 itself --------------------------------------------------------------------------------------------------------
