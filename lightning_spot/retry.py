@@ -45,6 +45,17 @@ def pause_after(failures: int, first_s: float, last_s: float) -> float:
     return min(last_s, first_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS))
 
 
+def within(seconds: float, pauses_s: Iterable[float]) -> Iterator[float]:
+    """Pauses, as long as the try after one begins in time.
+
+    Args:
+        seconds: from now on.
+        pauses_s: all that may be made.
+    """
+    ends_s = time.monotonic() + seconds
+    return itertools.takewhile(lambda pause_s: time.monotonic() + pause_s <= ends_s, pauses_s)
+
+
 def retried(
     action: Callable[[], T],
     pauses_s: Iterable[float],
@@ -95,11 +106,7 @@ class RetryPolicy:
 
     def pauses(self) -> Iterator[float]:
         """Between the tries that begin now, as long as a further one may be made."""
-        begun_s = time.monotonic()
-        for pause_s in itertools.islice(growing(self.first_pause_s), self.tries - 1):
-            if time.monotonic() - begun_s + pause_s > self.no_more_tries_after_s:
-                return
-            yield pause_s
+        return within(self.no_more_tries_after_s, itertools.islice(growing(self.first_pause_s), self.tries - 1))
 
 
 DEFAULT_POLICY = RetryPolicy()

@@ -11,7 +11,7 @@ from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.protocol.record import find_record
-from lightning_spot.retry import retried
+from lightning_spot.retry import retried, within
 from lightning_spot.run.export import this_host
 from lightning_spot.run.location import Location
 from lightning_spot.server.host import Host
@@ -114,7 +114,7 @@ def _check_storage(url: str, info: RunInfo) -> None:
             raise TierError(f"the claim of attempt {info.attempt}, which rank 0 has written there, is not seen")
 
     try:
-        retried(look, repeat(_LOOK_S, int(SEEN_S / _LOOK_S)), lambda error: isinstance(error, TierError))
+        retried(look, within(SEEN_S, repeat(_LOOK_S)), lambda error: isinstance(error, TierError))
     except TierError as error:
         raise SettingsError(
             f"{url} cannot be used from every host ({error}). Each host writes its shards there: give a bucket, or a"
