@@ -300,7 +300,7 @@ def load_snapshot(trainer: pl.Trainer, snapshot: OpenSnapshot, *, trusts: bool) 
 
 def _load(snapshot: OpenSnapshot, *, trusts: bool) -> Checkpoint:
     """Read the checkpoint of a snapshot. What could not be read raises as such."""
-    mapped = f"/proc/self/fd/{snapshot.fds[0]}" if snapshot.sealed else ""
+    mapped = f"/proc/self/fd/{snapshot.fds[0]}" if snapshot.sealed and not trusts else ""
     with snapshot.reader() as reader:
         try:
             checkpoint = _read(reader.as_file(), snapshot.manifest, mapped, trusts=trusts)
