@@ -184,8 +184,7 @@ class LocalStore(FileStore):
 
     def _is_settled(self, name: str, files: Sequence[str]) -> bool:
         folder = self.root / name
-        newest_s = max(os.lstat(path).st_mtime for path in (folder, *(folder / file for file in files)))
-        return time.time() - newest_s >= store.SETTLED_S
+        return all(map(_is_old, (folder, *(folder / file for file in files))))
 
     def _sweep_temporaries(self, current: Manifest) -> None:
         named = [name for name in self._names("") if snapshot_order(name) is not None]
