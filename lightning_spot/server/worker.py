@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,7 +108,7 @@ class Reconciler(Observations):
         self._standing = standing
         self._upload = TierUpload(self, ring)
         self._questions = Questions(self, ring)
-        self._plans: dict[str, list[Action]] = {}
+        self._plans: dict[str, dict[Lane, list[Action]]] = {}
         self._workers: dict[Lane, _Worker] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
         self._is_planning = self._closed = False
@@ -254,18 +254,21 @@ class Reconciler(Observations):
             self._ring.trim(run, info.keep.newest)
         if (servers := self.servers.get(run)) is not None:
             self._ring.set_tiers(run, servers.tiers())
-        before = self._plans.pop(run, [])
-        if plan := actions(self.desired(run), self.observed(run), time.monotonic()):
+        before: dict[Lane, list[Action]] = self._plans.pop(run, {})
+        plan: dict[Lane, list[Action]] = defaultdict(list)
+        for action in actions(self.desired(run), self.observed(run), time.monotonic()):
+            plan[action.lane].append(action)
+        if plan:
             self._plans[run] = plan
         self._ring.stale.discard(run)
-        return {each.lane for each in (*before, *plan)}
+        return before.keys() | plan.keys()
 
     def _planned(self, lane: Lane) -> list[Action]:
-        return [each for plan in self._plans.values() for each in plan if each.lane == lane]
+        return [each for plan in self._plans.values() for each in plan.get(lane, ())]
 
     def _start(self) -> None:
         """Have a worker for every lane on which something is to be done."""
-        lanes = {each.lane for plan in self._plans.values() for each in plan}
+        lanes = {lane for plan in self._plans.values() for lane in plan}
         for lane in lanes - self._workers.keys() if not self._closed else ():
             url, asks = lane
             if not asks:
@@ -340,8 +343,8 @@ class Reconciler(Observations):
         if first is None or first.due_s == 0:
             return first
         self._replan(first.run)  # it was put off: things may be different now
-        plan = self._plans.get(first.run, ())
-        return next((each for each in plan if each.lane == lane and each.due_s <= now_s), None)
+        plan = self._plans.get(first.run, {}).get(lane, ())
+        return next((each for each in plan if each.due_s <= now_s), None)
 
     def _begin(self, action: Action, servers: Servers | None, now_s: float) -> None:
         if action.kind is Kind.ASK:
