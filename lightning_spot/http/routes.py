@@ -155,6 +155,7 @@ MOST_FLUSHES = 64
 MOST_LOOKS = 32
 """Requests that ask a tier at once, shared by their clients: threads are left for other requests."""
 
+_NO_SESSION = Path(__file__).with_name("no_session.html").read_text()
 _TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
 
 
@@ -320,8 +321,7 @@ class Service:
         """What a browser without a session is shown, the same at every address: how to have one."""
         if self._secrets is not None:
             self.counted.add("denied requests (of a browser)", request.remote or THIS_HOST, key="request-denied")
-        page = Path(__file__).with_name("no_session.html").read_text()
-        page = page.format(
+        page = _NO_SESSION.format(
             token="" if self._secrets is None else _TOKEN_LINE, scheme="spots" if request.secure else "spot"
         )
         return web.Response(text=page, content_type="text/html", status=401, headers=HEADERS)
