@@ -161,7 +161,7 @@ class Epoch:
         self.dealt: State | None = at["order"] if at.get("dealt") else None
         self.indices = _indices(self.loader, self.workers)
         if self.dealt is not None:
-            self.indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
+            self.indices = self._stand_in()
         if self.indices is not None:
             self.indices.instead = dealt(self.dealt, self.loader) if self.dealt is not None else None
             self.indices.draws_along |= at.get("draws_along", False)
@@ -381,7 +381,7 @@ class Epoch:
         # With workers, a sampler draws its order where the epoch begins; without, where its first batch is asked for.
         at_first = self.at_first if workers or not self.made_of["workers"] else None
         if workers and not self.made_of["workers"] and at_first is not None and draws_at_once(self.loader):
-            self.indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
+            self.indices = self._stand_in()
             self.indices.at_start = lambda: self._random_was(at_first)
         if self._seeks or (self._data_resume == "auto" and not workers and draws_at_once(self.loader)):
             return self._iter_by_index(batches, at_first)
@@ -398,8 +398,12 @@ class Epoch:
                 break
         return inner
 
+    def _stand_in(self) -> Indices:
+        """What stands in for the loader's sampler, which may have no length: asked for one, it would raise."""
+        return self.indices if self.indices is not None else Indices(getattr(self.loader, sampler_name(self.loader)))
+
     def _iter_by_index(self, batches: int, at_first: State | None) -> Iterator[Any]:
-        indices = self.indices or Indices(getattr(self.loader, sampler_name(self.loader)))
+        indices = self._stand_in()
         indices.first = batches if self.loader.num_workers else 0
         try:
             inner = begin_epoch(self.loader, self.workers, indices)

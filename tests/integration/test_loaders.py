@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.state.compare import differences
@@ -499,6 +499,13 @@ class Unseeded(m.Order):
         yield from random.SystemRandom().sample(range(m.SAMPLES), m.SAMPLES)
 
 
+class Endless(Sampler[list[int]]):
+    """A batch sampler that does not say how many batches it has."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from torch.randperm(m.SAMPLES).split(m.BATCH)
+
+
 class Claims(Sticky):
     """A stream that says that it has a shuffle buffer."""
 
@@ -570,6 +577,7 @@ RESUMES: dict[str, tuple[Case, Callable[[], pl.Callback]]] = {
     "iterator of validation": (validated(opaque, "0", SOURCE), LATER),
     "iterator of validation, workers that persist": (validated(opaque, "persistent", SOURCE), LATER),
     "other samples": (alone(loading(m.Rows, "2", sampler=Unseeded()), "first batch of this epoch"), LATER),
+    "no length": (alone(lambda: DataLoader(m.Rows(), batch_sampler=Endless())), LATER),
     "no position": (alone(loading(m.Silent, "0", Kept), "Silent has no state_dict"), AFTER),
     "shuffle buffer, sought": (
         alone(loading(Claims, "0", Kept), "buffer of Claims (dataset.buffer_size=8)", **SEEK),
