@@ -44,6 +44,9 @@ RAN: list[str] = []
 class Colour(enum.Enum):
     RED = 1
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # Python 3.11.0 to 3.11.3 name it otherwise
+        return Colour, (self.value,)
+
 
 class Thing:
     """Notes whatever of it runs."""
