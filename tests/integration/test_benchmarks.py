@@ -204,7 +204,7 @@ def test_figures_of_two_trees_are_matched_and_compared() -> None:
 @pytest.mark.timeout(600)
 def test_64_clients_are_served_alike_and_within_bounds(tmp_path: Path) -> None:
     memory_bytes = scale.CLIENTS * scale.SLOTS * scale.NBYTES * 2
-    with scale.server(tmp_path, memory_bytes) as (url, process):
+    with scale.node(tmp_path, memory_bytes) as (url, process):
         load = scale.measure(url, process, clients=scale.CLIENTS, seconds=20.0)
         assert load.errors == []
         assert load.fairness >= 0.9
