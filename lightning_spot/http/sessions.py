@@ -91,10 +91,12 @@ class Sessions:
                 logger.debug("a session ended: %s", error)
             finally:
                 left = self._server.end_session(session)
-        if left:
-            in_background(partial(_note_ended, left, pidfd), "spot-session-ended")
-        elif pidfd is not None:
+        if pidfd is not None:
+            if left:  # the kernel closes a killed process' sockets a moment before it counts as dead
+                wait_readable([pidfd], _EXIT_TIMEOUT_S)
             os.close(pidfd)
+        for info in left:
+            note_killed(info)
 
     def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
         """Say what the memory of a slot or a snapshot is, with a descriptor of it."""
@@ -158,14 +160,6 @@ class _Lines:
 
 def _line(**message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-def _note_ended(left: list[RunInfo], pidfd: int | None) -> None:
-    if pidfd is not None:  # the kernel closes a killed process' sockets a moment before it counts as dead
-        wait_readable([pidfd], _EXIT_TIMEOUT_S)
-        os.close(pidfd)
-    for info in left:
-        note_killed(info)
 
 
 def note_killed(info: RunInfo) -> None:
