@@ -39,15 +39,12 @@ _SHOWN_BYTES = 2000
 _FLAGS = {"slots": "--slots", "memory_bytes": "--memory-limit", "server_idle_timeout_s": "--idle-timeout"}
 
 
-def attach(
-    dirpath: str, run: str, server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S, *, revive: bool = True
-) -> EmbeddedHost | None:
+def attach(dirpath: str, run: str, *, revive: bool = True) -> EmbeddedHost | None:
     """Connect to the local server of a run; ``None`` if there is none.
 
     Args:
         dirpath: durable URL of the run.
         run: its name.
-        server_call_timeout_s: see :func:`start`.
         revive: whether to start a server, run as the last one was, for the slots that a killed one left, and to replace
             one that does not answer. Otherwise those count as none.
 
@@ -56,9 +53,9 @@ def attach(
     """
     record = find_record(dirpath)
     if revive:
-        return revived(record, run, server_call_timeout_s)
+        return revived(record, run)
     try:
-        return EmbeddedHost(record, run, server_call_timeout_s) if record.running() else None
+        return EmbeddedHost(record, run, SERVER_CALL_TIMEOUT_S) if record.running() else None
     except ServerUnreachableError as error:
         logger.debug("the local server is on its way out, or does not answer: %s", error)
         return None
