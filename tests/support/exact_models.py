@@ -467,17 +467,6 @@ class Holding(Own):
         return list(self.order)
 
 
-class Counting(Order):
-    """Seeds itself by the number of epochs it counts."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return iter(random.Random(self.epoch).sample(range(SAMPLES), SAMPLES))
-
-
 class Popping(Order):
     """Takes one index after the other out of a pool, by numbers that the whole process draws from."""
 
@@ -596,13 +585,6 @@ def combined(mode: str) -> Callable[[], Any]:
     def make() -> Any:
         short = DataLoader(Rows(samples=12), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
         return CombinedLoader([rows(), short], mode)
-
-    return make
-
-
-def streams(mode: str) -> Callable[[], Any]:
-    def make() -> Any:
-        return CombinedLoader([DataLoader(Stream(), BATCH), DataLoader(Stream(), 3 * BATCH)], mode)
 
     return make
 

@@ -27,14 +27,13 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Subset,
-    WeightedRandomSampler,
 )
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.support import exact_kept as kept
 from tests.support import exact_models as m
 from tests.support.exact_cases import Gan, Lean, Model, Plateau
-from tests.support.exact_models import BATCH, SAMPLES, Rows, rows, validation
+from tests.support.exact_models import BATCH, Rows, rows, validation
 from tests.support.said import listening, points
 from tests.support.waiting import new_process
 
@@ -168,28 +167,23 @@ CALLBACKS: dict[str, Case] = {
     "model-checkpoint-by-time": Case(
         callbacks=lambda: [shipped.ModelCheckpoint(train_time_interval=timedelta(hours=1))], says="train_time_interval"
     ),
-    "progress-bar": Case(
-        callbacks=lambda: [shipped.TQDMProgressBar()],
-        settings={"enable_progress_bar": True},
-        covers=("TQDMProgressBar",),
-        soak=True,
-    ),
-    "rich-progress-bar": Case(
-        callbacks=lambda: [shipped.RichProgressBar(), shipped.RichModelSummary()],
+    "progress-bars-and-timers": Case(
+        callbacks=lambda: [shipped.RichProgressBar(), shipped.RichModelSummary(), shipped.Timer("01:00:00:00")],
         settings={"enable_progress_bar": True, "enable_model_summary": True},
-        covers=("RichProgressBar", "RichModelSummary"),
+        covers=("RichProgressBar", "RichModelSummary", "Timer"),
         soak=True,
     ),
     "monitors": Case(
         callbacks=lambda: [
             shipped.LearningRateMonitor("step", log_momentum=True),
             shipped.ModelSummary(),
+            shipped.TQDMProgressBar(),
             shipped.LambdaCallback(on_train_batch_end=lambda *_: torch.rand(())),
             shipped.DeviceStatsMonitor(cpu_stats=True),
         ],
-        settings={"enable_model_summary": True},
+        settings={"enable_model_summary": True, "enable_progress_bar": True},
         ignored=("DeviceStats", "device"),
-        covers=("LearningRateMonitor", "ModelSummary", "LambdaCallback", "DeviceStatsMonitor"),
+        covers=("TQDMProgressBar", "LearningRateMonitor", "ModelSummary", "LambdaCallback", "DeviceStatsMonitor"),
     ),
     "throughput": Case(
         callbacks=lambda: [shipped.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)],
@@ -202,24 +196,24 @@ CALLBACKS: dict[str, Case] = {
         says="OnExceptionCheckpoint",
         covers=("OnExceptionCheckpoint",),
     ),
-    "timer": Case(callbacks=lambda: [shipped.Timer("01:00:00:00")], covers=("Timer",), soak=True),
 }
 
+_ALIKE: dict[str, Any] = {
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.1,
+    "gradient_clip_algorithm": "value",
+    "max_time": "01:00:00:00",
+    "detect_anomaly": True,
+    "inference_mode": False,
+    "use_distributed_sampler": False,
+    "log_every_n_steps": 5,
+    "profiler": "simple",
+    "deterministic": True,
+}
 SETTINGS: dict[str, Case] = {
-    "accumulate": Case(
-        model=Model,
-        settings={"accumulate_grad_batches": 2},
-        stops=(8, 7),
-        covers=("accumulate_grad_batches",),
-        soak=True,  # test_exact has it
-    ),
-    "clip-by-value": Case(
-        settings={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
-        covers=("gradient_clip_val", "gradient_clip_algorithm"),
-        soak=True,
-    ),
-    "bf16": Case(model=Model, settings={"precision": "bf16-mixed"}, covers=("precision",)),
+    "what-leaves-no-state": Case(settings=_ALIKE, covers=(*_ALIKE,), stops=(8, 7), soak=True),
     "double": Case(settings={"precision": "64-true"}, loaders=lambda: rows(False), soak=True),
+    "bf16": Case(model=Model, settings={"precision": "bf16-mixed"}, covers=("precision",)),
     "val-often": Case(model=Model, settings={"val_check_interval": 0.4}, covers=("val_check_interval",)),
     "val-across-epochs": Case(
         settings={"val_check_interval": 7, "check_val_every_n_epoch": None},
@@ -239,17 +233,11 @@ SETTINGS: dict[str, Case] = {
         covers=("limit_train_batches", "limit_val_batches"),
     ),
     "overfit": Case(settings={"overfit_batches": 4}, stops=(6, 4), covers=("overfit_batches",)),
-    "reload-each-epoch": own(
-        m.WithData,
-        settings={"reload_dataloaders_every_n_epochs": 1},
-        stops=(8, 3),
-        covers=("reload_dataloaders_every_n_epochs",),
-        soak=True,
-    ),
     "reload-every-second-epoch": own(
         m.WithData,
         settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5},
         stops=(7, 9),
+        covers=("reload_dataloaders_every_n_epochs",),
     ),
     "loaders-of-a-data-module": Case(
         data=m.Data, loaders=None, val=None, settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
@@ -268,16 +256,7 @@ SETTINGS: dict[str, Case] = {
         covers=("min_epochs", "min_steps"),
         soak=True,
     ),
-    "max-time": Case(settings={"max_time": "01:00:00:00"}, covers=("max_time",), soak=True),
-    "anomalies": Case(settings={"detect_anomaly": True}, covers=("detect_anomaly",), soak=True),
-    "no-inference-mode": Case(settings={"inference_mode": False}, covers=("inference_mode",), soak=True),
-    "own-sampler-kept": Case(
-        settings={"use_distributed_sampler": False}, covers=("use_distributed_sampler",), soak=True
-    ),
-    "logged-seldom": Case(settings={"log_every_n_steps": 5}, covers=("log_every_n_steps",), soak=True),
     "no-logger": Case(settings={"logger": False}, covers=("logger",), soak=True),
-    "profiler": Case(settings={"profiler": "simple"}, covers=("profiler",), soak=True),
-    "deterministic": Case(settings={"deterministic": True}, covers=("deterministic",), soak=True),
 }
 
 LOADERS: dict[str, Case] = {
@@ -285,11 +264,10 @@ LOADERS: dict[str, Case] = {
     "estimated-in-configure-model": own(lambda: m.EstimatedEarly("configure_model"), data=m.Data),
     "workers": Case(
         model=Model,
-        loaders=lambda: rows(num_workers=2, prefetch_factor=3),
-        covers=("num_workers", "prefetch_factor"),
-    ),
-    "workers-seeded": Case(
-        loaders=lambda: rows(num_workers=1, worker_init_fn=m.seed_worker), covers=("worker_init_fn",), soak=True
+        loaders=lambda: rows(
+            batch_size=3, num_workers=2, prefetch_factor=3, worker_init_fn=m.seed_worker, drop_last=True
+        ),
+        covers=("num_workers", "prefetch_factor", "worker_init_fn", "drop_last"),
     ),
     "workers-that-persist": Case(
         loaders=lambda: rows(num_workers=2, persistent_workers=True), covers=("persistent_workers",)
@@ -325,26 +303,14 @@ LOADERS: dict[str, Case] = {
     "out-of-order": Case(
         loaders=lambda: rows(num_workers=2, in_order=False), says="in_order", differs=True, covers=("in_order",)
     ),
-    "weighted": Case(
-        loaders=lambda: rows(
-            shuffle=False,
-            sampler=WeightedRandomSampler(
-                torch.arange(1.0, SAMPLES + 1), SAMPLES, generator=torch.Generator().manual_seed(5)
-            ),
-        ),
-        covers=("sampler",),
-        soak=True,
+    "own-numpy-state": Case(
+        loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.RandomState(5), eager=True)), covers=("sampler",)
     ),
-    "own-numpy-state": Case(loaders=lambda: rows(shuffle=False, sampler=m.Own(np.random.RandomState(5), eager=True))),
-    "counting-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Counting()), soak=True),
     "popping-sampler": Case(loaders=lambda: rows(shuffle=False, sampler=m.Popping()), says="Popping", differs=True),
     "batch-sampler": Case(loaders=lambda: DataLoader(Rows(), batch_sampler=m.Batches()), covers=("batch_sampler",)),
     "without-batches": Case(
         loaders=lambda: DataLoader(m.Chunks(), batch_size=None, shuffle=True),
         covers=("batch_size", "shuffle", "dataset"),
-    ),
-    "drop-last": Case(
-        loaders=lambda: rows(batch_size=3, drop_last=True), stops=(9, 4), covers=("drop_last",), soak=True
     ),
     "generators-of-nested-data": Case(
         loaders=lambda: DataLoader(ConcatDataset([Subset(m.Noisy(), range(8)), m.Noisy()]), BATCH, shuffle=True),
@@ -380,7 +346,6 @@ LOADERS: dict[str, Case] = {
         loaders=lambda: DataLoader(m.Epochs(), BATCH, shuffle=True),
         callbacks=lambda: [shipped.LambdaCallback(on_train_epoch_start=m.tell_the_epoch)],
     ),
-    "stream": Case(loaders=lambda: DataLoader(m.Stream(), BATCH), says=STREAM, soak=True),
     "stream-with-a-generator": Case(loaders=lambda: DataLoader(m.Shuffling(), BATCH), says=STREAM, soak=True),
     "stream-with-workers-that-persist": Case(
         loaders=lambda: DataLoader(m.Stream(), BATCH, num_workers=2, persistent_workers=True),
@@ -394,15 +359,10 @@ _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 LOOPS: dict[str, Case] = {
     "manual": Case(model=Gan, stops=(7, 5)),
-    "manual-clipped": Case(model=Gan, callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.5)], soak=True),
-    "lbfgs": Case(model=lambda: m.Optimized(partial(torch.optim.LBFGS, lr=0.01, max_iter=2)), soak=True),
     "precise-state": Case(  # a product in float32, beside parameters in bfloat16
         model=lambda: m.Optimized(partial(torch.optim.NAdam, lr=0.01)), settings={"precision": "bf16-true"}
     ),
     "counts-and-masks": Case(model=lambda: m.Optimized(m.CountingSGD)),
-    "precise-averages": Case(
-        model=lambda: m.Optimized(partial(torch.optim.ASGD, lr=0.01)), settings={"precision": "bf16-true"}, soak=True
-    ),
     "plateau-of-the-epoch": Case(model=Plateau),
     "plateau-of-validation": Case(
         model=lambda: m.Scheduled(partial(_Plateau, patience=0, threshold=0.3), monitor="val_loss"),
