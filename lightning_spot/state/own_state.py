@@ -32,7 +32,7 @@ from lightning_spot.state.change_detector import (
     own_classes,
 )
 from lightning_spot.state.indices import is_stateful
-from lightning_spot.state.plain_values import NotPlain, copy_of, whole
+from lightning_spot.state.plain_values import NotPlain, copy_of, whole, written
 from lightning_spot.state.randomness import GENERATORS, State, capture_generator, restore_generator
 from lightning_spot.trees import leaves
 
@@ -282,27 +282,9 @@ def _is_opaque(value: Any) -> bool:
 def _put(holder: Any, name: str, saved: Any) -> None:
     """Set a value, in place where an iterator may hold it, and past a class of the user's that forbids it."""
     value = whole(saved)
-    with suppress(Exception):  # a tensor or an array may be read-only, a class of the user's may take other items only
-        if _fill(_fields(holder).get(name), value):
-            return
+    with suppress(RuntimeError):  # of a tensor whose elements lie in the same memory
+        value = written(_fields(holder).get(name), value)
     if name in _slots(type(holder)):  # type: ignore[arg-type] # a class
         object.__setattr__(holder, name, value)
     else:
         vars(holder)[name] = value
-
-
-def _fill(present: Any, value: Any) -> bool:
-    """Whether a value could be written into the present one."""
-    are_tensors = isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor)
-    if are_tensors and (present.shape, present.dtype) == (value.shape, value.dtype) and not present.requires_grad:
-        present.copy_(value)
-    elif isinstance(present, np.ndarray) and isinstance(value, np.ndarray) and present.shape == value.shape:
-        present[...] = value
-    elif isinstance(present, list) and isinstance(value, list):
-        present[:] = value
-    elif isinstance(present, dict) and isinstance(value, dict):
-        present.clear()
-        present.update(value)
-    else:
-        return False
-    return True

@@ -138,23 +138,33 @@ def put(
         if type(present).__qualname__ == saved[_GENERATOR]:
             restore_generator(present, saved["state"])
         return
-    value = _within(present, whole(saved, device), place, tied)
+    value = written(present, whole(saved, device), place, tied)
     if not _fill(present, value) and type(present) in _REPLACED and not _are_equal(present, value):
         setattr(part, name, value)
 
 
-def _within(present: Any, value: Any, place: str, tied: Collection[str]) -> Any:
-    """A value of which the parts that are tied are the present ones, written to."""
+def written(present: Any, value: Any, place: str = "", tied: Collection[str] = ("",)) -> Any:
+    """A value of which the parts that are tied are the present ones, written to.
+
+    Args:
+        present: what is in its place.
+        value: that is to be there.
+        place: of both, and the beginning of those of what is in them.
+        tied: places of what is written to; by default the value as a whole.
+    """
     kind = type(value)
     if type(present) is kind and kind is dict:
         both = ((key, present.get(key), item) for key, item in value.items())
-        value = {key: _within(mine, item, f"{place}.{key}", tied) for key, mine, item in both}
+        value = {key: written(mine, item, f"{place}.{key}", tied) for key, mine, item in both}
     elif type(present) is kind and kind in (list, tuple):
         mine = [*present, *[None] * len(value)]
-        value = kind(_within(mine[index], item, f"{place}.{index}", tied) for index, item in enumerate(value))
+        value = kind(written(mine[index], item, f"{place}.{index}", tied) for index, item in enumerate(value))
     if place not in tied:
         return value
     if kind is torch.Tensor and are_alike([present, value]) and not present.requires_grad and write(present, value):
+        return present
+    if kind is np.ndarray and type(present) is kind and present.flags.writeable and _form(present) == _form(value):
+        present[...] = value
         return present
     return present if _fill(present, value) else value
 
@@ -170,6 +180,10 @@ def _fill(present: Any, value: Any) -> bool:
         present.update(items)
         return True
     return False
+
+
+def _form(array: Any) -> tuple[Any, Any]:
+    return array.shape, array.dtype
 
 
 def _are_equal(present: Any, value: Any) -> bool:
