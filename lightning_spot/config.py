@@ -85,7 +85,7 @@ _OF_THE_PROCESS = ("LIGHTNING_SPOT_", "PYTHON", "LD_", "PATH", "TMPDIR", "PWD", 
 
 _MOST_BYTES = 2**63
 _LEAST_WITHOUT_A_UNIT = 2**20
-_MOST_NAMED = 5
+_MOST_NAMED = 8
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 BUCKET_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}

@@ -29,6 +29,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import Dataset
 
 from lightning_spot.capture.tensors import local_of, storage_address
+from lightning_spot.config import format_names
 from lightning_spot.patches import Patches
 from lightning_spot.state import compat, namespaces
 from lightning_spot.state.buffers import Buffers, Marks, marks_of
@@ -85,7 +86,6 @@ _MOST_OF_OTHERS = 1000
 _KEEPS_ITS_OWN = ("state_dict", "on_save_checkpoint")
 _OF_OPTIMIZERS = ("defaults", "param_groups", "state")
 _SHIPPED = ("lightning.", "pytorch_lightning.", "lightning_spot.")
-_MOST_NAMED = 8
 
 _NOT_THERE, _NOT_LOOKED_AT = object(), object()
 
@@ -330,7 +330,7 @@ class ModuleState:
         if self._apart:
             yield (
                 "training had changed what shares memory, or which parameters an optimizer has, and that is as the"
-                f" program makes it now: {_listed(self._apart)}. Tie or replace them where they are made, or in"
+                f" program makes it now: {format_names(self._apart)}. Tie or replace them where they are made, or in"
                 " on_train_start"
             )
 
@@ -424,11 +424,6 @@ def owners_of(module: nn.Module) -> Owners:
         own = {key: value for key, value in vars(part).items() if key not in ignored and type(value) not in SCALARS}
         owners.setdefault(name, {}).update(own)
     return owners
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _settings(trainer: pl.Trainer) -> State:
@@ -614,7 +609,7 @@ class UntrackedAttributes:
         """
         if names := sorted({*self._changed, *lost}):
             yield (
-                f"training had changed attributes that no state_dict holds, and they begin anew: {_listed(names)}."
+                f"training had changed attributes that no state_dict holds, and they begin anew: {format_names(names)}."
                 " Give the class a state_dict and a load_state_dict (a module: get_extra_state and set_extra_state) if"
                 " training depends on them"
             )

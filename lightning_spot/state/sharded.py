@@ -235,11 +235,6 @@ def _key(number: int) -> str:
     return f"optimizer_{number}"
 
 
-def local_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a gradient."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
 def gradient_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """The gradient of a parameter, of what this rank has of it."""
     local = local.to(parameter.device)

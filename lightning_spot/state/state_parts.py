@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_spot.capture.tensors import copies_of
+from lightning_spot.capture.tensors import copies_of, local_of
 from lightning_spot.say import say
 from lightning_spot.state import compat, logged_values
 from lightning_spot.state.buffers import Buffers
@@ -49,7 +49,7 @@ from lightning_spot.state.module_state import ModuleState
 from lightning_spot.state.optimizers import restore_toggled, toggled
 from lightning_spot.state.per_trainer import OfTrainer
 from lightning_spot.state.randomness import State, capture_random, restore_random
-from lightning_spot.state.sharded import gradient_like, local_gradient
+from lightning_spot.state.sharded import gradient_like
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -262,9 +262,7 @@ class StateParts(OfTrainer):
         if self.at_end or not self._has_live_gradients():
             return {}
         named = self.module.named_parameters()
-        present = {
-            name: local_gradient(parameter.grad.detach()) for name, parameter in named if parameter.grad is not None
-        }
+        present = {name: local_of(parameter.grad.detach()) for name, parameter in named if parameter.grad is not None}
         copies = copies_of(present)
         if any(copies[name].device != present[name].device for name in present):
             text = (
