@@ -75,7 +75,7 @@ def capture_modules(trainer: pl.Trainer) -> State:
     for key, module in _callback_modules(trainer):
         kept = set(module.state_dict(keep_vars=True))
         saved[key] = {
-            "metrics": logged_values.metrics_of(module) if logged_values.is_metric(module) else {},
+            "metrics": logged_values.metrics_of(module.named_modules()) if logged_values.is_metric(module) else {},
             "buffers": {
                 name: buffer.detach().clone()
                 for name, buffer in module.named_buffers()
@@ -89,7 +89,7 @@ def restore_modules(trainer: pl.Trainer, saved: State) -> None:
     """Put those back."""
     for key, module in _callback_modules(trainer):
         values = saved.get(key, {"metrics": {}, "buffers": {}})
-        logged_values.restore_metrics_of(module, values["metrics"])
+        logged_values.restore_metrics(module.named_modules(), values["metrics"])
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 if name in values["buffers"] and values["buffers"][name].shape == buffer.shape:

@@ -14,8 +14,8 @@ import pickle
 import random
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import ChainMap, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import islice
 from typing import Any
@@ -76,6 +76,11 @@ def class_attributes(kind: type) -> dict[str, Any]:
         and not hasattr(type(value), "__get__")
         and not isinstance(value, (type, types.ModuleType))
     }
+
+
+def of_classes(item: Any) -> Mapping[str, Any]:
+    """What the classes of the user's hold that an object is of."""
+    return ChainMap(*map(class_attributes, own_classes(type(item))))
 
 
 class ChangeDetector:

@@ -23,7 +23,6 @@ from lightning_spot.sharded.file_plan import state_file
 from lightning_spot.sharded.metadata import REST_FILE
 from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
 from lightning_spot.snapshot.files import MODEL_FILE
-from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.safe_load import SHORT, Placeholder, kind_of, parts_of
 from lightning_spot.state.dump import KEY, read_checkpoint, with_ranks
 
@@ -228,33 +227,22 @@ def shown(value: Any) -> str:
 
 def _read(path: Path) -> Any:
     """A checkpoint with what each rank knew; of one in shards, which is a directory, all shards put together."""
-    model = path / MODEL_FILE if path.is_dir() else path
+    folder, model = (path, path / MODEL_FILE) if path.is_dir() else (path.parent, path)
     if model.exists():
         checkpoint = _load(model)
-        beside = [model.with_name(state_file(rank)) for rank in range(1, _world_size(checkpoint))]
-        if beside and all(file.exists() for file in beside):
-            checkpoint[KEY]["ranks"] += map(_load, beside)
-        return checkpoint
-    image, manifest = read_folder(path)
-    rest = read_checkpoint(io.BytesIO(_file(image, manifest, REST_FILE)))
-    ranks = [file.name for file in manifest.files if file.name in map(state_file, range(manifest.world_size))]
-    states = {name: read_checkpoint(io.BytesIO(_file(image, manifest, name))) for name in ranks}
-    return {**load_all(ImageReader(image, manifest)), **rest, "ranks": states}
+    else:
+        image, manifest = read_folder(folder)
+        checkpoint = {**load_all(ImageReader(image, manifest)), **_load(folder / REST_FILE)}
+    exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
+    if isinstance(exact, dict):
+        beside = [folder / state_file(rank) for rank in range(len(exact["ranks"]), exact["world_size"])]
+        exact["ranks"] += map(_load, filter(Path.exists, beside))
+    return checkpoint
 
 
 def _load(path: Path) -> Any:
     with open(path, "rb") as file:
         return read_checkpoint(file)
-
-
-def _world_size(checkpoint: Any) -> int:
-    exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
-    return int(exact["world_size"]) if isinstance(exact, dict) and len(exact.get("ranks", ())) == 1 else 1
-
-
-def _file(image: memoryview, manifest: Manifest, name: str) -> memoryview:
-    span = manifest.span_of(name)
-    return image[span.offset : span.stop]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -175,20 +175,12 @@ def _val_loop(trainer: pl.Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.val_loop
 
 
-def _first(*names: str) -> Callable[[pl.Trainer], Any]:
-    """The first callback of one of these kinds in the trainer."""
+def _first(home: str, *names: str) -> Callable[[pl.Trainer], Any]:
+    """The first of the trainer's callbacks, or loggers, that is of one of these kinds."""
 
     def find(trainer: pl.Trainer) -> Any:
-        kinds = namespaces.classes("callbacks", *names)
-        return next((item for item in trainer.callbacks if isinstance(item, kinds)), None)  # type: ignore[attr-defined]
-
-    return find
-
-
-def _first_logger(*names: str) -> Callable[[pl.Trainer], Any]:
-    def find(trainer: pl.Trainer) -> Any:
-        kinds = namespaces.classes("loggers", *names)
-        return next((item for item in trainer.loggers if isinstance(item, kinds)), None)
+        kinds = namespaces.classes(home, *names)
+        return next((item for item in getattr(trainer, home) if isinstance(item, kinds)), None)
 
     return find
 
@@ -287,12 +279,12 @@ COMPOSABLE = "__composable_api_state_key_"
 
 # -- callbacks and loggers that Lightning ships -----------------------------------------------------------------------
 
-BATCH_SIZE_NAME = Name(TUNERS, "_batch_arg_name", _first("BatchSizeFinder"), str)
-ENDS_EARLY = Name(TUNERS, "_early_exit", _first("BatchSizeFinder", "LearningRateFinder"), bool)
-RATE_NAME = Name(TUNERS, "_attr_name", _first("LearningRateFinder"), (str, type(None)))
-EXPERIMENT = Name(LOGGERS, "_experiment", _first_logger("TensorBoardLogger", "CSVLogger"))
-VERSION = Name(LOGGERS, "_version", _first_logger("TensorBoardLogger", "CSVLogger"))
-TENSORBOARD_OPTIONS = Name(LOGGERS, "_kwargs", _first_logger("TensorBoardLogger"), dict)
+BATCH_SIZE_NAME = Name(TUNERS, "_batch_arg_name", _first("callbacks", "BatchSizeFinder"), str)
+ENDS_EARLY = Name(TUNERS, "_early_exit", _first("callbacks", "BatchSizeFinder", "LearningRateFinder"), bool)
+RATE_NAME = Name(TUNERS, "_attr_name", _first("callbacks", "LearningRateFinder"), (str, type(None)))
+EXPERIMENT = Name(LOGGERS, "_experiment", _first("loggers", "TensorBoardLogger", "CSVLogger"))
+VERSION = Name(LOGGERS, "_version", _first("loggers", "TensorBoardLogger", "CSVLogger"))
+TENSORBOARD_OPTIONS = Name(LOGGERS, "_kwargs", _first("loggers", "TensorBoardLogger"), dict)
 
 
 def writes_of(tensor: torch.Tensor) -> int:

@@ -348,8 +348,7 @@ class Restoring(OfTrainer):
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: its epoch has more batches now, or less."""
         trainer = self._trainer
-        followers = self._parts.loaders.training if self._parts.loaders is not None else []
-        done = max((done for each in followers if (done := each.batches_done()) is not None), default=None)
+        done = max((done for each in self._followers if (done := each.batches_done()) is not None), default=None)
         if done is not None:
             done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
             self._run(compat.PROGRESS, lambda: loops.number_batches(trainer, done))
@@ -384,37 +383,37 @@ class Restoring(OfTrainer):
             return
         loops.enter_epoch(self._trainer, self._patches, validates=validates, should_stop=values["should_stop"])
 
+    @property
+    def _followers(self) -> list[Positioned]:
+        """Of the training loaders that there are."""
+        return self._parts.loaders.training if self._parts.loaders is not None else []
+
+    @property
+    def _places(self) -> list[State | None] | None:
+        """Where the training loaders of the snapshot were; ``None`` if that is not known."""
+        return self._positions["loaders"] if self._positions is not None else None
+
     def position_for(self, follower: Positioned) -> State | None:
         """Position at which a loader begins its epoch: the saved one for the first epoch after a resume."""
-        loaders = self._parts.loaders.training if self._parts.loaders is not None else []
-        index = next((number for number, each in enumerate(loaders) if each is follower), None)
-        if index is None or self._positions is None or self._random is None:
+        followers, places = self._followers, self._places
+        index = next((number for number, each in enumerate(followers) if each is follower), None)
+        if index is None or self._random is None or places is None or len(places) != len(followers):
             return None
-        positions = self._positions["loaders"]
-        if positions is None:  # they were not known
-            return None
-        if len(positions) != len(loaders):
-            return None
-        if self._others is not None:
-            return self._others.position(follower.loader, index)
-        return positions[index]  # type: ignore[no-any-return]
+        return places[index] if self._others is None else self._others.position(follower.loader, index)
 
     def what_has_other_data(self) -> list[str]:
         """Why training loaders do not begin where those of the snapshot were."""
-        loaders = self._parts.loaders.training if self._parts.loaders is not None else []
-        positions = self._positions["loaders"] if self._positions is not None else None
-        if positions is None or not loaders:
+        followers, places = self._followers, self._places
+        if not followers or places is None:
             return []
-        if len(positions) != len(loaders):
+        if len(places) != len(followers):
             return ["the number of training loaders has changed: their positions are not exact"]
-        if self._others is not None:
-            return []
-        both = zip(loaders, positions, strict=True)
-        return [reason for loader, saved in both for reason in differences(saved, loader.loader)]
+        both = zip(followers, places, strict=True) if self._others is None else ()
+        return [reason for each, saved in both for reason in differences(saved, each.loader)]
 
     def has_positions(self) -> bool:
         """Whether a snapshot has told where training loaders were."""
-        return self._positions is not None and bool(self._positions["loaders"])
+        return bool(self._places)
 
     def before_step(self, has_batch: bool = True) -> bool:
         """Just before the first step, unless a validation comes first; whether generators were set.

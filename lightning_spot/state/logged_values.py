@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 State = dict[str, Any]
+Modules = Iterable[tuple[str, torch.nn.Module]]
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx")
 _LOGGED = {"callback": compat.CALLBACK_METRICS, "log": compat.LOGGED_METRICS, "progress_bar": compat.BAR_METRICS}
@@ -120,27 +121,16 @@ def is_metric(value: object) -> TypeGuard[Metric]:
     return Metric in type(value).__mro__
 
 
-def metrics_of(module: torch.nn.Module) -> State:
-    """States of the metrics in a module, or of a metric."""
-    return metrics_among(module.named_modules())
-
-
-def metrics_among(modules: Iterable[tuple[str, torch.nn.Module]]) -> State:
+def metrics_of(modules: Modules) -> State:
     """States of the metrics among modules."""
     return {name: _metric_state(item) for name, item in modules if is_metric(item)}
 
 
-def restore_metrics_of(module: torch.nn.Module, state: State) -> None:
+def restore_metrics(modules: Modules, state: State) -> None:
     """Put back what :func:`metrics_of` returned."""
-    metrics = dict(metrics_in(module))
-    for name, saved in state.items():
-        if name in metrics:
-            _restore_metric(metrics[name], saved)
-
-
-def metrics_in(module: torch.nn.Module) -> list[tuple[str, Metric]]:
-    """Every metric in a module, by its name."""
-    return [(name, item) for name, item in module.named_modules() if is_metric(item)]
+    for name, item in modules:
+        if is_metric(item) and name in state:
+            _restore_metric(item, state[name])
 
 
 def _metric_state(metric: Metric) -> State:

@@ -14,7 +14,7 @@ What changes in data modules, a user's callbacks and optimizers is named only.
 
 from __future__ import annotations
 
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -34,7 +34,14 @@ from lightning_spot.patches import Patches
 from lightning_spot.state import compat, namespaces
 from lightning_spot.state.buffers import Buffers, Marks, marks_of
 from lightning_spot.state.builtin_callbacks import tuners
-from lightning_spot.state.change_detector import SCALARS, ChangeDetector, class_attributes, is_value, own_classes
+from lightning_spot.state.change_detector import (
+    SCALARS,
+    ChangeDetector,
+    class_attributes,
+    is_value,
+    of_classes,
+    own_classes,
+)
 from lightning_spot.state.logged_values import is_metric
 from lightning_spot.state.per_trainer import OfTrainer
 from lightning_spot.state.plain_values import NotPlain, are_alike, copy_of, is_generator, put
@@ -625,8 +632,7 @@ def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozen
     for owner, saved in chain(zip(owners, repeat(())), zip(own_kinds, repeat(_OF_OPTIMIZERS))):
         kind = type(owner).__qualname__.rpartition(".<locals>.")[2]
         number = seen[kind] = seen.get(kind, 0) + 1
-        of_classes = ChainMap(*map(class_attributes, own_classes(type(owner))))
-        for attribute, value in {**of_classes, **vars(owner)}.items():
+        for attribute, value in {**of_classes(owner), **vars(owner)}.items():
             name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
             if name in without or attribute in saved:
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, count
@@ -27,9 +27,8 @@ from lightning_spot.state.change_detector import (
     PACKAGES,
     SCALARS,
     ChangeDetector,
-    class_attributes,
     is_handle,
-    own_classes,
+    of_classes,
 )
 from lightning_spot.state.indices import is_stateful
 from lightning_spot.state.plain_values import NotPlain, copy_of, whole, written
@@ -241,7 +240,7 @@ def _attributes(item: Any) -> State:
     """What an object holds that a program may change; of its class, too."""
     of_torch = _OF_TORCH if isinstance(item, (nn.Module, DataLoader)) else ()
     own = {name: value for name, value in _fields(item).items() if name not in of_torch}
-    return {**ChainMap(*map(class_attributes, own_classes(type(item)))), **own}
+    return {**of_classes(item), **own}
 
 
 def _is_seeded(holder: Any) -> bool:

@@ -251,7 +251,7 @@ class StateParts(OfTrainer):
 
     def metrics(self) -> State:
         """States of metrics in the module."""
-        return logged_values.metrics_among(self.modules)
+        return logged_values.metrics_of(self.modules)
 
     def changed_buffers(self) -> State:
         """Buffers that the checkpoint lacks."""
@@ -323,7 +323,7 @@ def _restore_random(trainer: pl.Trainer, saved: State) -> None:
 
 
 def _restore_metrics(trainer: pl.Trainer, saved: State) -> None:
-    logged_values.restore_metrics_of(trainer.lightning_module, saved)
+    logged_values.restore_metrics(trainer.lightning_module.named_modules(), saved)
 
 
 def _restore_stop(trainer: pl.Trainer, saved: bool) -> None:

@@ -236,7 +236,8 @@ def test_partial_gradients_keep_their_mean_and_sharded_are_named(strategy: Any, 
 def test_what_was_gathered_in_the_epoch_begins_anew_and_is_named(is_over: bool) -> None:
     metrics = torch.nn.ModuleDict({"error": torchmetrics.SumMetric(), "unused": torchmetrics.SumMetric()})
     metrics["error"].update(torch.ones(1))  # type: ignore[operator]
-    state = {"random": capture_random(), "metrics": logged_values.metrics_of(metrics), "gradients": {}, "buffers": {}}
+    gathered = logged_values.metrics_of(metrics.named_modules())
+    state = {"random": capture_random(), "metrics": gathered, "gradients": {}, "buffers": {}}
     others = OtherRanks([state, {**state, "results": [{"name": "loss"}]}], 1, 3)
     values = others.values(SimpleNamespace(strategy=DDPStrategy()))  # type: ignore[arg-type]
     others.gather_anew(values, is_over=is_over)

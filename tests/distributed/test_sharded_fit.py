@@ -92,7 +92,7 @@ def test_others_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert compare_files([last, other]) == 0
         kinds = {path.partition(".")[0] for path, _ in json.loads(capsys.readouterr().out)["different"]}
         assert is_equal == (not kinds)
-        assert is_equal or {"state_dict", "optimizer_0", "ranks"} <= kinds
+        assert is_equal or {"state_dict", "optimizer_0", "lightning_spot"} <= kinds
     # Lightning alone reads the same directory.
     alone, saved = Weights(), done.final()
     small(ModelParallelStrategy(1, 1), alone).fit(Stepped(), loader(), ckpt_path=last)

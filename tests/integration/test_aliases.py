@@ -351,9 +351,9 @@ class Mirroring(m.ByParameter):
 class Fading(pl.Callback):
     """Has a row of what the module holds in its state, and maybe finds it again."""
 
-    def __init__(self, again: bool = False, of: str = "weights", copies: str = "") -> None:
+    def __init__(self, again: bool = False, of: str = "weights") -> None:
         self.row: Any = None
-        self.again, self.of, self.copies = again, of, copies
+        self.again, self.of = again, of
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         if self.row is None or self.again:
@@ -361,10 +361,10 @@ class Fading(pl.Callback):
             self.row = row if self.of == "whole bank" else row[:1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row.clone() if self.copies == "save" else self.row}
+        return {"row": self.row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.row = state["row"].clone() if self.copies == "load" else state["row"]
+        self.row = state["row"]
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.row *= 0.99
@@ -446,10 +446,8 @@ OUTSIDE = [
         f"{SHARED_AGAIN}net.0.bias, net.0.weight, net.1.bias",
     ),
     (Case(callbacks=lambda: [Fading()]), f"{SHARED_AGAIN}Fading.row, net.0.weight."),
-    (Case(callbacks=lambda: [Fading(copies="save")]), f"{SHARED_AGAIN}Fading.row, net.0.weight."),
     (Case(callbacks=lambda: [Fading(again=True)]), ""),
     (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(of="bank")]), f"{SHARED_AGAIN}Fading.row, bank."),
-    (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Fading(again=True, of="bank")]), ""),
     (Case(model=lambda: Doing(step=sums), callbacks=lambda: [Parting(of="whole bank")]), ""),
     (
         Case(model=lambda: Doing(step=sums_and_fades), data=Bank, loaders=None, val=None),

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_spot import EverySteps, PreemptionGuard, SpotCheckpoint
 from lightning_spot.store.local import LocalStore
@@ -44,14 +44,6 @@ class Augmented(Dataset[Any]):
         if self.noise:
             x = x + 0.1 * torch.randn(8) + 0.1 * random.random() + 0.1 * float(np.random.rand())
         return x, y
-
-
-class Stream(IterableDataset[Any]):
-    """An endless-looking stream that knows where it is, through the loader's ``state_dict``."""
-
-    def __iter__(self) -> Any:
-        data = Augmented(noise=False)
-        return iter([data[index] for index in range(SAMPLES)])
 
 
 class StatefulLoader:

@@ -187,24 +187,6 @@ class Limited(Lean):
             self.trainer.fit_loop.max_epochs = self.epochs
 
 
-class Bound(Lean):
-    """Ties what is in its containers, and expands a tensor; writes to each of them by another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums, self.steps = torch.zeros(3), list[int]()
-        self.by_name, self.both = {"sums": self.sums, "steps": self.steps}, (self.sums,)
-        self.count = torch.zeros(1)
-        self.counts = self.count.expand(5)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.sums.add_(1)
-        self.steps.append(self.global_step)
-        self.count.add_(1)
-        found = self.by_name["sums"].sum() + self.both[0].sum() + sum(self.by_name["steps"]) + self.counts.sum()
-        self.log("found", found)
-
-
 class ByHand(Lean):
     """Steps with one optimizer in every batch, and with the other on the gradients of four."""
 

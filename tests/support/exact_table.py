@@ -390,7 +390,6 @@ LOOPS: dict[str, Case] = {
     "optimizer-with-attributes": Case(model=kept.Slow, says="Averaging.seen, Averaging.slow", differs=True),
     "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
     "more-epochs-later": Case(model=lambda: kept.Limited(4), stops=(18,), ignored=("hooked.before",)),
-    "tied-in-containers": Case(model=kept.Bound, stops=(8, 3)),
     "fewer-epochs-later": Case(model=lambda: kept.Limited(2), stops=(8,), ignored=("hooked.before",)),
     "extra-state-and-lazy-layer": Case(model=kept.Extra, stops=(8, 4)),
     "buffers-without-a-shape": Case(model=kept.Odd, stops=(8, 4)),
