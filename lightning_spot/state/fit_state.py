@@ -163,7 +163,7 @@ class FitState(PerTrainer):
         places = loggers.places_of
         return Dump(
             checkpoint=checkpoint,
-            state={**self.capture(at_end=at_end), "added": added},
+            state={**self._parts.capture(at_end=at_end), "added": added},
             validation_progress=total,
             loggers=run(compat.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
             or [],
@@ -178,10 +178,6 @@ class FitState(PerTrainer):
                 " out with save_hyperparameters(ignore=[...])."
             )
             say(logging.WARNING, "hyperparameters-left-out", text, about=", ".join(names), only_rank_zero=True)
-
-    def capture(self, *, at_end: bool = False) -> State:
-        """The state of this rank, see :meth:`StateParts.capture`."""
-        return self._parts.capture(at_end=at_end)
 
     # -- resume ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from lightning_spot.errors import SettingsError
 
@@ -90,7 +90,15 @@ if not TYPE_CHECKING:
 
 
 class Copied:
-    """What can be pickled and copied at any time: a copy has the settings, and nothing of a ``fit`` under way."""
+    """What can be pickled and copied at any time: a copy has the settings, and nothing of a ``fit`` under way.
+
+    It belongs to either namespace, whichever was imported first.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Belong to what was imported since."""
+        join_namespaces()
+        return super().__new__(cls)
 
     def of_a_fit(self) -> dict[str, Any]:
         """The attributes that belong to a ``fit``, as they are before it."""
@@ -107,12 +115,7 @@ class Copied:
 
 
 class SpotCallback(Copied, Callback):
-    """Base of our callbacks: one for the Trainer of either namespace, whichever was imported first."""
-
-    def __new__(cls, *_: Any, **__: Any) -> SpotCallback:
-        """Belong to what was imported since."""
-        join_namespaces()
-        return super().__new__(cls)
+    """Base of our callbacks."""
 
     def __init_subclass__(cls, **named: Any) -> None:
         """Have the first hook that Lightning calls say so if it is called on the class."""
@@ -134,12 +137,7 @@ def _of_made_ones(setup: Callable[..., None]) -> Callable[..., None]:
 
 
 class SpotIO(Copied, TorchCheckpointIO):
-    """Base of our plugin, in the same way."""
-
-    def __new__(cls, *_: Any, **__: Any) -> SpotIO:
-        """Belong to what was imported since."""
-        join_namespaces()
-        return super().__new__(cls)
+    """Base of our plugin."""
 
 
 def join_namespaces() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-T = TypeVar("T", bound="PerTrainer")
 
 
 class OfTrainer:
@@ -38,7 +35,7 @@ class PerTrainer(OfTrainer):
         cls._all = weakref.WeakKeyDictionary()
 
     @classmethod
-    def of(cls: type[T], trainer: pl.Trainer) -> T:
+    def of(cls, trainer: pl.Trainer) -> Self:
         """The one of ``trainer``."""
         if trainer not in cls._all:
             cls._all[trainer] = cls(trainer)
