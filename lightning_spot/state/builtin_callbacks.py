@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_spot.patches import Patches
 from lightning_spot.say import say
-from lightning_spot.state import compat, logged_values, namespaces
+from lightning_spot.state import buffers, compat, logged_values, namespaces
 from lightning_spot.store.fsspec_client import forget_listings
 
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ def restore_modules(trainer: pl.Trainer, saved: State) -> None:
     for key, module in _callback_modules(trainer):
         values = saved.get(key, {"metrics": {}, "buffers": {}})
         logged_values.restore_metrics(module.named_modules(), values["metrics"])
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in values["buffers"] and values["buffers"][name].shape == buffer.shape:
-                    buffer.copy_(values["buffers"][name])
+        buffers.put(module, values["buffers"])
 
 
 def further_epochs(trainer: pl.Trainer) -> int:

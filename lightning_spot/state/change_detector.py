@@ -10,8 +10,6 @@ import inspect
 import itertools
 import logging
 import operator
-import pickle
-import random
 import types
 import weakref
 from collections import ChainMap, deque
@@ -28,7 +26,7 @@ from torch import nn
 from lightning_spot.state import namespaces
 from lightning_spot.state.compat import BUFFERS, PARAMETERS, writes_of
 from lightning_spot.state.logged_values import is_metric
-from lightning_spot.state.randomness import GENERATORS, is_of_process
+from lightning_spot.state.randomness import GENERATORS, capture_generator, is_of_process, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +186,7 @@ class _Same:
 def _content(value: Any) -> Any:
     """What one of ``_VALUES`` contains, that is no container and no tensor."""
     if isinstance(value, GENERATORS):
-        return _Same(value) if is_of_process(value) else pickle.dumps(_state(value))
+        return _Same(value) if is_of_process(value) else stamp_of(capture_generator(value))
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject or type(value) is not np.ndarray:  # one of a kind of its own may be mapped from a file
             return value.shape, _Same(value)
@@ -202,13 +200,6 @@ def _content(value: Any) -> Any:
         is_plain = len(value) <= _SAMPLES and all(type(item) in SCALARS or isinstance(item, Enum) for item in value)
         return frozenset(value) if is_plain else (len(value), _Same(value))
     return bytes(value) if isinstance(value, bytearray) else value
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    state = generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-    return state.numpy() if isinstance(state, torch.Tensor) else state
 
 
 def some_of(tensor: torch.Tensor) -> bytes:

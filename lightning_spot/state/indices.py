@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_spot.state.randomness import capture_random, stamp_of
 
 _WATCHED = 4
 
@@ -75,9 +73,9 @@ class Indices:
 _END = object()
 
 
-def random_now() -> tuple[Any, ...]:
+def random_now() -> Any:
     """Where the generators of this process are."""
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), pickle.dumps(np.random.get_state(legacy=False))
+    return stamp_of(capture_random())
 
 
 def is_known(sampler: Any) -> bool:

@@ -66,6 +66,11 @@ def restore_generator(generator: Any, state: Any) -> None:
         generator.setstate(_python(state))
 
 
+def stamp_of(state: Any) -> Any:
+    """A state of generators as values that are equal to those of the same state."""
+    return mapped(lambda item: item.numpy().tobytes() if isinstance(item, torch.Tensor) else item, state)
+
+
 def _python(state: Any) -> Any:
     version, internal, gauss = state
     return version, tuple(internal.tolist()), gauss

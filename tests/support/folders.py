@@ -96,10 +96,3 @@ def _answers(path: Path) -> bool:
 def files_below(folder: Path) -> list[Path]:
     """All files below a folder, in which others may write and remove meanwhile: ``Path.rglob`` fails of that."""
     return [Path(home) / name for home, _, names in os.walk(folder) for name in names]
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file; none of one that has just gone."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
