@@ -1,4 +1,4 @@
-"""Copies from a GPU: many small tensors, large states in every mode, memory used again, graphs that are recorded."""
+"""Copies from a GPU into pinned slots: many small tensors, large states, memory used again, recorded graphs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_spot.capture import device
 from lightning_spot.capture.batch import SlotView
-from lightning_spot.capture.copier import Watches
-from lightning_spot.capture.device import DeviceClock
+from lightning_spot.capture.copier import Copier, Watches
+from lightning_spot.capture.device import Cuda, DeviceClock
 from lightning_spot.capture.partitions import BESIDE, Mode
 from lightning_spot.capture.schedule import GradientWatch, Schedule
+from lightning_spot.errors import SpotError
+from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.snapshot.layout import Layout, lay_out
 from tests.support import pinned
 from tests.support.gpus import NEEDS_GPU
@@ -155,6 +158,75 @@ def test_what_is_copied_may_be_let_go(desk: Desk) -> None:
     torch.cuda.synchronize()
     copied = view.tensor[offset : offset + nbytes].view(torch.float32)
     assert torch.equal(copied, torch.ones_like(copied))
+
+
+@pytest.mark.parametrize("is_unpinned", [True, False])
+def test_a_slot_is_right_at_an_address_that_another_had(is_unpinned: bool) -> None:
+    """A registration left behind would send copies to pages that another slot has replaced at the same address."""
+    copier, addresses = Copier(), []
+    for value in range(6):
+        tensor = torch.full((1 << 20,), float(value), device="cuda")
+        layout = lay_out({"w": tensor})
+        memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+        view = SlotView(memory.map)
+        pins = copier if is_unpinned else Copier()  # one that is never told to let it go
+        pins.pin(view, 0)
+        assert view.tensor.is_pinned()
+        copier.start(layout.pieces, view, Watches([tensor])).wait()
+        (piece,) = layout.pieces
+        copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
+        assert torch.equal(copied, tensor.cpu())
+        addresses.append(view.address)
+        copier.unpin(view)
+        assert not (is_unpinned and view.tensor.is_pinned())
+        del view, copied
+        memory.close()
+    print(f"{6 - len(set(addresses))} of 6 slots came to an address that another had before")
+    copier.close()
+
+
+def test_memory_that_cannot_be_page_locked_is_copied_anyway(caplog: pytest.LogCaptureFixture) -> None:
+    tensor = torch.arange(1 << 20, device="cuda")
+    layout = lay_out({"w": tensor})
+    memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+    copier, view = Copier(), SlotView(memory.map)
+    locked = Cuda()
+    assert locked.pin(view.tensor[4096:8192], 0) == 0
+    device._locked.clear()  # nothing knows of it: the whole can't be
+    copier.start(layout.pieces, view, Watches([tensor])).wait()
+    assert "could not be page-locked" in caplog.text
+    assert (tensor + 1).sum().item() == (1 << 20) * ((1 << 20) + 1) // 2  # torch would raise it here
+    (piece,) = layout.pieces
+    assert torch.equal(view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.int64), tensor.cpu())
+    device._locked[view.address + 4096] = 4096, 0
+    locked.unpin(view.tensor[4096:8192])
+    copier.unpin(view)
+    copier.close()
+
+
+def test_a_graph_that_is_recorded_gets_nothing_of_ours() -> None:
+    tensor, more = torch.ones(1 << 20, device="cuda"), torch.ones(1, device="cuda")
+    layout = lay_out({"w": tensor})
+    memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
+    copier, view = Copier(buffer_bytes=1 << 20), SlotView(memory.map)
+    job = copier.start(layout.pieces, view, Watches([tensor]), Schedule("eager"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with pytest.raises(SpotError, match="CUDA graph"):
+            job.wait_cpu()
+        copier.fence()
+        tensor.add_(more)
+    with pytest.raises(SpotError, match="CUDA graph"):
+        job.wait()
+    job = copier.start(layout.pieces, view, Watches([tensor]), Schedule("eager"))
+    graph.replay()
+    job.wait()
+    (piece,) = layout.pieces
+    copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
+    assert torch.equal(copied, torch.ones_like(copied))
+    assert torch.equal(tensor, torch.full_like(tensor, 2.0))
+    copier.unpin(view)
+    copier.close()
 
 
 def test_a_graph_can_be_recorded_during_pinning_and_copying(desk: Desk) -> None:

@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,13 +20,12 @@ from torch import nn
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture import copier, cuda, schedule
-from lightning_spot.store.local import LocalStore
 from tests.support.exact_sharded import undisturbed_and_stopped
 from tests.support.fake_device import Emulated
 from tests.support.gpus import NEEDS_GPU, ON_GPU
 from tests.support.program import Outcome, run
 from tests.support.snapshots import EachDurable, check_all, load, manifests, spot
-from tests.support.trainer import Net, Probe, data, trainer
+from tests.support.trainer import Net, Probe, TwoOptimizers, data, trainer
 from tests.support.training import train as train_ranks
 from tests.support.waiting import new_process, until
 
@@ -53,6 +51,36 @@ def small_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small state is spread over an iteration as a large one is."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
     monkeypatch.setattr(copier, "HELD_S", 0.05)  # some of these trainings stand until a snapshot is durable
+
+
+@pytest.mark.usefixtures("small_partitions")
+@pytest.mark.parametrize("copy_mode", ["asymmetric", "backward", "auto"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_every_mode_on_a_gpu(tmp_path: Path, copy_mode: str, compiled: bool) -> None:
+    probe, model = Probe(), Net()
+    callback = spot(tmp_path, interval=EverySteps(1), copy_mode=copy_mode, device_buffer="1KiB")
+    trainer(callback, probe, max_epochs=3, **ON_GPU).fit(torch.compile(model) if compiled else model, data())
+    check_all(tmp_path, probe)
+
+
+@pytest.mark.parametrize("module", [Net, TwoOptimizers])
+@pytest.mark.parametrize("local_server", [True, False])
+def test_training_on_a_gpu(tmp_path: Path, module: type[Net], local_server: bool) -> None:
+    probe = Probe()
+    trainer(spot(tmp_path, local_server=local_server), probe, max_epochs=3, **ON_GPU).fit(module(), data(), data(3))
+    check_all(tmp_path, probe)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_mixed_precision(tmp_path: Path, precision: Any) -> None:
+    """With a scaler of gradients and without one."""
+    trainer(spot(tmp_path), precision=precision, max_epochs=3, **ON_GPU).fit(Net(), data())
+    new_process()
+    callback = spot(tmp_path)
+    again = trainer(callback, precision=precision, max_epochs=4, **ON_GPU)
+    again.fit(Net(), data())
+    assert callback.resumed_from is not None
+    assert again.global_step == 80
 
 
 @pytest.mark.usefixtures("small_partitions")
@@ -201,30 +229,6 @@ def test_killed_and_without_its_device_it_goes_on_exactly(tmp_path: Path, monkey
     assert done.resumed == [12, 26]
     assert whole.snapshots[0].step == 40
     done.check_end(whole)
-
-
-def test_command_line(tmp_path: Path) -> None:
-    examples = Path(__file__).resolve().parents[2] / "examples"
-    flags = [
-        "--trainer.accelerator=gpu",
-        "--trainer.devices=1",
-        "--trainer.precision=bf16-mixed",
-        "--trainer.max_steps=30",
-        "--trainer.limit_val_batches=1",
-        "--trainer.val_check_interval=8",
-        "--trainer.logger=false",
-        "--trainer.enable_progress_bar=false",
-        "--model.width=64",
-        "--model.layers=2",
-        "--data.max_bytes=100000",
-        "--trainer.callbacks+=lightning_spot.SpotCheckpoint",
-        "--trainer.callbacks.dirpath=checkpoints/gpt",
-    ]
-    command = [sys.executable, str(examples / "stdlib_gpt.py"), "fit", *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    newest = LocalStore(tmp_path / "checkpoints" / "gpt").survey().manifests[0]
-    assert (newest.complete, newest.step) == (True, 30)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
