@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,16 +63,6 @@ def without_what_came_later(done: Outcome, root: Path, step: int) -> Outcome:
 
 def full(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.soak
-def test_one_rank_is_stopped_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    start = Weights()
-    undisturbed_and_stopped(tmp_path, start, ranks=1)
-    assert start.step > 3
-    assert start.never == [{}]  # it has never stepped, and does not for a snapshot
-    Outcome(tmp_path / "broken").check_end(Outcome(tmp_path / "whole"))
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -158,24 +147,9 @@ def test_any_number_of_ranks_goes_on_from_an_earlier_snapshot(tmp_path: Path, wa
     saved = one.content(newest)
     train(one.root, start, seed=99, ranks=1)
     assert start.step == newest.step
+    assert start.never == [{}]  # it has never stepped, and does not for a snapshot
     assert list(differences(saved["state_dict"], start.seen)) == []
     assert list(differences(list(saved["optimizer_states"][0]["state"].values()), start.states)) == []
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("kill", "code"),
-    # The notice comes early: rank 0 must hear of it before the last of the eight batches, also on a busy machine.
-    [((5, 0), None), ((5, 1), None), ((5,), None), ((1, 1, int(signal.SIGTERM)), 143)],
-)
-def test_ranks_that_are_killed_or_told_to_stop_go_on_exactly(
-    tmp_path: Path, warm_python: str, twin: Twin, kill: tuple[int, ...], code: int | None
-) -> None:
-    stopped = run(warm_python, train_ranks, tmp_path, kill=kill, code=code)
-    assert ("is safe in" in stopped.log) == (code == 143)
-    done = run(warm_python, train_ranks, tmp_path, seed=99)
-    assert done.resumed
-    done.check_end(twin(train_ranks))
 
 
 @pytest.mark.parametrize("state_dict_type", ["full", "sharded"])

@@ -265,15 +265,13 @@ class Diary(pl.Callback):
 
 
 class KillAt(pl.Callback):
-    """Sends its process a signal in a batch, if it is the rank; once something of ``run`` is durable."""
+    """Sends its process a signal in a batch, once something of ``run`` is durable."""
 
-    def __init__(
-        self, batch: int, run: Path | None = None, rank: int | None = None, number: int = signal.SIGKILL
-    ) -> None:
-        self.batch, self.run, self.rank, self.number = batch, run, rank, number
+    def __init__(self, batch: int, run: Path | None = None, number: int = signal.SIGKILL) -> None:
+        self.batch, self.run, self.number = batch, run, number
 
     def on_before_backward(self, trainer: pl.Trainer, *_: object) -> None:
-        if trainer.fit_loop.total_batch_idx == self.batch and self.rank in (None, trainer.global_rank):
+        if trainer.fit_loop.total_batch_idx == self.batch:
             if self.run is not None:
                 store = LocalStore(self.run)
                 until(lambda: store.survey().manifests, "a snapshot to be durable")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from tests.support.exact_cases import KillAt, Model, loader
+from tests.support.exact_cases import Model, loader
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Stop, StopAfter
 from tests.support.trainer import trainer as quiet
@@ -94,7 +94,7 @@ def train_with(
     return trainer
 
 
-def undisturbed_and_stopped(root: Path, *callbacks: pl.Callback, ranks: int, accelerator: str = "cpu") -> None:
+def undisturbed_and_stopped(root: Path, ranks: int, accelerator: str = "cpu") -> None:
     """Train to the end in ``whole``; in ``broken``, stop on the way and go on."""
     where: dict[str, Any] = {"ranks": ranks, "accelerator": accelerator}
     train(root / "whole", seed=11, **where)
@@ -102,10 +102,9 @@ def undisturbed_and_stopped(root: Path, *callbacks: pl.Callback, ranks: int, acc
         train(root / "broken", StopAfter(5), seed=11, **where)
     except Stop:
         new_process()
-    train(root / "broken", *callbacks, seed=99, **where)
+    train(root / "broken", seed=99, **where)
 
 
-def train_ranks(root: Path, seed: int = 11, ranks: int = 2, kill: Sequence[int] = ()) -> None:
-    """Train on several ranks; one or all of them get a signal in a batch: batch, rank, signal."""
-    batch, *what = kill or [-1]
-    train(root, KillAt(batch, None, *what), seed=seed, ranks=ranks)
+def train_ranks(root: Path, seed: int = 11, ranks: int = 2) -> None:
+    """Train on several ranks."""
+    train(root, seed=seed, ranks=ranks)
