@@ -10,6 +10,7 @@ writes stop half-way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -41,7 +42,7 @@ from lightning_spot.store.retention import Keep, retain
 from tests.support import shard_scenarios
 from tests.support.folders import files_below
 from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of, run_info
-from tests.support.server import RUN_ID
+from tests.support.server import RUN_ID, server_pid
 from tests.support.shards import sealed_shard
 from tests.support.waiting import lives, until
 
@@ -51,6 +52,7 @@ TRAINER, SERVER, BOTH, MACHINE = "trainer", "server", "both", "machine"
 KINDS = (TRAINER, SERVER, BOTH, MACHINE)
 Order = tuple[int, int]  # attempt, step
 Check = Callable[[Path, dict[str, int]], None]
+long = functools.partial(pytest.param, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
 _MOST_SHOWN = 12
 
 
@@ -125,7 +127,7 @@ class Training:
             if (host := starting.attach(str(self.dirpath), self.dirpath.name)) is None:
                 return False
             with contextlib.closing(host.session):
-                pid = int(host.client.call("GET", "/v1/status")["pid"])
+                pid = server_pid(host)
                 steps = [item.step for item in host.manifests() if item.attempt == attempt]
             told = max([int(words[0]) for words in lines(oracle, "told")], default=0)
             return pid != old and any(before < step <= told for step in steps)
@@ -159,7 +161,7 @@ def kill_server(dirpath: Path) -> int | None:
     if host is None:
         return None
     with contextlib.closing(host.session):
-        pid = int(host.client.call("GET", "/v1/status")["pid"])
+        pid = server_pid(host)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not lives(pid), "a killed server to be gone")
     return pid
@@ -193,22 +195,18 @@ def begin(tmp_path: Path, warm_python: str) -> Iterator[Callable[..., Training]]
         training.close()
 
 
-@pytest.mark.parametrize("ballast", [pytest.param(0, marks=pytest.mark.soak), 2_000_000], ids=["small", "some MB"])
-def test_killed_at_random_points(begin: Callable[..., Training], chance: random.Random, ballast: int) -> None:
-    kinds = list(KINDS)
+@pytest.mark.parametrize(
+    ("ballast", "kills", "longest_s"),
+    [(2_000_000, 4, 0.5), *(long(ballast, 36, 1.5) for ballast in (0, 2_000_000, 10**7))],
+)
+def test_killed_at_random_points(
+    begin: Callable[..., Training], chance: random.Random, ballast: int, kills: int, longest_s: float
+) -> None:
+    kinds = [KINDS[trial % len(KINDS)] for trial in range(kills)]
     chance.shuffle(kinds)
     training = begin(ballast)
-    again_and_again(training, [TRAINER, *kinds], chance, 0.5)
+    again_and_again(training, [TRAINER, *kinds], chance, longest_s)
     assert training.seen["host"] > 0
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("ballast", [0, 2_000_000, 10_000_000], ids=["small", "some MB", "40 MB"])
-def test_killed_at_a_hundred_random_points(begin: Callable[..., Training], chance: random.Random, ballast: int) -> None:
-    kinds = [KINDS[trial % len(KINDS)] for trial in range(36)]
-    chance.shuffle(kinds)
-    again_and_again(begin(ballast), kinds, chance, 1.5)
 
 
 def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: str, chance: random.Random) -> None:
