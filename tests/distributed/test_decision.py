@@ -24,16 +24,13 @@ from lightning_spot.session import coordinator as fit_coordinator
 from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
 from lightning_spot.session.topology import Topology
 from lightning_spot.store.retention import Keep
+from tests.support.ranks import OneRank
 from tests.support.said import keys
 from tests.support.server import named_run
 
 ONE, TWO = ((0, 1, 2, 3),), ((0, 1), (2, 3))
 RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=Keep(newest=1), strict=False)
 SERVERS = ("spot://a:1", "spot://b:1")
-
-
-class Trainer(SimpleNamespace):
-    """A trainer of rank 0, as far as the decision asks for it."""
 
 
 class Writer:
@@ -67,7 +64,7 @@ def coordinator(
     weights = torch.nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.SGD([weights], lr=0.1)
     strategy = SimpleNamespace(model=None)
-    trainer: Any = Trainer(strategy=strategy, optimizers=[optimizer], world_size=4, global_rank=0, is_global_zero=True)
+    trainer: Any = OneRank(strategy=strategy, optimizers=[optimizer], world_size=4, global_rank=0, is_global_zero=True)
     trainer.callbacks = []
     settings = SnapshotSettings(
         policy=EverySteps(1), ring=replace(RING, **ring), on_full=on_full, upload_timeout_s=1.0, copy_mode="eager"
@@ -188,7 +185,7 @@ def test_a_rank_that_cannot_join_is_an_error_of_all(tmp_path: Path, monkeypatch:
         list[Exception](),
     )
     monkeypatch.setattr(host, "disconnect", lambda: gone.append("disconnected"))
-    made._resume = Trainer()  # type: ignore[assignment]
+    made._resume = OneRank()  # type: ignore[assignment]
 
     def together(do: Any) -> Any:
         try:

@@ -36,6 +36,7 @@ from lightning_spot.store.local import LocalStore
 from tests.support.exact_cases import CASES, KillAt, Model, loader, train, train_case, train_ranks
 from tests.support.metadata_server import MetadataServer
 from tests.support.program import Outcome, run, start
+from tests.support.ranks import OneRank
 from tests.support.said import said
 from tests.support.trainer import At, Net, Stop, StopAt, data, trainer
 from tests.support.waiting import lives, until
@@ -239,10 +240,6 @@ def test_ranks_wait_as_long_as_the_first_one_may_need(
     assert least_s < waits[0] <= most_s
 
 
-class OneOfTwo(SimpleNamespace):
-    """A trainer, as far as it is asked for its rank."""
-
-
 def test_a_rank_that_comes_late_does_not_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one has nothing to bring to safety, and its process has ended by then: nobody listens any more."""
     monkeypatch.setattr(Meeting, "of", lambda _: Meeting("127.0.0.1", "aa", ["", ""], 1))
@@ -250,7 +247,7 @@ def test_a_rank_that_comes_late_does_not_wait_for_the_first_one(monkeypatch: pyt
     strategy = SimpleNamespace(
         broadcast=lambda _, src=None: ("127.0.0.1", server.port, "secret") if src is None else None
     )
-    second: Any = OneOfTwo(global_rank=1, world_size=2, strategy=strategy)
+    second: Any = OneRank(global_rank=1, world_size=2, strategy=strategy)
     ranks = Ranks(second)
     server.close()
     ranks.part(LATEST_S)

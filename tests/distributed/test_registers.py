@@ -30,7 +30,7 @@ from lightning_spot.server.slots import Held, Mark
 from lightning_spot.snapshot.files import MODEL_FILE, FileSpan
 from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import Status
-from tests.support.server import RUN, RUN_ID, Bench, named_run
+from tests.support.server import RUN, RUN_ID, Bench, committed, named_run
 from tests.support.shards import PART, checkpoint_of, failed_shard, sealed_shard, shard_image, shard_manifest, whole_of
 from tests.support.small_trainer import info_of
 
@@ -55,10 +55,7 @@ class Ranks:
         if fields.get("complete"):
             fields["name"] = shard_name(snapshot_name(step, 1, complete=True), rank)
         manifest = shard_manifest(step, rank, self.writers, **fields)
-        upload = self.server.lease(RUN, 1, manifest.nbytes, session=f"rank-{rank}", writer=rank)
-        with upload.slot.view(manifest.nbytes) as view:
-            view[:] = shard_image(manifest)
-        return self.server.seal(upload.id, manifest)
+        return committed(self.server, RUN, manifest, shard_image(manifest), session=f"rank-{rank}", writer=rank)
 
     def status(self, step: int) -> tuple[Status, str]:
         return self.server.awaited(RUN, snapshot_name(step, 1), 0.0)
@@ -291,11 +288,9 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
             assert opened.tier == HOST
             assert opened.reader().read() == checkpoint_of(2)
             with opened.image() as image:
-                for rank in (1,):
-                    span = newest.span_of(f"rank-{rank:05d}.pt")
-                    own = shard_manifest(2, rank)
-                    theirs = shard_image(own)[own.files[1].offset : own.files[1].stop]
-                    assert bytes(image[span.offset : span.stop]) == theirs
+                span, own = newest.span_of("rank-00001.pt"), shard_manifest(2, 1)
+                theirs = shard_image(own)[own.files[1].offset : own.files[1].stop]
+                assert bytes(image[span.offset : span.stop]) == theirs
             with contextlib.closing(import_snapshot(exported(opened), newest)) as imported:
                 assert imported.reader().read() == checkpoint_of(2)
     with source.shards() as read:

@@ -17,7 +17,7 @@ from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status, assemble
 from lightning_spot.store.commit import commit_left, look
 from lightning_spot.store.local import LocalStore
-from tests.support.server import MIB, RUN, RUN_ID, ServerBehind
+from tests.support.server import MIB, RUN, RUN_ID, ServerBehind, committed
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, shard_image
 from tests.support.store import GatedStore
 from tests.support.waiting import until
@@ -63,10 +63,8 @@ class Hosts:
         """Have hosts commit their shards of a snapshot, by default all of them."""
         for host in hosts or range(HOSTS):
             manifest = apart_shard(step, host, **fields)
-            upload = self.hosts[host].lease(RUN, 1, manifest.nbytes, session=f"trainer-{host}", writer=host, wait_s=60)
-            with upload.slot.view(manifest.nbytes) as view:
-                view[:] = shard_image(manifest)
-            self.hosts[host].seal(upload.id, manifest)
+            who = {"session": f"trainer-{host}", "writer": host}
+            committed(self.hosts[host], RUN, manifest, shard_image(manifest), **who, wait_s=60)
 
     def fail(self, step: int, host: int) -> None:
         self.hosts[host].fail(RUN, 1, failed_shard(step, host, HOSTS))

@@ -6,10 +6,10 @@ import contextlib
 import itertools
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,8 +34,8 @@ from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.state.dump import Dump
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
-from tests.support.ranks import rows
-from tests.support.server import snapshot_server
+from tests.support.ranks import Group, OneRank, rows
+from tests.support.server import server_pid, snapshot_server
 
 LAST_S = 100.0  # of what never takes so long
 HOSTS = ((0, 2), (1, 3))
@@ -47,32 +47,7 @@ SETTINGS = SnapshotSettings(policy=EverySteps(1), ring=RING, on_full="wait", upl
 HOW = Decision(writers=4, ranges=())
 
 
-class Rank(SimpleNamespace):
-    """A trainer of one rank, as far as its snapshots ask it."""
-
-
 Phase = Callable[["Ranks", pytest.MonkeyPatch], None]
-
-
-class Talk:
-    """What ranks, each on a thread, tell each other."""
-
-    def __init__(self) -> None:
-        self._all, self._said = threading.Barrier(4, timeout=LAST_S), cast(Any, None)
-
-    def of(self, rank: int) -> Callable[..., Any]:
-        def broadcast(said: Any, src: int = 0) -> Any:
-            if rank == src:
-                self._said = said
-            self._all.wait()
-            heard = self._said
-            self._all.wait()
-            return heard
-
-        return broadcast
-
-    def abort(self) -> None:
-        self._all.abort()
 
 
 class Ranks:
@@ -80,7 +55,7 @@ class Ranks:
 
     def __init__(self, root: Path, servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.location = location = Location.of(root / "run", servers=servers or None)
-        self.store, self.weights, talk = LocalStore(location.url), torch.rand(ROWS * COLUMNS), Talk()
+        self.store, self.weights, talk = LocalStore(location.url), torch.rand(ROWS * COLUMNS), Group(4)
         self.frozen = torch.rand(ROWS * COLUMNS)
         host = open_host(location, RING)
         attempt = Attempt.begin(survey(location), host, RING, self._layouter(0))
@@ -92,12 +67,12 @@ class Ranks:
             Path(folder).mkdir(mode=0o700)
         self.trainers, self.ranks = [], list[Coordinator]()
         for rank in range(4):
-            trainer = cast(Any, Rank(world_size=4, num_nodes=2, global_rank=rank, global_step=1, max_steps=9))
+            trainer = cast(Any, OneRank(world_size=4, num_nodes=2, global_rank=rank, global_step=1, max_steps=9))
             trainer.is_global_zero, trainer.callbacks = rank == 0, []
             trainer.current_epoch, trainer.optimizers, trainer.lightning_module = 0, (), torch.nn.Module()
             frozen = torch.nn.Parameter(self.frozen[slice(*RANGES[rank])].clone(), requires_grad=False)
             trainer.lightning_module.register_parameter("f", frozen)
-            trainer.strategy = SimpleNamespace(model=trainer.lightning_module, broadcast=talk.of(rank))
+            trainer.strategy = SimpleNamespace(model=trainer.lightning_module, broadcast=partial(talk.broadcast, rank))
             self.trainers.append(trainer)
             made = Coordinator(trainer, location, SETTINGS, cast(Any, None), dict)
             made._is_sharded, made._hosts = True, Topology(HOSTS, rank)
@@ -130,11 +105,6 @@ class Ranks:
         host = self.attempt.writer.host
         assert isinstance(host, EmbeddedHost)
         return host
-
-    @property
-    def pid(self) -> int:
-        """Of the server of the first host."""
-        return int(self.host._call("GET", "/v1/status")["pid"])
 
     def write(self, step: int, how: Decision = HOW) -> None:
         """A snapshot of all ranks; each returns from it."""
@@ -183,7 +153,7 @@ def kill_before(call: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Non
     original = getattr(host, call)
 
     def kill_first(*arguments: Any, **more: Any) -> Any:
-        os.kill(ranks.pid, signal.SIGKILL)
+        os.kill(server_pid(host), signal.SIGKILL)
         return original(*arguments, **more)
 
     monkeypatch.setattr(host, call, kill_first)

@@ -305,10 +305,7 @@ READ: dict[str, tuple[Callable[[Any], Any], list[bytes]]] = {
     "JSON": (read_json, [manifest().to_json().encode(), b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}']),
     "manifest": (Manifest.from_json, [each.to_json().encode() for each in (manifest(), SHARD, failed(SHARD, "why"))]),
     "claim": (Claim.from_json, [CLAIM.to_json().encode()]),
-    "record": (
-        lambda data: AttemptRecord.from_dict(as_object(read_json(data))),
-        [json.dumps(RECORD.as_dict()).encode()],
-    ),
+    "record": (read_record, [json.dumps(RECORD.as_dict()).encode()]),
 }
 
 
@@ -557,7 +554,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, cli: Cli, make: Calla
     assert main(["report", str(run)]) == 0
 
 
-def test_a_log_has_a_line_for_each_record(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_has_a_line_for_each_record() -> None:
     code = "import logging; from lightning_spot.untrusted import log_plainly\n"
     code += "log_plainly(20, 'message');"
     code += " logging.warning('%s', 'a\\nCRITICAL forged \\x1b[2J'); logging.error('x', exc_info=ValueError('b\\x1bc'))"

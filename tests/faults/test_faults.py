@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -18,12 +17,12 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import SpotError, TierError
 from lightning_spot.protocol.record import find_record
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.local import LocalStore
 from tests.support.proxy import Proxy
 from tests.support.said import said
 from tests.support.server import RunningServer, StartServer
 from tests.support.snapshots import check_all
+from tests.support.store import snapshot
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
@@ -115,16 +114,10 @@ def proxied(start_server: StartServer, seed: int) -> Iterator[tuple[RunningServe
     proxy.close()
 
 
-def big_snapshot(step: int, nbytes: int = 20 * MIB) -> tuple[Manifest, memoryview]:
-    image = random.Random(step).randbytes(nbytes)
-    name = snapshot_name(step, 1)
-    manifest = Manifest(run="run", name=name, step=step, attempt=1, nbytes=nbytes, part_bytes=MIB)
-    return manifest.sealed(memoryview(image)), memoryview(image)
-
-
 def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningServer, Proxy]) -> None:
     server, proxy = proxied
-    manifest, image = big_snapshot(1)
+    manifest, data = snapshot(1, nbytes=20 * MIB, part_bytes=MIB)
+    image = memoryview(data)
     proxy.cut_after = MIB // 2
     with pytest.raises(SpotError):
         ServerStore(f"{proxy.url}/run").put(manifest, image, attempt=1)

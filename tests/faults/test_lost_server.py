@@ -44,19 +44,13 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import Holdings, Store
 from tests.support.filled import check_archive, fill
 from tests.support.said import informed, said
-from tests.support.server import RUN_ID, image_of, manifest_of
+from tests.support.server import RUN_ID, image_of, manifest_of, server_pid
 from tests.support.snapshots import check_all, spot
 from tests.support.store import GatedStore
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import lives, new_process, until
 
 pytestmark = pytest.mark.guarantee("G24")
-
-
-def server_pid(callback: SpotCheckpoint) -> int:
-    snapshotter = callback.snapshots.snapshotter
-    host = snapshotter.writing.attempt.writer.host
-    return int(host.client.call("GET", "/v1/status")["pid"])
 
 
 class Strike(pl.Callback):
@@ -70,7 +64,8 @@ class Strike(pl.Callback):
 
     def strike(self) -> None:
         if not self.struck:
-            self.struck.append(server_pid(self.callback))
+            host = self.callback.snapshots.snapshotter.writing.attempt.writer.host
+            self.struck.append(server_pid(host))
             os.kill(self.struck[0], self.number)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lightning_spot.client.filesystem import SpotFileSystem
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import SpotError
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.manifest import Manifest
 from tests.support.proxy import KINDS, Proxy
 from tests.support.server import RunningServer, StartServer
+from tests.support.store import snapshot
 from tests.support.waiting import until
 
 NBYTES, PART_BYTES = 20_000, 6_000
-SAFE = Manifest(run="safe", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=NBYTES, part_bytes=PART_BYTES)
 
 
-def image_of(step: int) -> memoryview:
-    return memoryview(random.Random(step).randbytes(NBYTES))
+def made(step: int, **more: Any) -> tuple[Manifest, memoryview]:
+    manifest, data = snapshot(step, nbytes=NBYTES, part_bytes=PART_BYTES, **more)
+    return manifest, memoryview(data)
 
 
 class Case:
@@ -33,16 +34,13 @@ class Case:
         self.store = ServerStore(f"{server.url}/run")
         self.client.call("POST", "/v1/runs/run/open", {"attempt": 1})
         self.client.call("POST", "/v1/runs/safe/open", {"attempt": 1})
-        self.safe = SAFE.sealed(image_of(1))
-        ServerStore(f"{server.url}/safe").put(self.safe, image_of(1), attempt=1)
+        self.safe, image = made(1, run="safe")
+        ServerStore(f"{server.url}/safe").put(self.safe, image, attempt=1)
 
     def run(self, number: int, kind: str) -> bool:
         """Strike at message ``number`` of everything a client does; whether there were so many messages."""
         self.proxy.strike(number, kind)
-        step = 10 + number * len(KINDS) + KINDS.index(kind)
-        name = snapshot_name(step, 1)
-        manifest = Manifest(run="run", name=name, step=step, attempt=1, nbytes=NBYTES, part_bytes=PART_BYTES)
-        self._snapshot(manifest.sealed(image_of(step)), image_of(step))
+        self._snapshot(*made(10 + number * len(KINDS) + KINDS.index(kind)))
         self._nothing_else()
         return self.proxy.struck
 

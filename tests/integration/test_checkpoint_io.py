@@ -33,6 +33,7 @@ from lightning_spot.snapshot.manifest import OWN_DIR, Manifest
 from lightning_spot.state.checkpoint import checkpoint_of
 from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
+from tests.support.server import server_pid
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import new_process, until
 
@@ -388,8 +389,7 @@ def test_a_server_killed_between_two_saves(tmp_path: Path) -> None:
     plugin = SpotCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
     (writer,) = plugin._writers.values()
-    host = writer.host
-    os.kill(int(host.client.call("GET", "/v1/status")["pid"]), 9)
+    os.kill(server_pid(writer.host), 9)
     plugin.save_checkpoint({"global_step": 2}, tmp_path / "b.ckpt")
     assert plugin.load_checkpoint(tmp_path / "b.ckpt")["global_step"] == 2
     plugin.teardown()

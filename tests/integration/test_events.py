@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_spot import AutoResume, Event, EverySteps, PreemptedError, Preemp
 from lightning_spot.config import read_environment
 from lightning_spot.events import Events
 from lightning_spot.say import recovered, say
+from tests.support.answering import Answering
 from tests.support.program import run
 from tests.support.said import said
 from tests.support.server import RunningServer
@@ -35,7 +36,7 @@ SECRET = "T000-very-secret"
 BROKEN = "<!channel> & more"
 
 
-class Chat:
+class Chat(Answering):
     """A webhook over real HTTP.
 
     Attributes:
@@ -48,32 +49,23 @@ class Chat:
         self.statuses, self.got, self.gate, self.asked = [200], list[dict[str, Any]](), threading.Event(), 0
         self.paths: list[str] = []
         self.gate.set()
-        outer = self
+        super().__init__()
+        self.host, self.url = self.url, f"{self.url}/services/{SECRET}"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                outer.asked += 1
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.gate.wait(120)
-                outer.paths.append(self.path)
-                outer.got.append(body)
-                self.send_response(outer.statuses.pop(0) if len(outer.statuses) > 1 else outer.statuses[0], "no\x1b[2J")
-                self.send_header("Location", f"{outer.url}/elsewhere")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        self.asked += 1
+        self.paths.append(f"{request.command} {request.path}")
+        body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
+        self.gate.wait(120)
+        self.got.append(body)
+        request.send_response(self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0], "no\x1b[2J")
+        request.send_header("Location", f"{self.url}/elsewhere")
+        request.send_header("Content-Length", "0")
+        request.end_headers()
 
-            def do_GET(self) -> None:
-                outer.paths.append(f"GET {self.path}")
-                self.send_error(404)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.host = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self.url = f"{self.host}/services/{SECRET}"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+    def close(self) -> None:
+        self.gate.set()
+        super().close()
 
     @property
     def kinds(self) -> list[str]:
@@ -82,11 +74,8 @@ class Chat:
 
 @pytest.fixture
 def chat() -> Iterator[Chat]:
-    running = Chat()
-    yield running
-    running.gate.set()
-    running.server.shutdown()
-    running.server.server_close()
+    with contextlib.closing(Chat()) as running:
+        yield running
 
 
 @contextlib.contextmanager
@@ -312,7 +301,7 @@ def test_it_is_tried_again_where_that_may_help(
     chat.statuses = [*statuses]
     with telling(chat.url) as events:
         events.emit("resumed", "")
-    assert chat.paths == asked * [f"/services/{SECRET}"]
+    assert chat.paths == asked * [f"POST /services/{SECRET}"]
     failed = [] if statuses[-1] == 204 else [f"HTTP status {statuses[-1]}"]
     assert [facts["why"] for facts in said(caplog, "webhook-failing")] == failed
     assert SECRET not in caplog.text
@@ -342,7 +331,7 @@ def test_a_proxy_of_the_environment(chat: Chat, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("no_proxy", raising=False)
     with telling(f"http://chat.invalid/{SECRET}") as events:
         events.emit("resumed", "")
-    assert chat.paths == [f"http://chat.invalid/{SECRET}"]
+    assert chat.paths == [f"POST http://chat.invalid/{SECRET}"]
 
 
 def test_no_error_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:

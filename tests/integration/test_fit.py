@@ -270,7 +270,7 @@ def test_a_changed_model_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("local_server", [True, False])
-def test_s3(tmp_path: Path, s3: str, local_server: bool) -> None:
+def test_s3(s3: str, local_server: bool) -> None:
     def callback() -> SpotCheckpoint:
         return SpotCheckpoint(
             f"{s3}/run-1", interval=EverySteps(5), local_server=local_server, on_full="wait", min_upload_interval_s=0.0

@@ -26,7 +26,7 @@ from lightning_spot.store.store import Store
 from tests.conftest import Cli
 from tests.integration.test_stores import put
 from tests.support.oracle import claim_of
-from tests.support.server import RUN_ID, StartServer, image_of, manifest_of, named_run, snapshot_server
+from tests.support.server import RUN, RUN_ID, StartServer, committed, image_of, manifest_of, named_run, snapshot_server
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, Stop, StopAt, data, equal, state_of, trainer
 from tests.support.waiting import new_process
@@ -172,7 +172,7 @@ def test_a_late_upload_of_what_is_aside_deletes_nothing(store: Store, cli: Cli) 
     assert resumed(store) == (1, 1)
 
 
-def test_a_rewind_to_what_is_gone_is_no_fresh_start(store: Store, cli: Cli, tmp_path: Path) -> None:
+def test_a_rewind_to_what_is_gone_is_no_fresh_start(store: Store, cli: Cli) -> None:
     cli("rewind", f"{store.url}@1")
     store.delete(store.survey().manifests[-1])
     assert survey(Location.of(store.url, local_server=False)).candidates == []
@@ -368,10 +368,7 @@ def test_rm_at_a_server_takes_nothing_else_away(tmp_path: Path, cli: Cli) -> Non
         store.claim(replace(info.claim(), started_unix_s=1.0))
 
         def save(step: int) -> None:
-            upload = server.lease(f"run@{RUN_ID}", 1, 1000)
-            with upload.slot.view(1000) as view:
-                view[:] = image_of(step, 1000)
-            server.seal(upload.id, manifest_of(step, created_unix_s=1.0))
+            committed(server, RUN, manifest_of(step, created_unix_s=1.0), image_of(step, 1000))
 
         server.open_run(info)
         for step in (10, 20, 30, 40):

@@ -39,7 +39,7 @@ def test_the_best_and_every_nth_snapshot_stay(tmp_path: Path, local_server: bool
     assert all("broken" not in each.metrics or each.metrics["broken"] == 1.0 for each in there)
 
 
-def test_metrics_of_a_device_are_read_once_for_each_value(tmp_path: Path) -> None:
+def test_metrics_of_a_device_are_read_once_for_each_value() -> None:
     """Reading one waits for the GPU; a stand-in for a GPU's tensor counts."""
     from lightning_spot.state.logged_values import LoggedNumbers
 

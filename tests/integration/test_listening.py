@@ -33,6 +33,7 @@ from lightning_spot.protocol.listening import (
 from lightning_spot.session.collectives import Failed
 from lightning_spot.session.ranks import Meeting, Ranks
 from tests.support.network import Network, network_or_skip
+from tests.support.ranks import OneRank
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -204,7 +205,7 @@ def test_a_rank_is_let_in_while_strangers_flood(listening: Callable[..., tuple[s
 
 
 def test_without_descriptors_clients_wait_and_one_line_says_so(
-    listening: Callable[..., tuple[str, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     accept, lacks = socket.socket.accept, itertools.count()
 
@@ -271,17 +272,13 @@ class Strategy(SimpleNamespace):
         return self.others.pop(0) if self.others else None
 
 
-class OneOfTwo(SimpleNamespace):
-    """A trainer, as far as it is asked for its rank."""
-
-
 def on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Meeting, "of", lambda trainer: Meeting("main", "aa", ["", ""], trainer.global_rank))
 
 
 def rank(number: int, *others: Any) -> Any:
     strategy = Strategy(rank=number, said=[], others=list(others))
-    return OneOfTwo(global_rank=number, world_size=2, strategy=strategy)
+    return OneRank(global_rank=number, world_size=2, strategy=strategy)
 
 
 def test_rank_0_serves_more_ranks_than_its_file_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,9 +142,7 @@ def test_another_user_gets_no_answer_at_the_sockets_of_a_server(runtime: Path, t
 
 
 @pytest.mark.parametrize("mask", [0, 0o002, 0o077, 0o777], ids=oct)
-def test_what_is_made_is_this_users_alone_whatever_the_umask(
-    mask: int, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_made_is_this_users_alone_whatever_the_umask(mask: int, tmp_path: Path, runtime_dir: Path) -> None:
     (tmp_path / "held").touch(mode=0o644)  # an earlier version's
     with umask(mask):
         fd = hold(tmp_path / "held", 0.0)

@@ -349,7 +349,7 @@ def test_the_server_of_a_killed_start_gets_the_next_credentials(
     second.leave(complete=True)
 
 
-def test_a_trainers_environment_omits_the_servers_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainers_environment_omits_the_servers_own_variables() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", {"AWS_PROFILE": "old", "AWS_SESSION_TOKEN": "old", "LIGHTNING_SPOT_TOKEN": "old"})
         given = {"AWS_PROFILE": "new", "LIGHTNING_SPOT_TOKEN": "next"}

@@ -45,6 +45,7 @@ from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.store.fences import Claim, digest_of
 from tests.integration.test_service_limits import request
+from tests.support.server import committed
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.uploads import asked, begin, commit, open_run, part_of, plain_of, send, server_of, streaming
 from tests.support.waiting import until
@@ -258,10 +259,7 @@ def test_a_restarted_server_knows_no_more_runs_than_it_may(tmp_path: Path, monke
     for number in range(20):
         before.open_run(RunInfo(name=f"run-{number:02}", id="", location="", attempt=1, token=""))
     image = archive_of(1, 4096)
-    upload = before.lease("run-19", 1, len(image))
-    with upload.slot.view(len(image)) as view:
-        view[:] = image
-    before.seal(upload.id, plain_of(1, len(image), "run-19"))
+    committed(before, "run-19", plain_of(1, len(image), "run-19"), image)
     before.close(keep_unsafe=True)
     monkeypatch.setattr(snapshot_server, "MOST_RUNS", 8)
     after = server_of(area=tmp_path / "area")

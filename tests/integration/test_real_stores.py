@@ -135,7 +135,7 @@ def _connected(process: subprocess.Popen[bytes], port: int) -> bool:
     return any(item.raddr and item.raddr.port == port for item in psutil.Process(process.pid).net_connections())
 
 
-def test_a_large_put_that_is_killed_leaves_nothing(server: Server, tmp_path: Path) -> None:
+def test_a_large_put_that_is_killed_leaves_nothing(server: Server) -> None:
     bucket = server.bucket("large")
     url = f"{bucket}/run"
     had = server.nbytes()
@@ -229,9 +229,7 @@ def test_read_only_credentials_read_and_report_no_write_access(server: Server, m
 
 
 @pytest.mark.parametrize("how", ["stopped", "silent"])
-def test_a_server_that_is_gone_for_a_while(
-    server: Server, how: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_gone_for_a_while(server: Server, how: str, machine: Machine, tmp_path: Path) -> None:
     """Training goes on meanwhile, and what it does is durable soon after the server is back."""
     url = f"{server.bucket('back')}/run"
     store = open_store(url)

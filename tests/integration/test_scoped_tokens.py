@@ -26,7 +26,7 @@ from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_fit import stopped
 from tests.support import folders
 from tests.support.said import said_about
-from tests.support.server import StartServer, image_of, manifest_of, served
+from tests.support.server import StartServer, committed, image_of, manifest_of, served
 from tests.support.uploads import server_of
 from tests.support.waiting import until
 
@@ -133,11 +133,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SnapshotS
         for name, identity in (("team-a-1", MINE), ("team-b-1", FOREIGN)):
             run = f"{name}@{identity}"
             client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": ""})
-            image = image_of(1, 1000)
-            upload = server.lease(run, 1, len(image))
-            with upload.slot.view(len(image)) as view:
-                view[:] = image
-            server.seal(upload.id, manifest_of(1, nbytes=len(image), run_id=identity, run=name))
+            committed(server, run, manifest_of(1, run_id=identity, run=name), image_of(1, 1000))
             assert client.call("POST", "/v1/flush", {"run": run, "wait_s": 30.0})["unreached"] == []
         yield server, port
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -20,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_spot.client import server_client as client_module
 from lightning_spot.client import starting
@@ -43,31 +43,18 @@ from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEAD
 from lightning_spot.server.runs import RunInfo, parse_run
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
-from tests.support.server import RunningServer, StartServer, manifest_of, named_run, server_pid
+from tests.support.answering import Answering
+from tests.support.server import MIB, RunningServer, StartServer, manifest_of, named_run, server_pid
+from tests.support.store import snapshot
 
 OURS = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
 
 
-def checkpoint_bytes(step: int, nbytes: int = 20_000) -> bytes:
-    import io
-
-    buffer = io.BytesIO()
-    torch.save({"state_dict": {"w": torch.full((nbytes // 4,), float(step))}, "global_step": step}, buffer)
-    return buffer.getvalue()
-
-
-def put(server: RunningServer, step: int, *, attempt: int = 1, run: str = "run", data: bytes | None = None) -> Manifest:
-    data = data if data is not None else checkpoint_bytes(step)
-    manifest = Manifest(
-        run=run,
-        name=snapshot_name(step, attempt),
-        step=step,
-        attempt=attempt,
-        nbytes=len(data),
-        created_unix_s=time.time(),
-    ).sealed(memoryview(data))
-    ServerStore(f"{server.url}/{run}").put(manifest, memoryview(data), attempt=attempt)
-    return manifest
+def put(server: RunningServer, step: int) -> tuple[Manifest, bytes]:
+    """Send a snapshot to a server; it is one part."""
+    manifest, data = snapshot(step, nbytes=20_000, part_bytes=MIB)
+    ServerStore(f"{server.url}/run").put(manifest, memoryview(data), attempt=1)
+    return manifest, data
 
 
 def put_file(server: RunningServer, run: str, name: str, data: bytes, info: RunInfo | None = None) -> None:
@@ -123,8 +110,7 @@ def test_it_listens_by_ipv6_and_says_so_in_a_url(start_server: StartServer, list
 
 def test_curl_can_read_a_snapshot(start_server: StartServer) -> None:
     server = start_server()
-    data = checkpoint_bytes(3)
-    put(server, 3, data=data)
+    _, data = put(server, 3)
     address = f"{server.url.replace('spot://', 'http://')}/v1/files/run"
 
     def read(path: str, **headers: str) -> tuple[int, bytes]:
@@ -168,21 +154,10 @@ def test_another_protocol_is_named(start_server: StartServer, monkeypatch: pytes
 
 
 def test_something_else_at_the_port() -> None:
-    import http.server
-
-    class Other(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(ServerRefusedError, check=TierReason.PROTOCOL.caused):
-        ServerClient(parse_spot_url(f"spot://127.0.0.1:{server.server_port}")[0]).call("GET", "/v1/status")
-    server.shutdown()
-    server.server_close()
+    with contextlib.closing(Answering()) as other:
+        url = other.url.replace("http://", "spot://")
+        with pytest.raises(ServerRefusedError, check=TierReason.PROTOCOL.caused):
+            ServerClient(parse_spot_url(url)[0]).call("GET", "/v1/status")
 
 
 @pytest.mark.parametrize(
@@ -235,8 +210,7 @@ def test_a_part_damaged_on_its_way_is_sent_again(start_server: StartServer, monk
         return real(self, parts)
 
     monkeypatch.setattr(PartStream, "send", damaging)
-    data = checkpoint_bytes(1)
-    manifest = put(server, 1, data=data)
+    manifest, data = put(server, 1)
     assert sent == [1, 1]
     buffer = bytearray(len(data))
     ServerStore(f"{server.url}/run").fetch(manifest, memoryview(buffer))
@@ -247,8 +221,7 @@ def test_what_is_damaged_on_its_way_back_is_fetched_again(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_server()
-    data = checkpoint_bytes(1)
-    manifest = put(server, 1, data=data)
+    manifest, data = put(server, 1)
     real = ServerClient.receive
     damaged: list[int] = []
 

@@ -401,7 +401,7 @@ def test_both_gone_the_host_writes_itself_and_hands_back(with_servers: MakeWithS
     assert bench.tier().puts() == [1]
 
 
-def test_the_one_that_may_write_is_asked_where_the_other_may_not(with_servers: MakeWithServers, tmp_path: Path) -> None:
+def test_the_one_that_may_write_is_asked_where_the_other_may_not(with_servers: MakeWithServers) -> None:
     bench = with_servers()
     bench.servers[FIRST].close()
     bench.servers[FIRST] = bench.behind[FIRST].server = bench.make_server(FIRST, [])
@@ -414,7 +414,7 @@ def test_the_one_that_may_write_is_asked_where_the_other_may_not(with_servers: M
     assert bench.tier().tries == []
 
 
-def test_a_replica_keeps_nothing_below_itself(with_servers: MakeWithServers, tmp_path: Path) -> None:
+def test_a_replica_keeps_nothing_below_itself(tmp_path: Path) -> None:
     """Its operator has it flush what names no durable URL: a replica is no such run."""
     other = tmp_path / "other"
     server = SnapshotServer(

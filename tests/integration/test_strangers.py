@@ -82,9 +82,7 @@ def test_a_token_file_that_is_a_pipe_keeps_nobody_waiting(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("token", "is_weak"), [(None, False), ("x" * 15, True), ("x" * 16, False)])
-def test_a_short_token_is_a_warning_of_the_server(
-    token: str | None, is_weak: bool, start_server: StartServer, tmp_path: Path
-) -> None:
+def test_a_short_token_is_a_warning_of_the_server(token: str | None, is_weak: bool, start_server: StartServer) -> None:
     server = start_server(environment={"LIGHTNING_SPOT_TOKEN": token} if token else {})
     log = server.log.read_text()
     assert log.count("fewer than 16 characters") == is_weak

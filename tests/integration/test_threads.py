@@ -22,10 +22,9 @@ from lightning_spot.server.host import Host
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.local import LocalStore
 from lightning_spot.threads import processors, work_together
-from tests.support.oracle import image_of, run_info
-from tests.support.oracle import manifest_of as sealed_as
+from tests.support.oracle import image_of, manifest_of, run_info
 from tests.support.ranks import Desk as WriterDesk
-from tests.support.server import sessions_of
+from tests.support.server import committed, sessions_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G27")
@@ -135,10 +134,7 @@ def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Calla
     with contextlib.closing(SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)) as server:
         server.open_run(run_info(tmp_path))
         lacking("spot-uploader", 3)
-        upload = server.lease("run", 1, len(image_of(1)), wait_s=60)
-        with upload.slot.view(len(image_of(1))) as view:
-            view[:] = image_of(1)
-        server.seal(upload.id, sealed_as(1))
+        committed(server, "run", manifest_of(1), image_of(1), wait_s=60)
         assert server.flush("run", 20.0) == []
     assert LocalStore(tmp_path / "durable").survey().manifests[0].step == 1
 

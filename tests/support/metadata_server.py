@@ -6,9 +6,10 @@ import datetime
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.answering import Answering
 
 
 def in_seconds(seconds: float) -> str:
@@ -16,7 +17,7 @@ def in_seconds(seconds: float) -> str:
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-class MetadataServer:
+class MetadataServer(Answering):
     """Answers as told by its attributes.
 
     Attributes:
@@ -41,30 +42,12 @@ class MetadataServer:
         self.uses = 0
         self.asked = 0
         self.changed = threading.Condition()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.answer(self)
-
-            do_PUT = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+        super().__init__()
 
     def announce(self, seconds: float | None) -> None:
         with self.changed:
             self.stop_s = seconds
             self.changed.notify_all()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         self.asked += 1

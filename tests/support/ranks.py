@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -197,13 +198,17 @@ class Group:
         self._barrier = threading.Barrier(size)
         self._said: Any = None
 
-    def broadcast(self, rank: int, said: Any, source: int) -> Any:
+    def broadcast(self, rank: int, said: Any, src: int = 0) -> Any:
         self._barrier.wait(120)
-        if rank == source:
+        if rank == src:
             self._said = pickle.dumps(said)
             self.moved_bytes += len(self._said)
         self._barrier.wait(120)
         return pickle.loads(self._said)
+
+    def abort(self) -> None:
+        """Nobody is waited for any more: a rank has failed."""
+        self._barrier.abort()
 
 
 class Rank:
@@ -215,6 +220,10 @@ class Rank:
 
     def broadcast(self, said: Any, src: int = 0) -> Any:
         return self._group.broadcast(self.global_rank, said, src)
+
+
+class OneRank(SimpleNamespace):
+    """A trainer of one rank, as far as it is asked."""
 
 
 def rank_of_this_thread() -> int:

@@ -75,11 +75,9 @@ class Bench:
         destinations: list[str] | None = None,
         **fields: Any,
     ) -> Manifest:
-        upload = self.server.lease(f"run@{run_id}", attempt, nbytes, wait_s=wait_s)
-        with upload.slot.view(nbytes) as view:
-            view[:] = image_of(step, nbytes)
         manifest = manifest_of(step, attempt, nbytes, run_id, **fields)
-        return self.server.seal(upload.id, manifest, destinations)
+        image = image_of(step, nbytes)
+        return committed(self.server, f"run@{run_id}", manifest, image, destinations, wait_s=wait_s)
 
     def file(self, name: str, step: int, **more: Any) -> Manifest:
         """Commit a user's file."""
@@ -103,6 +101,21 @@ class Bench:
             store.open.set()
             store._pause.set()
         self.server.close()
+
+
+def committed(
+    server: SnapshotServer,
+    run: str,
+    manifest: Manifest,
+    image: bytes | bytearray,
+    destinations: list[str] | None = None,
+    **lease: Any,
+) -> Manifest:
+    """Have a server commit a snapshot, or a shard of one, as a trainer on its host does."""
+    upload = server.lease(run, manifest.attempt, manifest.nbytes, **lease)
+    with upload.slot.view(manifest.nbytes) as view:
+        view[:] = image
+    return server.seal(upload.id, manifest, destinations)
 
 
 def image_of(step: int, nbytes: int) -> bytes:

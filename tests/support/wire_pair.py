@@ -19,7 +19,7 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.protocol.wire import PartKind
 from lightning_spot.snapshot import packing
 from lightning_spot.store.local import LocalStore
-from tests.support.server import MIB, RUN, RUN_ID, Bench, is_kept, manifest_of, served
+from tests.support.server import MIB, RUN, RUN_ID, Bench, committed, is_kept, manifest_of, served
 from tests.support.waiting import until
 
 needs_zstd = pytest.mark.skipif(not packing.can_pack(), reason="this Python has no zstd")
@@ -47,10 +47,7 @@ class Sender(Bench):
     def bring(self, step: int, image: bytes, **fields: Any) -> int:
         """Commit a snapshot here and have it sent; the bytes that took."""
         before = self.sent_bytes
-        upload = self.server.lease(RUN, 1, len(image), wait_s=60)
-        with upload.slot.view(len(image)) as view:
-            view[:] = image
-        self.server.seal(upload.id, manifest_of(step, 1, len(image), **fields))
+        committed(self.server, RUN, manifest_of(step, 1, len(image), **fields), image, wait_s=60)
         assert self.flush() == []
         return self.sent_bytes - before
 
