@@ -15,20 +15,17 @@ import pytest
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.errors import SpotError, TierError
+from lightning_spot.errors import TierError
 from lightning_spot.protocol.record import find_record
 from lightning_spot.store.local import LocalStore
 from tests.support.proxy import Proxy
 from tests.support.said import said
 from tests.support.server import RunningServer, StartServer
 from tests.support.snapshots import check_all
-from tests.support.store import snapshot
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G21")
-
-MIB = 2**20
 
 
 @pytest.fixture
@@ -112,19 +109,6 @@ def proxied(start_server: StartServer, seed: int) -> Iterator[tuple[RunningServe
     proxy = Proxy(server.url, seed)
     yield server, proxy
     proxy.close()
-
-
-def test_a_line_that_is_cut_leaves_no_snapshot(proxied: tuple[RunningServer, Proxy]) -> None:
-    server, proxy = proxied
-    manifest, data = snapshot(1, nbytes=20 * MIB, part_bytes=MIB)
-    image = memoryview(data)
-    proxy.cut_after = MIB // 2
-    with pytest.raises(SpotError):
-        ServerStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert ServerStore(f"{server.url}/run").survey().manifests == []
-    proxy.cut_after = None
-    ServerStore(f"{proxy.url}/run").put(manifest, image, attempt=1)
-    assert ServerStore(f"{server.url}/run").survey().manifests == [manifest]
 
 
 def test_training_over_a_line_that_breaks_and_heals(

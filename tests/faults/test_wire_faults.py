@@ -33,13 +33,19 @@ pytestmark = pytest.mark.guarantee("G20")
 __all__ = ["kinds", "pair"]
 
 
-def test_a_receiver_that_claims_what_it_has_not_gets_it_whole(
-    pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def image(pair: Pair, kinds: Counter[str]) -> bytearray:
+    """Of a second snapshot, whose beginning is not that of the first one, which the receiver has."""
     pair.open()
     image = state(1, MIB)
     pair.near.bring(1, bytes(image))
     image[:1000] = bytes(1000)
+    return image
+
+
+def test_a_receiver_that_claims_what_it_has_not_gets_it_whole(
+    pair: Pair, kinds: Counter[str], image: bytearray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of = upload_requests.base_info
     monkeypatch.setattr(
         upload_requests, "base_info", lambda upload: {**(of(upload) or {}), "checksums": [checksum(image)]}
@@ -83,12 +89,8 @@ def test_a_base_that_is_not_the_same_at_both_ends_does_no_harm(
 
 
 def test_a_base_whose_slot_was_taken_at_the_sender_is_not_used(
-    pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, kinds: Counter[str], image: bytearray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair.open()
-    image = state(1, MIB)
-    pair.near.bring(1, bytes(image))
-    image[:1000] = bytes(1000)
     send = ServerStore.send
 
     def taken(store: ServerStore, *arguments: Any, earlier: ring.FindEarlier, **more: Any) -> Any:
@@ -134,11 +136,9 @@ def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: 
         pair.check(2, bytes(image))
 
 
-def test_an_upload_the_receiver_forgot_midway_starts_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair.open()
-    image = state(1, MIB)
-    pair.near.bring(1, bytes(image))
-    image[:1000] = bytes(1000)
+def test_an_upload_the_receiver_forgot_midway_starts_again(
+    pair: Pair, image: bytearray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encode, forgotten = PartEncoder.encode, []
 
     def forgetting(self: PartEncoder, part: Part) -> OutgoingPart:
