@@ -16,7 +16,6 @@ from lightning_spot.config import HIGHEST_ATTEMPT, LARGEST, MOST_PART_BYTES
 from lightning_spot.errors import ServerRefusedError, SettingsError
 from lightning_spot.http.limits import Quota, client_of
 from lightning_spot.protocol.wire import DIGEST_HEADER
-from lightning_spot.server.slots import Making
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.untrusted import integer, number, read_object, text
@@ -63,10 +62,12 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
             raise ServerRefusedError(text, status=408) from None
         if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
             raise ServerRefusedError("the request's body was damaged on its way", status=400)
-        if len(body) > SMALL_BODY_BYTES and sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
+        if len(body) <= SMALL_BODY_BYTES:
+            fields = read_object(body or b"{}")
+        elif sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
             raise SettingsError(f"the request's body holds more than {_MOST_VALUES} values")
-        large = len(body) > SMALL_BODY_BYTES
-        fields = await asyncio.to_thread(read_object, body, most_bytes) if large else read_object(body or b"{}")
+        else:
+            fields = await asyncio.to_thread(read_object, body, most_bytes)
     if (check := request.get(STILL_MAY)) is not None:
         check()
     return fields
@@ -161,13 +162,3 @@ def committed(fields: Mapping[str, Any], attempt: int) -> str:
     name = text(fields, "committed")
     order = snapshot_order(name)
     return name if order is not None and order[0] <= attempt else ""
-
-
-def making(fields: Mapping[str, Any]) -> Making:
-    """Whether the memory of a slot is made for who asks; what a later version may say counts as ``"now"``.
-
-    Raises:
-        SettingsError: if it is no text.
-    """
-    named = text(fields, "making", Making.NOW.value)
-    return next((known for known in Making if known.value == named), Making.NOW)

@@ -77,8 +77,8 @@ _STATUS: dict[type[SpotError], int] = {
 }
 KnownReason = TypeVar("KnownReason", bound=errors.Reason)
 
-_NUMBERS = ("current", "part")
-_TEXTS = ("where",)
+_FACTS: dict[str, type] = {"current": int, "part": int, "where": str, "is_newer_format": bool}
+"""Attributes of errors that are sent with them, besides their reason."""
 
 
 class PartKind(enum.IntEnum):
@@ -226,11 +226,7 @@ def error_status(error: SpotError) -> int:
 
 def error_body(error: SpotError) -> dict[str, Any]:
     """JSON object for an error: its class, message and facts."""
-    facts: dict[str, Any] = {
-        name: value for name in _NUMBERS + _TEXTS if (value := getattr(error, name, None)) not in (None, "")
-    }
-    if isinstance(error, CorruptSnapshotError) and error.is_newer_format:
-        facts["is_newer_format"] = True
+    facts = _facts(vars(error))
     if isinstance(error, SnapshotFailedError | TierError):
         facts["reason"] = error.reason.value
     return {"error": type(error).__name__, "message": str(error), "facts": facts}
@@ -304,9 +300,8 @@ def _reason(said: dict[str, Any], other: KnownReason) -> KnownReason:
 
 def _facts(fields: dict[str, Any]) -> dict[str, Any]:
     """Those facts of an error that are what they should be."""
-    numbers = {name: value for name in _NUMBERS if type(value := fields.get(name)) is int}
-    texts = {name: untrusted.plain(value) for name in _TEXTS if isinstance(value := fields.get(name), str)}
-    return numbers | texts | ({"is_newer_format": True} if fields.get("is_newer_format") is True else {})
+    given = {name: fields[name] for name, kind in _FACTS.items() if type(fields.get(name)) is kind}
+    return {name: untrusted.plain(value) if isinstance(value, str) else value for name, value in given.items()}
 
 
 def attempt_text(attempt: int, token: str) -> str:
