@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 import ssl
@@ -43,8 +42,8 @@ from lightning_spot.http.limits import DESCRIPTORS
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import Reloaded, current_secrets, server_context
 from lightning_spot.protocol.listening import allow_descriptors
-from lightning_spot.protocol.ownership import own_directories, own_socket, remove_file
-from lightning_spot.protocol.record import ServerRecord, hold, port_area, sweep
+from lightning_spot.protocol.ownership import own_socket, remove_file
+from lightning_spot.protocol.record import ABANDONED_S, ServerRecord, hold, local_areas, port_area, sweep
 from lightning_spot.retry import unless_silent
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
@@ -65,7 +64,6 @@ UNCONNECTED_S = 15.0
 _THREADS = 64
 _EMBEDDED_SLOTS = 4
 _HOLD_S = 1.0
-_ABANDONED_S = 24 * 3600.0
 _BACKLOG = 512
 _AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _QUIET_S = 3.0  # a snapshot server's trainers have left, or moved on, when none asked for a slot for so long
@@ -354,17 +352,11 @@ def _area(settings: ServerSettings, shm_dir: Path | None) -> Path | None:
 
 def _sweep(shm_dir: Path | None, records: Path) -> None:
     """Remove what local servers left when they were killed and whose runs nobody carried on for a day."""
-    for area in own_directories(shm_dir / "lightning-spot") if shm_dir is not None else ():
-        with area, contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
-            embedded = re.match(r"lightning-spot-([0-9a-f]{16})(-|$)", area.path.name)
+    for key, area in local_areas(shm_dir):
+        with contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
             latest_s = max([area.here.stat().st_mtime, *(path.lstat().st_mtime for path in area.here.iterdir())])
-            if (
-                embedded is None
-                or time.time() - latest_s < _ABANDONED_S
-                or ServerRecord(records, embedded[1]).running()
-            ):
-                continue
-            if remove_abandoned(area):
+            is_recent = time.time() - latest_s < ABANDONED_S
+            if not (is_recent or ServerRecord(records, key).running()) and remove_abandoned(area):
                 say(logging.INFO, "slots-removed", "removed {about}, abandoned for a day", about=area.path)
     sweep(records)
 

@@ -34,12 +34,14 @@ from lightning_spot.untrusted import integer, number, read_object
 AREA_LOCK = "lock"
 """File in a directory of slots that the server which uses it holds."""
 
+ABANDONED_S = 24 * 3600.0
+"""What a killed server left is removed after so long."""
+
 _AREA = "lightning-spot-"
 _KEY = re.compile(r"[0-9a-f]{16}(?=[.-]|$)")
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 _LONGEST_NOTE_BYTES = 64 * 1024
 _POLL_S = 0.02
-_ABANDONED_S = 24 * 3600.0
 _FORGOTTEN_S = 30 * 24 * 3600.0
 
 
@@ -236,6 +238,14 @@ def port_area(shm_dir: Path, port: int) -> Path:
     return shm_dir / f"{_AREA}{os.getuid()}-port-{port}"
 
 
+def local_areas(shm_dir: Path | None) -> Iterator[tuple[str, OwnDirectory]]:
+    """The slots in tmpfs of all local servers: the key of each, and its directory, open until the next one."""
+    for area in own_directories(shm_dir / _AREA[:-1]) if shm_dir is not None else ():
+        with area:
+            if match := _KEY.match(area.path.name.removeprefix(_AREA)):
+                yield match[0], area
+
+
 def local_records() -> list[ServerRecord]:
     """The records of this host's local servers that live, or have left a log, a record or slots.
 
@@ -250,11 +260,11 @@ def local_records() -> list[ServerRecord]:
     except FileNotFoundError:
         return []
     names = [path.name for kind in ("alive", "log") for path in environment.runtime_dir.glob(f"*.{kind}")]
-    for area in own_directories(environment.shm_dir / _AREA[:-1]) if environment.shm_dir is not None else ():
-        with area, contextlib.suppress(SettingsError):  # its lock is no server's
-            if not is_held(area.here / AREA_LOCK):
-                names.append(area.path.name.removeprefix(_AREA))
     keys = {match[0] for name in names if (match := _KEY.match(name))}
+    for key, area in local_areas(environment.shm_dir):
+        with contextlib.suppress(SettingsError):  # its lock is no server's
+            if not is_held(area.here / AREA_LOCK):
+                keys.add(key)
     return [ServerRecord(environment.runtime_dir, key) for key in sorted(keys)]
 
 
@@ -271,7 +281,7 @@ def sweep(folder: Path) -> None:
     for path in folder.glob("*.alive"):
         record = ServerRecord(folder, path.name.removesuffix(".alive"))
         with contextlib.suppress(OSError, SettingsError):  # another server may be sweeping it too
-            fd = hold(path, 0.0) if now_s - path.lstat().st_mtime > _ABANDONED_S else None
+            fd = hold(path, 0.0) if now_s - path.lstat().st_mtime > ABANDONED_S else None
             if fd is not None:
                 record.remove()
                 os.close(fd)
