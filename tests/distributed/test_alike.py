@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -327,6 +328,29 @@ def test_a_directory_one_host_cannot_see_is_refused_at_start(
     assert asked == [2]  # the first rank of the other host
     assert all("a directory that all hosts mount" in error for error in found) != sees
     assert any(found) != sees
+
+
+def test_storage_that_answers_slowly_is_looked_at_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks were counted, so that the time they took came on top."""
+    looks = list[int]()
+
+    class Slow(LocalStore):
+        def folder(self, *given: Any, **more: Any) -> Any:
+            looks.append(1)
+            time.sleep(0.2)
+            return super().folder(*given, **more)
+
+    monkeypatch.setattr(topology, "SEEN_S", 0.5)
+    monkeypatch.setattr(topology, "place_of", lambda _: f"host {rank_of_this_thread()}")
+    monkeypatch.setattr(topology, "open_store", Slow)
+    location, info = Location.of(tmp_path / "run", local_server=False), info_of(str(tmp_path / "run"), 1)
+
+    def check(trainer: Any) -> None:
+        with pytest.raises(SpotError):
+            check_storage(Agreement(trainer), location, info)
+
+    on_ranks(2, check)
+    assert 1 <= len(looks) <= 3
 
 
 def test_a_single_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -375,6 +375,28 @@ def test_a_rank_opens_what_another_has_open_or_nothing(run: LocalStore) -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("trusts", [False, True])
+def test_nothing_of_a_trusted_checkpoint_is_copied(
+    trusts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at no mapped memory: torch has read it."""
+    store, clone, copied = LocalStore(str(tmp_path / "run")), torch.UntypedStorage.clone, list[int]()
+
+    def noted(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copied.append(storage.nbytes())
+        return clone(storage)  # type: ignore[no-any-return, no-untyped-call]
+
+    monkeypatch.setattr(torch.UntypedStorage, "clone", noted)
+    put(store, 3)
+    (manifest,) = store.survey().manifests
+    with contextlib.closing(StoreSource(store, "storage").open(manifest, shared=True)) as opened:
+        assert opened.sealed
+        loaded = load_snapshot(SimpleNamespace(world_size=1), opened, trusts=trusts)  # type: ignore[arg-type]
+    assert loaded["step"] == 3
+    assert loaded["small"].tolist() == [3] * 4
+    assert bool(copied) != trusts
+
+
 def test_small_tensors_get_memory_of_their_own_and_stay_tied(tmp_path: Path) -> None:
     small, weight = torch.arange(6.0).reshape(2, 3), torch.nn.Parameter(torch.ones(2))
     torch.save(
