@@ -49,11 +49,11 @@ def within(seconds: float, pauses_s: Iterable[float]) -> Iterator[float]:
     """Pauses, as long as the try after one begins in time.
 
     Args:
-        seconds: from now on.
+        seconds: from when the first pause is asked for, so after the first failure: it may have come late.
         pauses_s: all that may be made.
     """
     ends_s = time.monotonic() + seconds
-    return itertools.takewhile(lambda pause_s: time.monotonic() + pause_s <= ends_s, pauses_s)
+    yield from itertools.takewhile(lambda pause_s: time.monotonic() + pause_s <= ends_s, pauses_s)
 
 
 def retried(
@@ -92,7 +92,7 @@ class RetryPolicy:
     Attributes:
         tries: how often it is read before it counts as unreadable, at least 1.
         first_pause_s: seconds between the first two tries; they double.
-        no_more_tries_after_s: no try begins later than this.
+        no_more_tries_after_s: no try begins later than this after the first has failed.
         answer_s: how long all answers together are waited for.
         silent_s: how long a first sign of life is waited for. A library may wait, and retry, for minutes if a server
             takes connections and sends nothing.
