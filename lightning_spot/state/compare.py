@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import re
@@ -234,9 +235,9 @@ def _read(path: Path) -> Any:
         image, manifest = read_folder(folder)
         checkpoint = {**load_all(ImageReader(image, manifest)), **_load(folder / REST_FILE)}
     exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
-    if isinstance(exact, dict):
-        beside = [folder / state_file(rank) for rank in range(len(exact["ranks"]), exact["world_size"])]
-        exact["ranks"] += map(_load, filter(Path.exists, beside))
+    if isinstance(exact, dict) and isinstance(ranks := exact.get("ranks"), list):
+        beside = (folder / state_file(rank) for rank in range(len(ranks), int(exact["world_size"])))
+        ranks += map(_load, itertools.takewhile(Path.exists, beside))  # each at its rank's place
     return checkpoint
 
 

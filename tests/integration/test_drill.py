@@ -246,3 +246,25 @@ def test_states_that_torch_does_not_load_are_judged(tmp_path: Path, capsys: pyte
     }
     assert compare_files([str(tmp_path / "a"), str(tmp_path / "c")]) == 0
     assert json.loads(capsys.readouterr().out)["different"] == [["hyper_parameters.loss.delta", "1.0 and 2.0"]]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("exact", "different"),
+    [
+        ({"ranks": [1], "world_size": 2**50}, ["lightning_spot.ranks[1]"]),  # and no rank 2: the rest is not looked for
+        ({"ranks": [1, 1], "world_size": 2}, []),
+        ({"ranks": None, "world_size": 2}, []),
+        ({}, []),
+    ],
+)
+def test_ranks_of_any_file_are_compared_as_far_as_they_are_there(
+    exact: dict[str, object], different: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"a": 1, "b": 2}.items():
+        (tmp_path / name).mkdir()
+        torch.save({"state_dict": {}, "lightning_spot": exact}, tmp_path / name / "model.ckpt")
+        for rank in (1, 3):
+            torch.save(value, tmp_path / name / f"rank-{rank:04d}.pt")
+    assert compare_files([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert [path for path, _ in json.loads(capsys.readouterr().out)["different"]] == different
