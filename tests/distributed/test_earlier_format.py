@@ -70,4 +70,7 @@ def test_a_run_of_the_version_before_goes_on_exactly(kind: str, tmp_path: Path, 
     undisturbed = json.loads(end.read_text())
     end.unlink()
     assert run(warm_python, train, tmp_path / kind, kind=kind).resumed == [4]
-    assert json.loads(end.read_text()) == undisturbed
+    # Another processor rounds otherwise than the one that trained it; another batch or mask would differ by some 1e-3.
+    for name, weights in json.loads(end.read_text()).items():
+        torch.testing.assert_close(torch.tensor(weights), torch.tensor(undisturbed.pop(name)), rtol=1e-5, atol=1e-6)
+    assert not undisturbed
