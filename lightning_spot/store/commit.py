@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from lightning_spot.errors import (
@@ -130,10 +130,11 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
     mine = _by_writer(each for each, _ in shards)
     folder = _folder(store, first.snapshot, first.run_id)
     found = look(store, first.snapshot, mine)
-    if found.manifest is None and not _has_notes(found, mine):
+    unnoted = {writer for writer, each in mine.items() if not _is_noted(found, each)}
+    if found.manifest is None and (unnoted or not _has_notes(found, mine)):
         check_fence(first.run_id, attempt, found.claimed)
         store.check_owner()
-        _write(folder, found, shards)
+        _write(folder, found, shards, unnoted)
         found = look(store, first.snapshot, found.notes)
     if found.manifest is not None:
         if not all(contains(found.manifest, each) for each in mine.values()):
@@ -143,6 +144,9 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
         _take_back(folder, found, mine)
         return found
     if status(found.registers, first.order) is Status.COMMITTED and _has_notes(found, found.notes):
+        if others := _noted_by_others(folder, mine):
+            store.check_owner()
+            _write(folder, found, shards, others)
         found.manifest = _commit(store, folder, found, attempt=attempt)
     return found
 
@@ -214,6 +218,24 @@ def _readable(sizes: Mapping[str, int]) -> list[str]:
     return found
 
 
+def _is_noted(found: Look, shard: Manifest) -> bool:
+    return shard.shard is not None and _note_name(shard.shard) in found.sizes
+
+
+def _noted_by_others(folder: Folder, mine: Mapping[int, Manifest]) -> set[int]:
+    """The writers whose notes say something else: of two starts at once, the other one has written over ours.
+
+    It is asked when everything is there, not at each look while others are awaited.
+    """
+    notes = [functools.partial(_note, folder, each.snapshot, note_name(writer)) for writer, each in mine.items()]
+    found = zip(mine.items(), all_at_once(notes, "spot-note"), strict=True)
+    return {writer for (writer, each), note in found if note is None or _says(note) != _says(each)}
+
+
+def _says(note: Manifest) -> tuple[object, ...]:
+    return note.lineage, note.checksums, note.files, note.shard
+
+
 def _has_notes(found: Look, notes: Mapping[int, Manifest]) -> bool:
     """Whether the notes of these shards are there, and their files."""
     shards = [(note.shard, note) for note in notes.values() if note.shard is not None]
@@ -225,8 +247,15 @@ def _has_notes(found: Look, notes: Mapping[int, Manifest]) -> bool:
     return is_whole and all(_note_name(of) in found.sizes for of, _ in shards)
 
 
-def _write(folder: Folder, found: Look, shards: Sequence[Shard]) -> None:
-    """Write the files that are not there, then the notes. Another place with these shards may have written some."""
+def _write(folder: Folder, found: Look, shards: Sequence[Shard], writers: Set[int]) -> None:
+    """Write the files, then the notes, of some writers, and of the others the files that are not whole.
+
+    Args:
+        folder: of the snapshot.
+        found: what is there.
+        shards: what this place has.
+        writers: those whose notes are not there, or not ours: their files may be those of another start, too.
+    """
     good = [(each, image) for each, image in shards if not each.why_failed]
     images = {each.shard.writer: image for each, image in good if each.shard is not None}
     shared = shared_file([each for each, _ in good], images)
@@ -237,7 +266,8 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard]) -> None:
         for each, image in good
         for span in each.files
     }
-    contents = {name: data for name, data in contents.items() if found.sizes.get(name) != len(data)}
+    anew = {span.name for each, _ in good if each.shard and each.shard.writer in writers for span in each.files}
+    contents = {name: data for name, data in contents.items() if name in anew or found.sizes.get(name) != len(data)}
     if contents and not found.why_aborted:
         _verify(good)
         folder.write_all(contents)
@@ -251,9 +281,8 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard]) -> None:
     notes: dict[str, Image] = {}
     for each in noted:
         assert each.shard is not None
-        name = _note_name(each.shard)
-        if name not in found.sizes:
-            notes[name] = memoryview(each.to_json().encode())
+        if each.shard.writer in writers:
+            notes[_note_name(each.shard)] = memoryview(each.to_json().encode())
     if notes:
         folder.write_all(notes)
 

@@ -23,7 +23,7 @@ from lightning_spot.store.fences import Claim, Owner, digest_of
 from lightning_spot.store.store import Folder, Store
 from tests.support.oracle import claim_of
 from tests.support.server import RUN_ID
-from tests.support.shards import checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
+from tests.support.shards import apart_shard, checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
 from tests.support.store import fetched
 
 pytestmark = pytest.mark.guarantee("G3")
@@ -234,6 +234,32 @@ def test_the_loser_of_two_starts_leaves_nothing_to_commit(
     assert not any(map(is_note, sizes(store)))
     assert open_store(store.url).survey().manifests == []
     assert commit_left(open_store(store.url), NAME) is None
+
+
+@pytest.mark.parametrize("left", ["a file", "a note", "a note over ours"])
+def test_shards_of_two_starts_are_not_mixed(tmp_path: Path, left: str) -> None:
+    """Where a claim takes another one's place, both starts have the same names, and files of the same sizes."""
+    store = open_store(f"kept:/{tmp_path}/run")
+    store.claim(claim_of(1, token="mine", run_id=RUN_ID))
+    store.owner = Owner(1, digest_of("mine"))
+    folder = store.folder(NAME, attempt=1, run_id=RUN_ID)  # type: ignore[attr-defined]
+    if left == "a note over ours":
+        put_shards(store, shards_of(0, 1), attempt=1)
+    manifest, image = _of_another_start(0)
+    folder.write_all({span.name: image[span.offset : span.stop] for span in manifest.files})
+    if left != "a file":
+        folder.write(note_name(0), memoryview(manifest.to_json().encode()))
+    found = put_shards(store, shards_of(*range(WRITERS)), attempt=1).manifest
+    assert found == assemble(each for each, _ in shards_of(*range(WRITERS)))
+    assert fetched(store, found)
+
+
+def _of_another_start(writer: int) -> Shard:
+    manifest = apart_shard(1, writer, WRITERS)
+    image = shard_image(manifest)
+    for span in manifest.files:
+        image[span.offset : span.stop] = image[span.offset : span.stop][::-1]
+    return manifest.sealed(memoryview(image)), memoryview(image)
 
 
 def _fails(*_: Any, **__: Any) -> Any:
