@@ -558,6 +558,8 @@ def why_no_place(url: str) -> str:
     """Why something names no directory, and no URL, ``""`` if it may."""
     if not url.strip():
         return "it is empty; give a directory or URL, such as checkpoints/run-1"
+    if url.encode(errors="replace").decode() != url:
+        return "it is not UTF-8; give a directory whose name is"
     if lost := re.match(r"([a-z][a-z0-9+.-]+):/(?!/)", url):  # it would be a directory on a disk that dies
         return f"a URL has two slashes, {lost[1]}://{url[lost.end() :]}; for a directory write ./{url}"
     if "://" in url and (_PASSWORD.search(url) or _SECRET.search(url)):

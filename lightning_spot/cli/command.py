@@ -53,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     except SpotError as error:
         _say(str(error))
         return 2
+    except OSError as error:  # of a path that cannot be looked at: a name too long, a stale mount
+        _say(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        return 2
     except KeyboardInterrupt:
         _say("interrupted")
         return 130

@@ -289,6 +289,7 @@ def test_a_server(server: RunningServer, tmp_path: Path, cli: Cli) -> None:
 
 WRONG = [
     ([""], "'': it is empty; give a directory or URL"),
+    (["run-\udce9"], "it is not UTF-8; give a directory whose name is"),
     (["s3a:/x"], "'s3a:/x': a URL has two slashes, s3a://x; for a directory write ./s3a:/x"),
     (["s3://"], "'s3://': it names no bucket, as s3://bucket/run-1 does"),
     (["smb://me:secret@host/run"], "'smb://…@host/run': a URL with a password ends in logs"),
@@ -313,6 +314,7 @@ WRONG = [
         (["ls", "spot://127.0.0.1:9"], "names no run"),
         (["ls", "runs/a/step-000000030-attempt-0001/"], "write runs/a@step-000000030-attempt-0001 (for ls, its run"),
         (["cp", "s3://b/run/step-000000030-attempt-0001/model.ckpt", "x"], "write s3://b/run@step"),
+        (["ls", f"/{'n' * 300}/run"], "/.lightning_spot: File name too long"),
         (["ls", "ftp://127.0.0.1:9/run"], "ftp:// cannot keep snapshots"),
         (["ls", __file__], f"{__file__} is a file, and not the directory of a run"),
         (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give the run's"),
