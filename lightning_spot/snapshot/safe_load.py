@@ -182,7 +182,10 @@ def _load(file: IO[bytes] | str, map_location: str, mapped: str, names: _SafeNam
         names: what those in the file stand for.
     """
     with zipfile.ZipFile(file) as archive:
-        inside = sum(record.file_size for record in archive.infolist())
+        records = archive.infolist()
+    inside = sum(record.file_size for record in records)
+    if min((record.header_offset for record in records), default=0):  # Python and torch would see other records
+        raise _refused("begins with something that is no record of it")
     if inside > (nbytes := _nbytes(file)):
         raise _refused(f"claims to hold {inside} bytes and has {nbytes}")
     names.left = max(_MOST_MET, _MOST_AGAIN * nbytes)

@@ -422,6 +422,19 @@ def test_a_file_that_claims_to_hold_more_than_it_is_is_refused() -> None:
         safe_load(packed)
 
 
+def test_a_second_directory_hides_nothing() -> None:
+    """Python reads the directory that lies before the end, torch the one to which the end points."""
+    whole = file(tensor(1 << 22, 1 << 22), zipfile.ZIP_DEFLATED, 1 << 24)
+    begin = zipfile.ZipFile(whole).start_dir
+    directory, end = whole.getvalue()[begin:-22], whole.getvalue()[-22:]
+    small, place = bytearray(directory), 0
+    while place < len(small):
+        struct.pack_into("<LL", small, place + 20, 0, 0)
+        place += 46 + sum(struct.unpack_from("<HHH", small, place + 28))
+    with pytest.raises(CorruptSnapshotError, match="begins with something"):
+        safe_load(io.BytesIO(whole.getvalue()[:begin] + directory + small + end))
+
+
 @pytest.mark.parametrize("content", [b"", b"PK", b"not a file of torch", torch.save])
 def test_any_other_file_is_one_clear_error(content: Any) -> None:
     old = io.BytesIO()
