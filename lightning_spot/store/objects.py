@@ -15,7 +15,7 @@ from lightning_spot.say import say
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Image, slices
 from lightning_spot.store import s3, store
-from lightning_spot.store.fsspec_client import check_bucket, is_s3, move, open_filesystem, tier_errors
+from lightning_spot.store.fsspec_client import REQUESTS, check_bucket, is_s3, move, open_filesystem, tier_errors
 from lightning_spot.store.store import FileStore, Holdings, Parts, Progress, Ready, Target, Writer
 from lightning_spot.threads import all_at_once
 
@@ -177,7 +177,7 @@ class ObjectStore(FileStore):
                 return error
             return None
 
-        failed = all_at_once([functools.partial(remove, name) for name in names], "spot-remove")
+        failed = all_at_once([functools.partial(remove, name) for name in names], "spot-remove", REQUESTS)
         if error := next(filter(None, failed), None):
             raise error
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError, TierReason
 from lightning_spot.say import say
-from lightning_spot.snapshot.files import check_zero, cut, is_own_file, pieces
+from lightning_spot.snapshot.files import FileSpan, check_zero, cut, is_own_file, pieces
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.snapshot.sealing import NotedParts
 from lightning_spot.snapshot.shards import (
@@ -395,6 +395,9 @@ class FileStore(ABC):
         found = Holdings()
         with self._errors():
             listed, found.attempts = self._all([partial(self._names, below) for below in ("", ATTEMPTS_DIR)])
+            if found.attempts and ATTEMPTS_DIR not in listed:  # a gateway's page, or an answer without a body
+                why = f"the listing of {self.url} does not show {ATTEMPTS_DIR}/, in which there are files"
+                raise TierError(why, tier=self.url)
             names = [name for name in listed if snapshot_order(name) is not None]
             for name, manifest in zip(
                 names, self._all([partial(self._committed, name) for name in names]), strict=True
@@ -423,9 +426,10 @@ class FileStore(ABC):
 
     def has(self, manifest: Manifest) -> bool:
         """See :meth:`Store.has`."""
-        with self._errors():
-            noted, sizes = self._all([lambda: self._noted(manifest), lambda: self._sizes_of(manifest)])
-        return bool(noted == manifest and sizes == [span.nbytes for span in manifest.spans])
+        with self._errors():  # one after the other: before an upload there is no manifest, and no more is asked
+            return self._noted(manifest) == manifest and self._sizes_of(manifest) == [
+                span.nbytes for span in manifest.spans
+            ]
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> Folder:
         """The folder of a snapshot, or that of claims.
@@ -492,7 +496,8 @@ class FileStore(ABC):
         Raises:
             CorruptSnapshotError: if a file is too short.
         """
-        for span, first, last in pieces(manifest.spans, start, start + len(into)):
+
+        def fill(span: FileSpan | None, first: int, last: int) -> None:
             target = into[first - start : last - start]
             if span is None:
                 target[:] = bytes(len(target))
@@ -500,6 +505,8 @@ class FileStore(ABC):
                 where = f"{self.url}/{manifest.path_of(span)}"
                 there = first - span.offset + count
                 raise CorruptSnapshotError(f"{where} is cut short: {there} of {span.nbytes} bytes came", where=where)
+
+        self._all([partial(fill, *piece) for piece in pieces(manifest.spans, start, start + len(into))])
 
     def _has_the_bytes(self, manifest: Manifest) -> bool:
         try:
@@ -587,12 +594,19 @@ class FileStore(ABC):
         by = (attempt, manifest.run_id)
         with self._errors():
             sealed = self._write_bytes(manifest, data, by)
-            for span, size in zip(manifest.spans, self._sizes_of(manifest), strict=True):
+
+            def still_may() -> None:
+                if manifest.is_file:  # it stands already: without a manifest nobody would know it
+                    self.check_owner()
+                else:
+                    self._check_fence(manifest.run, attempt)
+
+            sizes, _ = self._all([lambda: self._sizes_of(manifest), still_may])
+            for span, size in zip(manifest.spans, sizes, strict=True):
                 if size != span.nbytes:
                     what = manifest.path_of(span)
                     why = f"{self.url} shows {size} of {span.nbytes} bytes of {what}: it is written again"
                     raise TierError(why, tier=self.url)
-            self.check_owner()
             self._write_manifest(sealed, by)
             try:
                 self.check_owner()

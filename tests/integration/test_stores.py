@@ -248,6 +248,22 @@ def test_claims_fence_earlier_attempts(store: Store) -> None:
     put(store, 6, attempt=2)
 
 
+def test_a_claim_while_bytes_are_under_way_fences_their_manifest(store: Store) -> None:
+    manifest, data = snapshot(5, attempt=1)
+    store.claim(claim_of(1))
+
+    def parts() -> Iterator[memoryview]:
+        for start in range(0, len(data), 256):
+            if start == 512:
+                store.claim(claim_of(2))
+            yield memoryview(data)[start : start + 256]
+
+    with pytest.raises(FencedError) as caught:
+        store.put_parts(replace(manifest, checksums=()), parts(), attempt=1)
+    assert caught.value.current == 2
+    assert store.survey().manifests == []
+
+
 def test_of_two_claims_of_a_number_the_first_holds(store: Store) -> None:
     mine, other = claim_of(2, token="mine"), claim_of(2, token="other")
     store.claim(mine)
@@ -278,6 +294,17 @@ def test_the_highest_attempt_counts_claims_names_and_manifests(store: Store) -> 
     assert store.survey().highest_attempt == 7
     store.claim(claim_of(9))
     assert store.survey().highest_attempt == 9
+
+
+@pytest.mark.parametrize("store", FILES, indirect=True)
+def test_an_empty_listing_beside_claims_is_no_empty_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway's page, and an answer without a body, are read as an empty listing; the run began afresh."""
+    put(store, 5)
+    store.claim(claim_of(2))
+    names = type(store)._names
+    monkeypatch.setattr(type(store), "_names", lambda self, below: names(self, below) if below else [])
+    with pytest.raises(TierError):
+        store.survey()
 
 
 def test_parts_one_by_one(store: Store) -> None:
