@@ -78,15 +78,23 @@ class Registry:
             FencedError: if a later attempt holds it, or another one of the same number.
         """
         known = self.runs.get(info.key)
-        for other in self.runs.values():
+        former = ""
+        for key, other in self.runs.items():
             # Two that begin a run at the same moment have each made an identity of it.
             if other is not known and info.location and other.info.location == info.location:
-                self._check_not_live(other.info, info)
+                if not info.token or other.info.token != info.token:
+                    self._check_not_live(other.info, info)
+                elif other.info.attempt < info.attempt:  # the one that came second has taken the other's identity
+                    former = key
         if known is not None:
             self._check_free(known.info, info)
             self._check_same_places(known.info, info)
         check_fence(info.name, info.attempt, self.highest(info.key))
-        forgotten = self._make_room(client) if known is None else ""
+        forgotten = former or (self._make_room(client) if known is None else "")
+        if forgotten:
+            self._ring.forget_run(forgotten)
+            del self.runs[forgotten]
+            self._ring.opened_s.pop(forgotten, None)
         run = Run(info, opened_s=time.monotonic(), client=client)
         if known is not None and known.info.attempt == info.attempt:  # other ranks and hosts have opened it, too
             run.sessions, run.carried_for = known.sessions, known.carried_for
@@ -257,7 +265,7 @@ class Registry:
         return process is None or process.alive
 
     def _make_room(self, client: str) -> str:
-        """Forget a run for one more of a client, if need be; its key.
+        """The run to forget for one more of a client, by its key; ``""`` if there is room.
 
         A client may have as many as are left for others. Beyond that one of its own makes room; for its first one,
         anybody's: one without snapshots before one of which everything is safe elsewhere, and the oldest.
@@ -277,11 +285,7 @@ class Registry:
                 " takes no more. Delete what is not needed, or use another server",
                 reason=FailureReason.RING_FULL,
             )
-        forgotten = min(ages)[2]
-        self._ring.forget_run(forgotten)
-        del self.runs[forgotten]
-        self._ring.opened_s.pop(forgotten, None)
-        return forgotten
+        return min(ages)[2]
 
     def _check_not_live(self, current: RunInfo, info: RunInfo) -> None:
         another = self.held_by_another(current, info.session)

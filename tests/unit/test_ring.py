@@ -343,6 +343,17 @@ def test_an_abandoned_identity_that_comes_late_takes_nothing(bench: Bench) -> No
         bench.open(attempt=1, location="file:///run", token="theirs")
 
 
+def test_ranks_follow_to_the_identity_that_came_first(bench: Bench) -> None:
+    """Of two starts on two hosts, the second takes the run of the first: its other ranks were refused."""
+    told = {"location": "file:///run", "token": "one"}
+    for session in ("rank 0", "rank 1"):
+        bench.server.begin_session(session)
+    bench.open(attempt=1, run_id=OTHER_ID, session="rank 0", **told)
+    bench.open(attempt=2, session="rank 0", **told)
+    bench.open(attempt=2, session="rank 1", **told)
+    assert [run.info.id for run in bench.server.registry.runs.values()] == [RUN_ID]
+
+
 def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
     bench.server.begin_session("first")
     bench.open(session="first", pid=4711)
