@@ -500,11 +500,10 @@ class Ring:
         capacity, spare = capacity_for(nbytes, self._limits), making.is_ahead
         with self.changed:
             limits = bound(self.slots, run, writer, self._limits) if making is Making.BEYOND else self._limits
-            if limits is self._limits and self._is_known_full(nbytes):
+            if self._is_known_full(nbytes):
                 return None
             found = self._room(run, nbytes, limits, writer=writer, reuse=reuse or spare)
-            is_full_for_all = limits.has_files(self.slots, run) or not limits.has_files(self.slots, "")
-            if found is None and is_full_for_all and limits.slots is None:
+            if found is None and limits.are_alike_for_all(self.slots, run, writer):
                 self._full = self.changes, nbytes
             if found is None or (spare and not found.is_spare):
                 return None
@@ -772,12 +771,9 @@ class Ring:
         )
 
     def _is_known_full(self, nbytes: int) -> bool:
-        """Whether no room was found for so much, or less, and nothing has changed since: many who wait ask for it.
-
-        A run's own bound is looked at each time.
-        """
+        """Whether no run had room for so much, or less, and nothing has changed since: many who wait ask for it."""
         changes, full_bytes = self._full
-        return changes == self.changes and full_bytes <= nbytes and self._limits.run_memory_bytes is None
+        return changes == self.changes and full_bytes <= nbytes
 
     def _forget(self, slot: Slot) -> None:
         if self.area is not None and slot.manifest is not None:

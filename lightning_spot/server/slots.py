@@ -713,6 +713,12 @@ class Limits:
         used = len(slots) - sum(map(len, slots.free.values()))
         return len(slots) < self.files and len(slots.of(run).slots) < self.files - used
 
+    def are_alike_for_all(self, slots: Slots, run: str, writer: int) -> bool:
+        """Whether no bound of its own keeps a writer of a run from a slot: where it has no room, no other has any."""
+        if self.slots is not None or self.run_memory_bytes is not None or not self.has_share(slots, run, writer):
+            return False
+        return self.has_files(slots, run) or not self.has_files(slots, "")
+
 
 @dataclass(slots=True)
 class Placement:

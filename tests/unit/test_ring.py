@@ -797,12 +797,12 @@ def test_a_writer_without_a_bound_of_slots_has_a_few(make_bench: Callable[..., B
     """Of as many lineages, each has a newest snapshot that never gives way: they took half of all slots there are."""
     bench = make_bench(slots=None, memory_bytes=256 * MIB)
     bench.open(durable=False)
+    bench.open(run_id=OTHER_ID, durable=False)
     for step in range(MOST_OF_A_WRITER):
         bench.save(step, lineage=f"{step:012x}")
     with pytest.raises(SnapshotFailedError):
         bench.save(0, lineage="f" * 12)
-    bench.open(run_id=OTHER_ID, durable=False)
-    bench.save(1, run_id=OTHER_ID)
+    bench.save(1, run_id=OTHER_ID)  # at once: it is full for the other one only
 
 
 def test_a_token_holder_has_few_registers_that_failed(bench: Bench) -> None:
