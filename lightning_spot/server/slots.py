@@ -813,8 +813,9 @@ def find_room(
     """
     can_be_new, has_share = limits.allow_one_more(slots, run, writer), limits.has_share(slots, run, writer)
     free = slots.free
-    if not has_share:
-        free = _by_capacity(slot for slot in _each(free) if slot.writer == writer)
+    if not has_share:  # those made beyond ``slots=`` are its own still: its process has them mapped
+        mine = (slot for slot in _each(free) if slot.writer == writer)
+        free = _by_capacity(mine if limits.slots is not None else ())
     if not reuse and limits.run_memory_bytes is None:
         room = _without_loss(slots, free, [], nbytes, capacity, limits, writer, can_be_new=can_be_new)
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
