@@ -228,7 +228,9 @@ class Ring:
     def view(self, run: str) -> View:
         """The snapshots of a run that are here, whole or not, and what is owed of it. Call it under the lock."""
         if (view := self._views.get(run)) is None:
-            view = self._views[run] = View(self.of_run(run), self.tiers(run), self.known)
+            view = View(self.of_run(run), self.tiers(run), self.known)
+            if run in self.slots.runs:  # anybody may ask for runs that are not here, by any name
+                self._views[run] = view
         return view
 
     def views(self) -> list[View]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import shutil
@@ -36,7 +37,7 @@ from lightning_spot.server import reconcile, registry, worker
 from lightning_spot.server.area import SlotArea
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.slots import MOST_ABORTED, MOST_OF_A_WRITER, Held, Slot
+from lightning_spot.server.slots import MOST_ABORTED, MOST_OF_A_WRITER, Held, Slot, View
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.local import LocalStore
@@ -805,6 +806,17 @@ def test_a_writer_without_a_bound_of_slots_has_a_few(make_bench: Callable[..., B
     with pytest.raises(SnapshotFailedError):
         bench.save(0, lineage="f" * 12)
     bench.save(1, run_id=OTHER_ID)  # at once: it is full for the other one only
+
+
+def test_nothing_is_kept_of_runs_that_are_not_here(bench: Bench) -> None:
+    def views() -> int:
+        return sum(isinstance(each, View) for each in gc.get_objects())
+
+    bench.open(durable=False)
+    before = views()
+    for number in range(100):
+        assert bench.server.ring.readable(f"{number:012x}") == []
+    assert views() <= before + 1
 
 
 def test_a_token_holder_has_few_registers_that_failed(bench: Bench) -> None:
