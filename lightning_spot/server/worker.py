@@ -184,7 +184,7 @@ class Reconciler(Observations):
                     if left <= 0:
                         return [f"{url}: {self.place(url).error or 'not done in time'}" for url in sorted(owed)]
                     self._ring.changed.wait(min(left, _AGAIN_S))
-                    self._start()  # a tier for which there was no thread
+                    self._serve()  # also a tier for which there was no thread
             finally:
                 self._waited_for -= Counter({run: 1})  # of none that nobody waits for anything stays
                 self._touch(run)
@@ -231,15 +231,26 @@ class Reconciler(Observations):
         self._ring.notify()
 
     def _serve(self) -> None:
-        """Find out what is to be done of runs of which something has changed, and by whom. Under the ring's lock."""
+        """Find out what is to be done of runs of which something has changed, and by whom. Under the ring's lock.
+
+        Whoever has changed something has done so, whatever fails here: it is found out with the next change, and soon
+        while any worker lives.
+        """
         if self._closed or self._is_planning:
             return
-        self._is_planning, lanes = True, set()
+        self._is_planning, lanes, failed = True, set[Lane](), set[str]()
         try:
             while self._ring.stale:
-                lanes |= self._plan(self._ring.stale.pop())
+                run = next(iter(self._ring.stale))
+                try:
+                    lanes |= self._plan(run)
+                except Exception:  # such as want of memory: there may be some again in a moment
+                    self._ring.stale.discard(run)
+                    failed.add(run)
+                    say(logging.ERROR, "unexpected", UNEXPECTED, about=f"planning for {run}", exc_info=True)
         finally:
             self._is_planning = False
+            self._ring.stale |= failed
         for lane in lanes & self._workers.keys():
             self._workers[lane].wake.notify()
         self._start()
@@ -317,6 +328,7 @@ class Reconciler(Observations):
         idle_until_s, wake = time.monotonic() + IDLE_S, self._workers[lane].wake
         with wake:
             while not self._closed:
+                self._serve()
                 now_s = time.monotonic()
                 if (action := self._due(lane, now_s)) is not None:
                     servers = self.servers.get(action.run)
@@ -325,11 +337,12 @@ class Reconciler(Observations):
                 plan = self._planned(lane)
                 if not asks:
                     self.place(url).only({each.key for each in plan})
-                if plan:
+                due_s = [each.due_s for each in plan] + ([now_s + _AGAIN_S] if self._ring.stale else [])
+                if due_s:
                     idle_until_s = now_s + IDLE_S
                 elif now_s >= idle_until_s:
                     break
-                until_s = min((each.due_s for each in plan), default=idle_until_s)
+                until_s = min(due_s, default=idle_until_s)
                 wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # what waits for something else has no time
             if not asks:
                 self.place(url).rest()

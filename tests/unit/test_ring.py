@@ -953,3 +953,13 @@ def test_a_tier_is_served_whatever_fails_beside_its_store(
     bench.save(1)
     assert bench.flush() == []
     assert [slot.readers for slot in bench.server.committed(RUN)] == [0]
+
+
+def test_what_is_committed_is_so_whatever_fails_in_planning(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer heard of a failure, and nothing of its run was done until something of it changed again."""
+    bench.open()
+    bench.save(1)
+    assert bench.flush() == []
+    monkeypatch.setattr(worker, "actions", fails_once(worker.actions, MemoryError()))
+    bench.save(2)
+    until(lambda: 2 in [each.step for each in bench.tier().survey().manifests], "the upload to be planned")
