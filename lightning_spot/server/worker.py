@@ -193,8 +193,8 @@ class Reconciler(Observations):
     def _urge(self, run: str | None) -> None:
         """Somebody waits for a run: nothing of it is put off, what fails is tried soon."""
         self._waited_for[run] += 1
-        for place in self._places.values():
-            place.shorten()
+        for url in self._places.keys() if run is None else self._places.keys() & self.owed(run):
+            self._places[url].shorten()
         now_s = time.monotonic()
         for key, servers in self.servers.items():
             for server in servers.used if run in (None, key) else ():

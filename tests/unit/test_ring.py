@@ -963,3 +963,20 @@ def test_what_is_committed_is_so_whatever_fails_in_planning(bench: Bench, monkey
     monkeypatch.setattr(worker, "actions", fails_once(worker.actions, MemoryError()))
     bench.save(2)
     until(lambda: 2 in [each.step for each in bench.tier().survey().manifests], "the upload to be planned")
+
+
+def test_a_flush_of_one_run_hurries_no_place_of_another(bench: Bench) -> None:
+    """Whoever could write one run kept the failing storage of others busy."""
+    for run_id in (RUN_ID, OTHER_ID):
+        bench.open(run_id=run_id)
+        bench.tier(run_id).fail(TierError("made"))
+        bench.save(1, run_id=run_id)
+    places = {run_id: bench.server.reconciler.place(bench.tier(run_id).url) for run_id in (RUN_ID, OTHER_ID)}
+    until(lambda: all(place.tried for place in places.values()), "both to have failed")
+    with bench.server.ring.changed:
+        for place in places.values():
+            for tried in place.tried.values():
+                tried.failures, tried.failed_s = 9, time.monotonic()
+        assert bench.server.reconciler.wait_clean(RUN_ID, 0.0)
+        failures = {run_id: [each.failures for each in place.tried.values()] for run_id, place in places.items()}
+    assert failures == {RUN_ID: [1], OTHER_ID: [9]}
