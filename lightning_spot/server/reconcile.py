@@ -505,10 +505,12 @@ class Servers:
         if not why:
             server.failures = 0
             return
-        # One failed upload may be a broken connection: the server is lost only if it does not answer either.
-        server.failures, server.why, server.answered_s = server.failures + 1, why, AT_ONCE
-        if server.failures >= _MOST_FAILURES:
+        # One failed upload may be a broken connection: the server is lost if it does not answer either, or answers but
+        # fails several times in a row.
+        if server.failures + 1 >= _MOST_FAILURES:
             self.lost(server, why, now_s)
+        else:
+            server.failures, server.why, server.answered_s = server.failures + 1, why, AT_ONCE
 
     def registers(self, name: str) -> dict[int, ShardOf]:
         """What all servers have shown of a snapshot."""

@@ -394,6 +394,16 @@ def test_the_first_server_uploads_whichever_is_asked_first() -> None:
     assert servers.uploader is second
 
 
+def test_a_server_that_fails_three_times_in_a_row_is_lost_for_a_moment() -> None:
+    servers = Situation(["run live servers=a", "server a used uploads asked=995"]).servers
+    (server,) = servers.all
+    for failures in (1, 2, 3):
+        assert server.used
+        servers.heard(server, "it failed", 1000.0)
+        assert server.failures == failures
+    assert (server.used, server.away_until_s) == (False, 1004.0)
+
+
 def test_one_that_is_not_asked_now_keeps_no_other_from_uploading() -> None:
     """It did not show its registers, and was never asked for anything else."""
     servers = Situation(["run live servers=a,b"]).servers
