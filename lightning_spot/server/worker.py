@@ -9,7 +9,6 @@ of any other snapshot, each place brings what it has, see :mod:`~lightning_spot.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -25,7 +24,6 @@ from lightning_spot.errors import (
     FailureReason,
     FencedError,
     SnapshotFailedError,
-    SnapshotNotFoundError,
     SpotError,
 )
 from lightning_spot.say import UNEXPECTED, recovered, say
@@ -652,7 +650,7 @@ class TierUpload:
                 is_intact = False
                 with self._ring.changed:
                     self._seen.dropped(action.url, manifest.name, str(error))
-                    with contextlib.suppress(SnapshotNotFoundError):  # it has left memory already
+                    if slot.manifest is manifest:  # else something newer may be here by its name
                         self._ring.drop(action.run, manifest.name)
         return is_intact
 

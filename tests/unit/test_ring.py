@@ -980,3 +980,21 @@ def test_a_flush_of_one_run_hurries_no_place_of_another(bench: Bench) -> None:
         assert bench.server.reconciler.wait_clean(RUN_ID, 0.0)
         failures = {run_id: [each.failures for each in place.tried.values()] for run_id, place in places.items()}
     assert failures == {RUN_ID: [1], OTHER_ID: [9]}
+
+
+def test_a_damaged_file_goes_and_not_what_has_replaced_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify, names = Manifest.verify, iter(["best.ckpt"])
+
+    def replaced_meanwhile(manifest: Manifest, view: memoryview, where: str) -> None:
+        if manifest.name == next(names, None):
+            bench.file(manifest.name, 2)
+            raise CorruptSnapshotError("made")
+        verify(manifest, view, where)
+
+    bench.open()
+    monkeypatch.setattr(worker, "CHECKED_S", -1.0)
+    monkeypatch.setattr(Manifest, "verify", replaced_meanwhile)
+    bench.file("best.ckpt", 1)
+    assert bench.flush() == []
+    assert bench.committed() == [2]
+    assert (Path(bench.tier().url) / "best.ckpt").read_bytes() == image_of(2, 1000)
