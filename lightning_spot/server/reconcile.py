@@ -349,12 +349,16 @@ class Destination:
         if not wanted:
             self.whole.why = ""
 
-    def forget(self, run: str) -> bool:
-        """Forget a run; whether nothing is known of any other."""
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing is known of any run there."""
+        return not any((self.newest, self.begun_s, self.took_s, self.deletions, self.tried))
+
+    def forget(self, run: str) -> None:
+        """Forget a run."""
         mine: tuple[dict[str, Any], ...] = (self.newest, self.begun_s, self.took_s)
         for of_run in mine:
             of_run.pop(run, None)
-        return not any((*mine, self.deletions, self.tried))
 
     def rest(self) -> None:
         """Nothing is to be done there any more: what failed before is no reason to pause."""

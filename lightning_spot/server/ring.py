@@ -144,11 +144,15 @@ class Ring:
         """Where a run's snapshots go."""
         return self._tiers.get(run, _NOWHERE)
 
+    def destinations(self) -> set[str]:
+        """URLs that any run goes to."""
+        with self.changed:
+            return {url for tiers in self._tiers.values() for url in tiers.all}
+
     def carried(self) -> set[str]:
         """URLs that other servers write, and this one does not."""
         with self.changed:
-            own = {url for tiers in self._tiers.values() for url in tiers.own}
-            return {url for tiers in self._tiers.values() for url in tiers.carried} - own
+            return self.destinations() - {url for tiers in self._tiers.values() for url in tiers.own}
 
     def mark(self, held: Held, url: str, mark: Mark) -> None:
         """Note what was seen of a snapshot, or of shards of one, at a tier: safe is what that has said to have."""

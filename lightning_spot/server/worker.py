@@ -140,8 +140,10 @@ class Reconciler(Observations):
             before = self.servers.pop(run, None)
             if servers is not None:
                 self.servers[run] = servers
-            for each in before.all if before is not None and servers is None else ():
-                self._servers.pop(each.url, None)
+            for each in before.all if before is not None else ():
+                if servers is None or servers.find(each.url) is None:
+                    self._servers.pop(each.url, None)
+                    self._forget(each.url, run)
             self._ring.touch(run)
 
     def ask_now(self, run: str) -> None:
@@ -157,9 +159,15 @@ class Reconciler(Observations):
         with self._ring.changed:
             self._refused.pop(run, None)
             self.serve(run, None)
-            for url in [url for url, place in self._places.items() if place.forget(run)]:
-                if (url, False) not in self._workers:
-                    del self._places[url]
+            for url in list(self._places):
+                self._forget(url, run)
+
+    def _forget(self, url: str, run: str) -> None:
+        """Nothing of a run goes to a place any more: it is forgotten if nothing does, and its worker has ended."""
+        if (place := self._places.get(url)) is not None:
+            place.forget(run)
+            if place.is_blank and (url, False) not in self._workers:
+                del self._places[url]
 
     def leave(self) -> None:
         """This server is about to end: what it has of snapshots that are not complete here is waited for, too."""
@@ -342,9 +350,11 @@ class Reconciler(Observations):
                     break
                 until_s = min(due_s, default=idle_until_s)
                 wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # what waits for something else has no time
+            del self._workers[lane]
             if not asks:
                 self.place(url).rest()
-            del self._workers[lane]
+                if self.place(url).is_blank and url not in self._ring.destinations():
+                    del self._places[url]
             return None
 
     def _due(self, lane: Lane, now_s: float) -> Action | None:

@@ -27,7 +27,7 @@ from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
-from lightning_spot.server import reconcile
+from lightning_spot.server import reconcile, worker
 from lightning_spot.server.placement import placed
 from lightning_spot.server.runs import RunInfo, check_prefix, refusal
 from lightning_spot.server.slots import Commit, Mark, Slot, SlotState, View, reusable
@@ -210,6 +210,22 @@ def test_who_waits_for_a_run_has_its_servers_asked_at_once(
     asked = bench.behind[FIRST].opened
     assert bench.server.flush(RUN, 0.0) == []
     until(lambda: bench.behind[FIRST].opened > asked, "the server to be asked")
+
+
+@pytest.mark.parametrize("idle_s", [0.01, 1.0])
+def test_nothing_is_kept_of_servers_that_a_new_list_leaves_out(
+    with_servers: MakeWithServers, monkeypatch: pytest.MonkeyPatch, idle_s: float
+) -> None:
+    monkeypatch.setattr(worker, "IDLE_S", idle_s)
+    bench = with_servers()
+    bench.start(FIRST, SECOND)
+    bench.save(1)
+    assert bench.flush() == []
+    bench.open(attempt=2, servers=(SECOND,))
+    bench.save(2, attempt=2)
+    assert bench.flush() == []
+    until(lambda: f"{FIRST}/{RUN}" not in bench.server.tiers(), "the first one to be forgotten")
+    assert f"{SECOND}/{RUN}" in bench.server.tiers()
 
 
 def test_a_server_whose_durable_tier_fails_is_stood_in_for(with_servers: MakeWithServers) -> None:
