@@ -124,12 +124,14 @@ class Observations:
             return url in self._places and bool(self._places[url].failing)
 
     def hear(self, servers: Servers, server: Server, why: str) -> None:
-        """Take note of how something went at a server: why it failed, ``""`` if it did not. Under the lock."""
-        was_used = server.used
-        servers.heard(server, why, time.monotonic())
-        if was_used and not server.used:
+        """Take note of how something went at a server: why it failed, ``""`` if it did not."""
+        with self._ring.changed:
+            was_used = server.used
+            servers.heard(server, why, time.monotonic())
+            is_lost = was_used and not server.used
+            self._ring.touch(servers.info.key)
+        if is_lost:
             say_lost(servers, server)
-        self._ring.touch(servers.info.key)
 
     def dropped(self, url: str, name: str, why: str) -> None:
         """Note that a snapshot was dropped instead of being brought somewhere. Call it under the lock."""
@@ -197,14 +199,15 @@ class Questions:
             with ring.changed:
                 was_said = bool(server.why) and not server.used
                 servers.lost(server, str(error), time.monotonic())
-                if not was_said:
-                    say_lost(servers, server)
+            if not was_said:
+                say_lost(servers, server)
             return
         with ring.changed:
             before, refused, anew = servers.uploader, bool(server.why_not), not server.used
             servers.answered(server, opened, time.monotonic())
-            if anew or servers.uploader is not before or (server.why_not and not refused):
-                self._say(servers, server)
+            is_news = anew or servers.uploader is not before or (server.why_not and not refused)
+        if is_news:
+            self._say(servers, server)
 
     def last_word(self, servers: Servers, url: str) -> None:
         """Let a server know how a run ends here: it would keep what is durable for ever, if it was not told."""
@@ -281,10 +284,10 @@ class Questions:
             self._learn(run, servers, server, waiting, listing)
         except SpotError as error:
             logger.debug("%s does not tell what it has: %s", server.url, error)
-            with self._ring.changed:
-                if server.used:
-                    self._seen.hear(servers, server, str(error))
-                else:  # it may have what is missing; it is asked less often
+            if server.used:
+                self._seen.hear(servers, server, str(error))
+            else:  # it may have what is missing; it is asked less often
+                with self._ring.changed:
                     server.away_until_s = max(server.away_until_s, time.monotonic() + ASK_AGAIN_S)
             return
         with self._ring.changed:

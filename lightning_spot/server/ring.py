@@ -12,7 +12,9 @@ Rules, in the order in which they bind:
 A slot holds a snapshot, a user's file, or what one of several writers has written of a snapshot: its shard. Where the
 shards of all writers are here, they are read as one.
 
-Memory is made, checked and given back outside the lock: gigabytes take seconds.
+Memory is made, checked and given back outside the lock: gigabytes take seconds. Under it, and under the registry's,
+nothing is waited for but processors and tmpfs, where commit records and notes of runs are written: no socket, no
+storage, and no standard error, unless such a record or a plan fails. So the event loop may take both.
 
 Parts of a snapshot are made of an earlier one that both ends hold, its base, instead of being sent. The receiver pins
 its base as long as an upload needs it. The sender only looks at its own: if it kept the slot from being filled, it
@@ -727,15 +729,13 @@ class Ring:
 
     def close(self, *, keep_unsafe: bool) -> None:
         """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""
-        released = []
+        released, left = list[SlotMemory | None](), list[Manifest]()
         with self.changed:
             unsafe = {slot for view in self.views() for slot in view.only_here} if keep_unsafe else set()
             for slot in self.slots:
                 if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
                     assert slot.manifest is not None
-                    assert self.area is not None
-                    text = "{about} stays in {path} for the next server on this host"
-                    say(logging.INFO, "snapshot-left", text, about=slot.manifest.name, path=self.area.path)
+                    left.append(slot.manifest)
                     slot.memory.path = None
                     continue
                 self._forget(slot)
@@ -745,6 +745,9 @@ class Ring:
             if memory is not None:
                 memory.close()
         if self.area is not None:
+            for manifest in left:
+                text = "{about} stays in {path} for the next server on this host"
+                say(logging.INFO, "snapshot-left", text, about=manifest.name, path=self.area.path)
             self.area.close()
 
     # -- inside, under the lock -----------------------------------------------------------------------------------

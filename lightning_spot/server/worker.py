@@ -439,28 +439,27 @@ class Reconciler(Observations):
                 self.place(url).took_s[run] = seconds
         with self._ring.changed:
             self.place(url).done(action)
-            self._succeeded(url)
+        self._say_works(url)
         self._heard(action)
 
     def _heard(self, action: Action, error: Exception | None = None) -> None:
-        with self._ring.changed:
-            servers = self.servers.get(action.run)
-            server = servers.find(action.url) if servers is not None else None
-            if servers is not None and server is not None:
-                self.hear(servers, server, str(error) if error is not None else "")
+        servers = self.servers.get(action.run)
+        server = servers.find(action.url) if servers is not None else None
+        if servers is not None and server is not None:
+            self.hear(servers, server, str(error) if error is not None else "")
 
-    def _succeeded(self, url: str) -> None:
-        if not self.place(url).failing:
+    def _say_works(self, url: str) -> None:
+        if not self.failing(url):
             recovered("upload-failing", "{about} works again", about=url)
 
     def _failed(self, action: Action, error: Exception) -> None:
+        why = f"{action.kind.value} {action.name}: {error or type(error).__name__}"
+        # A failing server is logged with the number of servers that are left.
+        if not names_server(action.url) or any(slot.commit.places is not None for slot in action.slots):
+            text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
+            say(logging.WARNING, "upload-failing", text, about=action.url, why=why)
         with self._ring.changed:
             place = self.place(action.url)
-            why = f"{action.kind.value} {action.name}: {error or type(error).__name__}"
-            # A failing server is logged with the number of servers that are left.
-            if not names_server(action.url) or any(slot.commit.places is not None for slot in action.slots):
-                text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
-                say(logging.WARNING, "upload-failing", text, about=action.url, why=why)
             place.failed(action, why, time.monotonic())
             place.health.failures_total += 1
         self._heard(action, error)
@@ -471,7 +470,7 @@ class Reconciler(Observations):
             now_s = time.monotonic()
             since_s = self.place(action.url).waits_for(action, error.there, now_s)
             waited_s = now_s - max(since_s, self.desired(action.run).expires_s)
-            self._succeeded(action.url)
+        self._say_works(action.url)
         is_over = waited_s >= ORPHANED_S
         if waited_s >= SURPASSED_S and store is not None and not is_over:
             try:
@@ -484,12 +483,12 @@ class Reconciler(Observations):
 
     def _give_up(self, action: Action, error: SpotError) -> None:
         """A tier will never have the whole of a snapshot."""
+        text = "{error}. No host uploads the rest; the snapshot makes room for newer ones."
+        say(logging.WARNING, "upload-abandoned", text, about=action.url, error=error)
         with self._ring.changed:
-            text = "{error}. No host uploads the rest; the snapshot makes room for newer ones."
-            say(logging.WARNING, "upload-abandoned", text, about=action.url, error=error)
             self.place(action.url).done(action)
             self._ring.mark(Held.of(action.slots), action.url, Mark.REFUSED)
-            self._succeeded(action.url)
+        self._say_works(action.url)
 
     def _fenced(self, action: Action, attempt: int, error: FencedError) -> None:
         url = action.url

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_spot.run.choice import open_newest
 from lightning_spot.run.location import Location
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import survey
+from lightning_spot.say import listen
 from lightning_spot.server import reconcile, worker
 from lightning_spot.server.placement import placed
 from lightning_spot.server.runs import RunInfo, check_prefix, refusal
@@ -368,6 +370,34 @@ def test_a_lost_server_is_one_warning_and_gets_the_newest_later(
     at_both(bench, 5)
     assert bench.flush() == []
     assert bench.by_server(left).puts().count(5) + bench.by_server(lost).puts().count(5) == 1
+
+
+def test_nothing_is_logged_under_the_rings_lock(with_servers: MakeWithServers) -> None:
+    """A slow reader of standard error held everything up, the event loop too."""
+    bench, is_free = with_servers(), dict[str, bool]()
+
+    def takes_lock() -> bool:
+        with contextlib.ExitStack() as ends:
+            return bench.server.ring.lock.acquire(timeout=5.0) and bool(ends.callback(bench.server.ring.lock.release))
+
+    def look(key: str, _about: str, _line: str, is_over: bool) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            is_free[f"{key} over" if is_over else key] = pool.submit(takes_lock).result()
+
+    with contextlib.ExitStack() as ends:
+        ends.callback(listen(look))
+        bench.start(FIRST)
+        bench.save(1)
+        assert bench.flush() == []
+        bench.tier().fail(TierError("made"))
+        away, bench.behind[FIRST].server = bench.behind[FIRST].server, None
+        bench.save(2, wait_s=60)
+        until(lambda: {"server-lost", "upload-failing"} <= is_free.keys(), "both to fail")
+        bench.tier().fail(None)
+        assert bench.flush() == []
+        bench.behind[FIRST].server = away
+        until(lambda: {"server-lost over", "upload-failing over"} <= is_free.keys(), "both to work")
+    assert all(is_free.values()), is_free
 
 
 def test_a_server_that_comes_back_empty_is_sent_the_newest(with_servers: MakeWithServers, tmp_path: Path) -> None:
