@@ -331,7 +331,7 @@ async def _end(
     if record is not None:
         record.http.unlink(missing_ok=True)
     for upload in list(server.uploads):
-        server.abort(upload)
+        server.uploads.abort(upload)
     service.close()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(runner.cleanup(), _SHUTDOWN_S)

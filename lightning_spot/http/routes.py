@@ -348,7 +348,7 @@ class Service:
             self._check_covers(scope, run)
             request[STILL_MAY] = functools.partial(self._check_covers, scope, run)
         elif (upload := request.match_info.get("upload")) is not None:
-            self._check_key(scope, self.server.find_upload(upload).run)
+            self._check_key(scope, self.server.uploads.find(upload).run)
         elif resource is None or resource.canonical not in _SHOW_WHAT_IS_COVERED:
             raise ServerRefusedError("this token is for some runs only: use the server's secret", status=403)
 

@@ -165,7 +165,7 @@ class PartReceiver:
                 note(piece)
 
     def _check_goes_on(self) -> None:
-        if self._server.find_upload(self._upload.id) is not self._upload:
+        if self._server.uploads.find(self._upload.id) is not self._upload:
             raise SnapshotNotFoundError("this upload was given up")
 
 
@@ -294,7 +294,7 @@ class UploadRequests:
         self.asked_s = time.monotonic()
         attempt = attempt_of(body)
         ask = functools.partial(
-            self._server.lease,
+            self._server.uploads.lease,
             run,
             attempt,
             integer(body, "nbytes", None, 0, MOST_BYTES),
@@ -309,7 +309,7 @@ class UploadRequests:
         )
         upload = await self._wait(request, ask)
         if request[ACCEPTED].gone.done():
-            self._server.abort(upload.id)  # nobody will ever fill it
+            self._server.uploads.abort(upload.id)  # nobody will ever fill it
         return web.json_response({**leased(self._server, upload), "base": base_info(upload)})
 
     async def awaited(self, request: web.Request) -> web.Response:
@@ -330,19 +330,19 @@ class UploadRequests:
     async def fail(self, request: web.Request) -> web.Response:
         """A writer will never have its shard of a snapshot."""
         body = await json_body(request)
-        self._server.fail(request.match_info["run"], attempt_of(body), manifest(body))
+        self._server.uploads.fail(request.match_info["run"], attempt_of(body), manifest(body))
         return web.json_response({})
 
     async def stream(self, request: web.Request) -> web.Response:
         """Hand the connection over to a thread that receives straight into the slot."""
-        upload = self._server.find_upload(request.match_info["upload"])
+        upload = self._server.uploads.find(request.match_info["upload"])
         self._check_streams(upload.id)
         client, loop = client_of(request), asyncio.get_running_loop()
         with self._threads.holding(client):
             self._streams[upload.id] += 1
             try:
                 async with switched(request) as connection:
-                    with self._server.streaming(upload, connection):
+                    with self._server.uploads.streaming(upload, connection):
                         receiver = PartReceiver(connection, client, self._server, upload, self._scratch)
                         await loop.run_in_executor(self._stream_threads, receiver.run)
             except (OSError, SpotError) as error:
@@ -365,21 +365,21 @@ class UploadRequests:
     async def commit(self, request: web.Request) -> web.Response:
         """Make it a snapshot; on this host one that was filled through shared memory."""
         body = await json_body(request, MANIFEST_BODY_BYTES)
-        upload = self._server.find_upload(request.match_info["upload"])
+        upload = self._server.uploads.find(request.match_info["upload"])
         if not same_host(request):
             self.asked_s = time.monotonic()
-            done = await asyncio.to_thread(lambda: self._server.commit(upload.id, manifest(body)))
+            done = await asyncio.to_thread(lambda: self._server.uploads.commit(upload.id, manifest(body)))
             return web.json_response({"checksums": list(done.checksums)})
         whole = Manifest.from_dict(body.get("manifest"))
         floats = read_floats(body.get("floats", []), whole.nbytes)
         destinations = list(texts(body, "destinations")) if body.get("destinations") is not None else None
-        done = await asyncio.to_thread(self._server.seal, upload.id, whole, destinations, floats)
+        done = await asyncio.to_thread(self._server.uploads.seal, upload.id, whole, destinations, floats)
         short = self._server.ring.is_short(key_of(done), done.nbytes, writer_of(done))
         return web.json_response({"checksums": list(done.checksums), "short": short})
 
     async def abort(self, request: web.Request) -> web.Response:
         """Give it up."""
-        self._server.abort(request.match_info["upload"])
+        self._server.uploads.abort(request.match_info["upload"])
         return web.json_response({})
 
 

@@ -223,7 +223,7 @@ class InProcessHost:
         self, nbytes: int, wait_s: float, *, limit_s: float | None = None, making: Making = Making.NOW, writer: int = 0
     ) -> Lease:
         """See :meth:`Host.lease`."""
-        upload = self._server.lease(
+        upload = self._server.uploads.lease(
             self.run, self.attempt, nbytes, wait_s=wait_s, session=IN_PROCESS, making=making, writer=writer
         )
         memory = upload.slot.memory
@@ -238,12 +238,12 @@ class InProcessHost:
         floats: tuple[Floats, ...] = (),
     ) -> bool:
         """See :meth:`Host.seal`."""
-        self._server.seal(lease.id, manifest, destinations, floats)
+        self._server.uploads.seal(lease.id, manifest, destinations, floats)
         return self._server.ring.is_short(self._server.registry.key(self.run), lease.nbytes, writer_of(manifest))
 
     def fail(self, manifest: Manifest, why: str) -> None:
         """See :meth:`Host.fail`."""
-        self._server.fail(self.run, self.attempt, failed(manifest, why))
+        self._server.uploads.fail(self.run, self.attempt, failed(manifest, why))
 
     def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
         """See :meth:`Host.awaited`."""
@@ -251,7 +251,7 @@ class InProcessHost:
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""
-        self._server.abort(lease.id)
+        self._server.uploads.abort(lease.id)
 
     def flush(self, wait_s: float) -> list[str]:
         """See :meth:`Host.flush`."""

@@ -64,9 +64,6 @@ class SnapshotServer:
         self.registry = Registry(self.ring, self._claimed)
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
         self.uploads = Uploads(self.ring, self.registry, self._committed)
-        self.lease, self.find_upload, self.streaming = self.uploads.lease, self.uploads.find, self.uploads.streaming
-        self.seal, self.commit, self.fail = self.uploads.seal, self.uploads.commit, self.uploads.fail
-        self.abort = self.uploads.abort
         self._open_store, self._lock = open_store, self.registry.lock
         self.flush_to = flush_to.rstrip("/") if flush_to else None
         self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None

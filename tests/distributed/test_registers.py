@@ -86,9 +86,10 @@ def test_a_snapshot_counts_once_every_shard_is_there(ranks: Ranks) -> None:
 
 
 def test_each_rank_has_as_many_slots_as_the_ring(ranks: Ranks) -> None:
-    held = [ranks.server.lease(RUN, 1, 10, writer=rank, session=f"rank-{rank}") for rank in range(3) for _ in range(2)]
+    lease = ranks.server.uploads.lease
+    held = [lease(RUN, 1, 10, writer=rank, session=f"rank-{rank}") for rank in range(3) for _ in range(2)]
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-        ranks.server.lease(RUN, 1, 10, writer=1, session="rank-1")
+        ranks.server.uploads.lease(RUN, 1, 10, writer=1, session="rank-1")
     assert len({upload.slot.index for upload in held}) == 6
 
 
@@ -97,7 +98,7 @@ def test_a_rank_that_failed_aborts_the_snapshot(ranks: Ranks) -> None:
         ranks.write(1, rank)
     ranks.write(2, 0)
     for why in ("a tensor changed", "another reason"):  # the first one stands
-        ranks.server.fail(RUN, 1, failed_shard(2, 1, 3, why))
+        ranks.server.uploads.fail(RUN, 1, failed_shard(2, 1, 3, why))
     status, why = ranks.status(2)
     assert status is Status.ABORTED
     assert "a tensor changed" in why
@@ -115,9 +116,9 @@ def test_a_register_is_written_once(ranks: Ranks) -> None:
     assert ranks.write(1, 1) == first  # the answer may have been lost
     with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
         ranks.write(1, 1, epoch=7)
-    ranks.server.fail(RUN, 1, failed_shard(1, 1, 3))
+    ranks.server.uploads.fail(RUN, 1, failed_shard(1, 1, 3))
     assert ranks.server.ring.registers(RUN_ID, snapshot_name(1, 1))[1].manifest == first
-    ranks.server.fail(RUN, 1, failed_shard(1, 2, 3))
+    ranks.server.uploads.fail(RUN, 1, failed_shard(1, 2, 3))
     with pytest.raises(SnapshotFailedError, check=FailureReason.SHARD_MISSING.caused):
         ranks.write(1, 2)
     assert not len(ranks.server.uploads)
@@ -161,10 +162,10 @@ def test_registers_at_servers_that_do_not_fit_do_not_count() -> None:
 def test_a_rank_that_ends_leaves_the_snapshot_to_the_next_one(ranks: Ranks) -> None:
     ranks.write(1, 0)
     ranks.write(1, 1)
-    upload = ranks.server.lease(RUN, 1, 10, session="rank-2", writer=2)
+    upload = ranks.server.uploads.lease(RUN, 1, 10, session="rank-2", writer=2)
     ranks.server.end_session("rank-2")
     with pytest.raises(SnapshotNotFoundError):
-        ranks.server.find_upload(upload.id)
+        ranks.server.uploads.find(upload.id)
     assert ranks.status(1)[0] is Status.ABORTED
     ranks.server.begin_session("rank-2")
     for rank in range(3):
@@ -177,13 +178,13 @@ def test_a_rank_of_an_earlier_attempt_writes_nothing(ranks: Ranks) -> None:
     with pytest.raises(FencedError):
         ranks.write(1, 1)
     with pytest.raises(FencedError):
-        ranks.server.fail(RUN, 1, failed_shard(1, 1, 3))
+        ranks.server.uploads.fail(RUN, 1, failed_shard(1, 1, 3))
 
 
 def test_a_failed_shard_is_of_this_run_and_has_a_reason(ranks: Ranks) -> None:
     for wrong in (shard_manifest(1, 1), failed_shard(1, 1, run_id="f" * 12), failed_shard(1, 1, attempt=2)):
         with pytest.raises(SettingsError):
-            ranks.server.fail(RUN, 1, wrong)
+            ranks.server.uploads.fail(RUN, 1, wrong)
 
 
 @pytest.mark.parametrize("known_by", ["its register", "other places", "nobody"])
@@ -192,7 +193,7 @@ def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_b
     for rank in (0, 2):
         ranks.write(1, rank, complete=True)
     if known_by == "its register":
-        ranks.server.fail(RUN, 1, failed)
+        ranks.server.uploads.fail(RUN, 1, failed)
     elif known_by == "other places" and failed.shard is not None:
         ring.see(RUN_ID, failed.snapshot, {1: failed.shard})
     for slot in ring.committed(RUN_ID):

@@ -67,7 +67,7 @@ class Hosts:
             committed(self.hosts[host], RUN, manifest, shard_image(manifest), **who, wait_s=60)
 
     def fail(self, step: int, host: int) -> None:
-        self.hosts[host].fail(RUN, 1, failed_shard(step, host, HOSTS))
+        self.hosts[host].uploads.fail(RUN, 1, failed_shard(step, host, HOSTS))
 
     def status(self, step: int, host: int = 0) -> Status:
         return self.hosts[host].awaited(RUN, snapshot_name(step, 1), 0.0)[0]

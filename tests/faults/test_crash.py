@@ -461,14 +461,14 @@ def test_a_killed_trainers_unfinished_checksum_harms_no_other(tmp_path: Path) ->
         outcome: list[Any] = []
         server.begin_session("killed")
         attempt = server.open_run(run_info(tmp_path, session="killed")).attempt
-        upload = server.lease("run", attempt, len(image), session="killed")
+        upload = server.uploads.lease("run", attempt, len(image), session="killed")
         with upload.slot.view(len(image)) as view:
             view[:] = image
         manifest = Manifest(run="run", name="step-000000001-attempt-0001", step=1, attempt=1, nbytes=len(image))
 
         def seal() -> None:
             try:
-                outcome.append(server.seal(upload.id, manifest))
+                outcome.append(server.uploads.seal(upload.id, manifest))
             except SpotError as error:
                 outcome.append(error)
 
@@ -477,7 +477,7 @@ def test_a_killed_trainers_unfinished_checksum_harms_no_other(tmp_path: Path) ->
         time.sleep(0.01)
         server.end_session("killed")
         attempt = server.open_run(run_info(tmp_path, attempt=2, session="next")).attempt
-        following = server.lease("run", attempt, len(second), wait_s=20.0)
+        following = server.uploads.lease("run", attempt, len(second), wait_s=20.0)
         with following.slot.view(len(second)) as view:
             view[:] = second
             sealing.join()

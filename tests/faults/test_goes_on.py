@@ -174,8 +174,8 @@ def test_a_slot_is_free_where_nobody_comes_to_know_of_it(
 ) -> None:
     monkeypatch.setattr(uploads, "Upload", once(uploads.Upload, threading.Event()))
     with pytest.raises(MemoryError):
-        server.lease("run", 1, 1000)
-    assert server.lease("run", 1, 1000).nbytes == 1000
+        server.uploads.lease("run", 1, 1000)
+    assert server.uploads.lease("run", 1, 1000).nbytes == 1000
 
 
 def test_a_server_that_fails_a_request_reports_it_and_is_retried(
@@ -241,7 +241,7 @@ def test_a_server_ends_properly_whatever_fails_in_its_last_flush(
 def test_server_memory_is_freed_whatever_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = SnapshotServer(slots=1, memory_bytes=2**26, open_store=open_store, area=tmp_path / "area")
     server.open_run(named_run("run"))
-    server.lease("run", 1, 1000)
+    server.uploads.lease("run", 1, 1000)
     monkeypatch.setattr(server.uploads, "close", once(server.uploads.close, threading.Event()))
     with pytest.raises(MemoryError):
         server.close()

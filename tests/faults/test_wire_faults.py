@@ -126,9 +126,9 @@ def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: 
         pair.near.bring(1, bytes(image))
         image[: 6 * MIB] = random.Random(2).randbytes(6 * MIB)
         proxy.cut_after = place
-        upload = pair.near.server.lease(RUN, 1, len(image), wait_s=60)
+        upload = pair.near.server.uploads.lease(RUN, 1, len(image), wait_s=60)
         upload.slot.view(len(image))[:] = image
-        pair.near.server.seal(upload.id, manifest_of(2, 1, len(image)))
+        pair.near.server.uploads.seal(upload.id, manifest_of(2, 1, len(image)))
         until(lambda: any(health.failures_total for health in pair.near.server.tiers().values()), "the put to fail")
         assert [manifest.step for slot in pair.far.server.committed(RUN) if (manifest := slot.manifest)] == [1]
         proxy.cut_after = None
@@ -145,7 +145,7 @@ def test_an_upload_the_receiver_forgot_midway_starts_again(
         if not forgotten:
             forgotten.extend(pair.far.server.uploads)
             for upload in forgotten:
-                pair.far.server.abort(upload)
+                pair.far.server.uploads.abort(upload)
         return encode(self, part)
 
     monkeypatch.setattr(PartEncoder, "encode", forgetting)
@@ -210,11 +210,11 @@ def test_a_removed_delta_base_stays_as_long_as_it_is_needed(pair: Pair) -> None:
     upload = Upload(pair, image)
     name = upload.leased["base"]["name"]
     pair.far.server.remove(RUN, name)
-    others = [pair.far.server.lease(RUN, 1, MIB) for _ in range(3)]  # none of them gets its slot
+    others = [pair.far.server.uploads.lease(RUN, 1, MIB) for _ in range(3)]  # none of them gets its slot
     for other in others:
         other.slot.view(MIB)[:] = bytes(MIB)
     assert upload.send(upload.part(PartKind.SAME, b"")) == list(upload.manifest.checksums)
     upload.commit()
     for other in others:
-        pair.far.server.abort(other.id)
+        pair.far.server.uploads.abort(other.id)
     pair.check(2, image)

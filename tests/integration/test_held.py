@@ -99,9 +99,9 @@ def test_a_full_ring_says_why(make_bench: MakeBench) -> None:
     bench.save(1, run_id=OTHER_ID)
     bench.tier().open.clear()
     bench.save(1)
-    bench.server.lease(RUN, 1, 1000)
+    bench.server.uploads.lease(RUN, 1, 1000)
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused) as found:
-        bench.server.lease(RUN, 1, 1000)
+        bench.server.uploads.lease(RUN, 1, 1000)
     assert "none of 3 slots" in str(found.value)
     assert f"1 not at {bench.tier().url} yet" in str(found.value)
     assert "1 being filled" in str(found.value)

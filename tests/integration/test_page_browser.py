@@ -163,7 +163,7 @@ def filled(make_bench: Callable[..., Bench]) -> Bench:
     bench.save(2)
     bench.server.open_run(replace(named_run("a-long-name-" * 8, "s3://" + "bucket-" * 12), host="h" * 200))
     coming = bench.save(3, wait_s=1.0)
-    bench.server.lease(
+    bench.server.uploads.lease(
         f"run@{RUN_ID}", 1, 1000, manifest=replace(coming, checksums=(), name="step-000000004-attempt-0001", step=4)
     )
     return bench

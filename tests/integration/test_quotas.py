@@ -442,13 +442,13 @@ def test_slots_are_bounded_by_open_files(monkeypatch: pytest.MonkeyPatch) -> Non
     server = server_of()
     for run in ("greedy", "other", "third", "fourth"):
         server.open_run(RunInfo(name=run, id="", location="", attempt=1, token=""))
-    held = [server.lease("greedy", 1, 10) for _ in range(4)]
+    held = [server.uploads.lease("greedy", 1, 10) for _ in range(4)]
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-        server.lease("greedy", 1, 10)
+        server.uploads.lease("greedy", 1, 10)
     assert not_ready(server) == []
     for run, slots in (("other", 2), ("third", 1), ("fourth", 1)):
-        held += [server.lease(run, 1, 10) for _ in range(slots)]
+        held += [server.uploads.lease(run, 1, 10) for _ in range(slots)]
     assert not_ready(server) == ["8 of 8 slots are in use, as open files allow"]
-    server.abort(held[0].id)
+    server.uploads.abort(held[0].id)
     assert not_ready(server) == []
     server.close()

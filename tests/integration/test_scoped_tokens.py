@@ -181,14 +181,14 @@ def test_each_request_is_denied_to_whom_it_should(
 ) -> None:
     server, port = shared
     run = f"team-a-1@{MINE}"
-    upload = server.lease(run, 1, 1000) if "{upload}" in route else None
+    upload = server.uploads.lease(run, 1, 1000) if "{upload}" in route else None
     path = (
         route.replace("{run}", run).replace("{path}", "no-such-file").replace("{upload}", upload.id if upload else "")
     )
     body = {"attempt": 1, "token": "", "run": run, "wait_s": 0.0}
     status, text = asked(port, TOKENS[kind], method, path, body)
     if upload is not None and upload.id in server.uploads:
-        server.abort(upload.id)
+        server.uploads.abort(upload.id)
     denied = status if status in (401, 403) and ("token" in text or method == "HEAD") else 0
     assert denied == wanted(kind, method, route), text
     if denied:
@@ -239,10 +239,10 @@ def test_a_run_is_not_reached_by_its_identity(shared: tuple[SnapshotServer, int]
             status, text = asked(port, TOKENS[kind], method, path, body)
             assert status == 403, (run, method, text)
     assert server.claimed(f"team-b-1@{FOREIGN}") == 1
-    upload = server.lease(f"team-b-1@{FOREIGN}", 1, 1000)
+    upload = server.uploads.lease(f"team-b-1@{FOREIGN}", 1, 1000)
     assert asked(port, TOKENS[kind], "DELETE", f"/v1/uploads/{upload.id}")[0] == 403
     assert upload.id in server.uploads
-    server.abort(upload.id)
+    server.uploads.abort(upload.id)
     for body in ({"run": f"team-b-1@{FOREIGN}"}, {}):
         assert asked(port, TOKENS[kind], "POST", "/v1/flush", {**body, "wait_s": 0.0})[0] == 403
 

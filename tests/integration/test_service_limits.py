@@ -120,14 +120,14 @@ def test_a_server_that_makes_memory_for_many_answers_others(monkeypatch: pytest.
     """It leased on the threads on which it answers: for a minute, no trainer of 64 that began at once had an answer."""
     made, leasing = threading.Event(), threading.Semaphore(0)
     server = server_of()
-    lease = server.lease
+    lease = server.uploads.lease
 
     def slow(*what: Any, **more: Any) -> Any:
         leasing.release()
         assert made.wait(120)
         return lease(*what, **more)
 
-    monkeypatch.setattr(server, "lease", slow)
+    monkeypatch.setattr(server.uploads, "lease", slow)
     with asked(server) as client, ThreadPoolExecutor(32) as pool:
         open_run(client)
         leased = [pool.submit(begin, client, 9) for _ in range(32)]
@@ -308,10 +308,10 @@ def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, Ser
 def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[SnapshotServer, ServerClient]) -> None:
     server, client = hasty
     nbytes, manifest = 50 * 2**20, manifest_of(1, nbytes=50 * 2**20, run_id="")
-    upload = server.lease("run", 1, nbytes)
+    upload = server.uploads.lease("run", 1, nbytes)
     with upload.slot.view(nbytes) as view:
         view[:] = archive_of(1, nbytes)
-    server.seal(upload.id, manifest)
+    server.uploads.seal(upload.id, manifest)
     with _connect(client, request("GET", f"/v1/files/run/{manifest.data_path}")) as connection:
         until(lambda: any(slot.readers for slot in server.ring.slots), "the reader to begin")
         until(lambda: _nobody_holds_a_slot(server), "the slot to be let go")

@@ -432,8 +432,8 @@ def test_a_draining_server_waits_for_no_killed_sender(tmp_path: Path, monkeypatc
 
     try:
         server.open_run(named_run("run"))
-        connected, killed = (server.lease("run", 1, 1000) for _ in range(2))
-        with socket.socketpair()[0] as stream, server.streaming(connected, stream):
+        connected, killed = (server.uploads.lease("run", 1, 1000) for _ in range(2))
+        with socket.socketpair()[0] as stream, server.uploads.streaming(connected, stream):
             server.uploads.expire(-1.0)
             assert list(server.uploads) == [connected.id]
         assert killed.ended

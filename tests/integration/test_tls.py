@@ -339,7 +339,7 @@ def test_a_stream_by_tls_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServ
         stream.sendall(Frame(PartKind.WHOLE, 0, 1000, 1000, NO_DIGEST).pack() + b"half")
         with suppress(ConnectionError):
             assert stream.recv(1) == b""
-        (upload,) = map(server.find_upload, server.uploads)
+        (upload,) = map(server.uploads.find, server.uploads)
         until(lambda: not upload.streams, "the stream to end")
 
 
@@ -375,7 +375,7 @@ def test_a_stream_by_tls_ends_with_its_upload(hasty: tuple[SnapshotServer, Serve
     server, client = hasty
     with streaming(client, 1000) as stream:
         (upload,) = server.uploads
-        server.abort(upload)
+        server.uploads.abort(upload)
         with suppress(ConnectionError):
             assert stream.recv(1) == b""
 

@@ -302,13 +302,13 @@ def use_server(root: Path, tell: Tell) -> None:
 
 def _seal(server: SnapshotServer, attempt: int, step: int) -> None:
     image = image_of(step)
-    upload = server.lease("run", attempt, len(image), wait_s=60)
+    upload = server.uploads.lease("run", attempt, len(image), wait_s=60)
     with upload.slot.view(len(image)) as view:
         view[:] = image
     try:
-        server.seal(upload.id, manifest_of(step))
+        server.uploads.seal(upload.id, manifest_of(step))
     except BaseException:
-        server.abort(upload.id)  # as the trainer does
+        server.uploads.abort(upload.id)  # as the trainer does
         raise
 
 

@@ -112,10 +112,10 @@ def committed(
     **lease: Any,
 ) -> Manifest:
     """Have a server commit a snapshot, or a shard of one, as a trainer on its host does."""
-    upload = server.lease(run, manifest.attempt, manifest.nbytes, **lease)
+    upload = server.uploads.lease(run, manifest.attempt, manifest.nbytes, **lease)
     with upload.slot.view(manifest.nbytes) as view:
         view[:] = image
-    return server.seal(upload.id, manifest, destinations)
+    return server.uploads.seal(upload.id, manifest, destinations)
 
 
 def image_of(step: int, nbytes: int) -> bytes:
@@ -187,7 +187,7 @@ class ServerBehind:
         self.waiting = False
         server = self._reached()
         plain = replace(manifest, checksums=())
-        upload = server.lease(self.run, attempt, plain.nbytes, manifest=plain, wait_s=5.0)
+        upload = server.uploads.lease(self.run, attempt, plain.nbytes, manifest=plain, wait_s=5.0)
         with upload.slot.view(plain.nbytes) as view:
             ranges = part_ranges(manifest.nbytes, manifest.part_bytes)
             for (start, stop), checksum in zip(ranges, manifest.checksums, strict=True):
@@ -195,12 +195,12 @@ class ServerBehind:
                 view[start:stop] = image[start:stop]
                 upload.received.end(start, checksum)
                 self.sent.whole_bytes += stop - start
-        self._reached().commit(upload.id, manifest)
+        self._reached().uploads.commit(upload.id, manifest)
         self.arrived.append(manifest.step)
         return manifest
 
     def fail(self, manifest: Manifest) -> None:
-        self._reached().fail(self.run, manifest.attempt, manifest)
+        self._reached().uploads.fail(self.run, manifest.attempt, manifest)
 
     def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
         self.send(manifest, image, attempt=attempt)

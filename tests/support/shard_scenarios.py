@@ -49,19 +49,19 @@ def write(server: SnapshotServer, step: int, rank: int) -> None:
     """Have a rank write its shard of a step, or say that it never will, as a trainer does where a disk is full."""
     manifest = sealed_shard(step, rank, WRITERS)
     if (step, rank) == (ABORTED, FAILING):
-        server.fail(RUN, 1, failed_shard(step, rank, WRITERS))
+        server.uploads.fail(RUN, 1, failed_shard(step, rank, WRITERS))
         return
     upload = None
     try:
-        upload = server.lease(RUN, 1, manifest.nbytes, wait_s=60, session=f"rank-{rank}", writer=rank)
+        upload = server.uploads.lease(RUN, 1, manifest.nbytes, wait_s=60, session=f"rank-{rank}", writer=rank)
         with upload.slot.view(manifest.nbytes) as view:
             view[:] = shard_image(manifest)
-        server.seal(upload.id, manifest)
+        server.uploads.seal(upload.id, manifest)
     except SpotError as error:
         if upload is not None:
-            server.abort(upload.id)
+            server.uploads.abort(upload.id)
         with contextlib.suppress(SpotError):
-            server.fail(RUN, 1, failed_shard(step, rank, WRITERS, str(error)))
+            server.uploads.fail(RUN, 1, failed_shard(step, rank, WRITERS, str(error)))
 
 
 def use_ranks(root: Path, tell: Tell) -> None:

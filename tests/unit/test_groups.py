@@ -254,7 +254,7 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
 def sealed_first(bench: Bench) -> Manifest:
     """Have rank 0 write its shard of the first step, of two."""
     first = shard_manifest(1, 0)
-    return bench.server.seal(bench.server.lease(RUN, 1, first.nbytes).id, first)
+    return bench.server.uploads.seal(bench.server.uploads.lease(RUN, 1, first.nbytes).id, first)
 
 
 # -- what a ring forgets ----------------------------------------------------------------------------------------------
@@ -343,10 +343,10 @@ def test_a_writer_waits_for_no_memory_that_only_its_shard_frees(make_bench: Make
     bench.open(durable=False)
     sealed_first(bench)
     with pytest.raises(SnapshotFailedError) as caught:
-        bench.server.lease(RUN, 1, 2**21, writer=1, wait_s=30.0, cancelled=lambda: pytest.fail("it waits"))
+        bench.server.uploads.lease(RUN, 1, 2**21, writer=1, wait_s=30.0, cancelled=lambda: pytest.fail("it waits"))
     assert caught.value.reason is FailureReason.TOO_LARGE
-    bench.server.fail(RUN, 1, failed_shard(1, 1))
-    assert bench.server.lease(RUN, 1, 2**21, writer=1, wait_s=30.0)
+    bench.server.uploads.fail(RUN, 1, failed_shard(1, 1))
+    assert bench.server.uploads.lease(RUN, 1, 2**21, writer=1, wait_s=30.0)
 
 
 def test_a_rank_that_ends_may_drop_an_older_failure(ring: Ring) -> None:
@@ -365,7 +365,7 @@ def test_why_a_shard_failed_outlives_a_killed_server(make_bench: MakeBench, runt
     killed = make_bench(area=runtime_dir / "area")
     killed.open(durable=False)
     first = sealed_first(killed)
-    killed.server.fail(RUN, 1, failed_shard(1, 1))
+    killed.server.uploads.fail(RUN, 1, failed_shard(1, 1))
     killed.die()
     heir = make_bench(area=runtime_dir / "area")
     assert heir.server.ring.status_of(RUN_ID, first.snapshot) == (Status.ABORTED, "rank 1: no memory")
@@ -391,9 +391,9 @@ def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: Mak
     names = [shard_name(snapshot_name(9, 1, complete=True), writer) for writer in (0, 1)]
     first = apart_shard(9, 0, name=names[0], complete=True)
     second = sealed_apart(9, 1, name=names[1], complete=True)
-    upload = bench.server.lease(RUN, 1, first.nbytes)
+    upload = bench.server.uploads.lease(RUN, 1, first.nbytes)
     upload.slot.view(first.nbytes)[:] = shard_image(first)
-    bench.server.seal(upload.id, first)
+    bench.server.uploads.seal(upload.id, first)
     folder = Path(bench.tier().url) / first.snapshot
     until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
     bench.server.end_session("rank 0")

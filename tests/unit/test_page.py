@@ -235,7 +235,7 @@ def test_the_document_says_what_there_is(bench: Bench, browser: Browser) -> None
     tier.open.clear()
     bench.save(2, attempt=2, nbytes=2000, created_unix_s=time.time())
     coming = manifest_of(3, 2, 4000)
-    bench.server.lease(f"run@{RUN_ID}", 2, 4000, manifest=coming)
+    bench.server.uploads.lease(f"run@{RUN_ID}", 2, 4000, manifest=coming)
     shown = browser.enter().document()
     (run,) = shown["runs"]
     assert (run["name"], run["attempt"], run["state"]) == ("run", 2, "training")
@@ -254,8 +254,8 @@ def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browse
     """A server that has one of two shards, and stored that, knows nothing of the other one."""
     bench.open()
     one = shard_manifest(1, writer=0)
-    upload = bench.server.lease(f"run@{RUN_ID}", 1, one.nbytes)
-    bench.server.seal(upload.id, one)
+    upload = bench.server.uploads.lease(f"run@{RUN_ID}", 1, one.nbytes)
+    bench.server.uploads.seal(upload.id, one)
 
     def shown() -> tuple[str, list[int]]:
         (snapshot,) = browser.document()["runs"][0]["snapshots"]

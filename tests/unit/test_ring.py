@@ -126,7 +126,7 @@ def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
 def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
     bench.open()
     with pytest.raises(SnapshotFailedError, check=FailureReason.TOO_LARGE.caused):
-        bench.server.lease(RUN, 1, 65 * MIB)
+        bench.server.uploads.lease(RUN, 1, 65 * MIB)
 
 
 @pytest.mark.parametrize("slots", [3, None])
@@ -152,7 +152,7 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
 
     sealed = bench.save(1)
     monkeypatch.setattr(SlotMemory, "create", slow)
-    leasing = threading.Thread(target=lambda: bench.server.lease(RUN, 1, 1000))
+    leasing = threading.Thread(target=lambda: bench.server.uploads.lease(RUN, 1, 1000))
     leasing.start()
     assert making.wait(120)
     began = time.monotonic()
@@ -183,7 +183,7 @@ def test_memory_that_cannot_be_had_leaves_no_slot_behind(bench: Bench, monkeypat
     monkeypatch.setattr(slot_module, "available_bytes", lambda: MIB)
     for _ in range(5):
         with pytest.raises(TierError, match=r"\b1\.05 MB"):
-            bench.server.lease(RUN, 1, 4 * MIB)
+            bench.server.uploads.lease(RUN, 1, 4 * MIB)
     monkeypatch.undo()
     bench.save(1)
 
@@ -207,12 +207,12 @@ def test_two_runs_of_one_name_live_side_by_side(bench: Bench) -> None:
 
 def test_earlier_attempts_are_refused(bench: Bench) -> None:
     bench.open()
-    upload = bench.server.lease(RUN, 1, 100)
+    upload = bench.server.uploads.lease(RUN, 1, 100)
     bench.open(attempt=2)
     with pytest.raises(FencedError):
         bench.save(5, attempt=1)
     with pytest.raises(FencedError):
-        bench.server.seal(upload.id, manifest_of(1, nbytes=100))
+        bench.server.uploads.seal(upload.id, manifest_of(1, nbytes=100))
     assert len(bench.server.uploads) == 0
     with pytest.raises(FencedError):
         bench.open(attempt=1)
@@ -253,7 +253,7 @@ def test_an_overtaken_attempt_is_logged_once(bench: Bench, session: str, caplog:
 
 def test_a_run_that_is_not_known_is_to_be_opened(bench: Bench) -> None:
     with pytest.raises(SnapshotNotFoundError, match=RUN):
-        bench.server.lease(RUN, 1, 100)
+        bench.server.uploads.lease(RUN, 1, 100)
 
 
 def test_what_came_before_the_fence_is_uploaded_for_this_one(bench: Bench) -> None:
@@ -400,11 +400,11 @@ def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:
     """A dead trainer's file that arrives late, by attempt, step or time."""
     bench.open(attempt=2)
     newest = bench.file("last.ckpt", 9, attempt=2, created_unix_s=50.0)
-    upload = bench.server.lease(RUN, 2, 1000)
+    upload = bench.server.uploads.lease(RUN, 2, 1000)
     with upload.slot.view(1000) as view:
         view[:] = image_of(20, 1000)
     with pytest.raises(FencedError):
-        bench.server.seal(upload.id, manifest_of(20, 1, name="last.ckpt", file="", created_unix_s=60.0))
+        bench.server.uploads.seal(upload.id, manifest_of(20, 1, name="last.ckpt", file="", created_unix_s=60.0))
     with pytest.raises(FencedError):
         bench.file("last.ckpt", 8, attempt=2, created_unix_s=60.0)
     assert len(bench.server.uploads) == 0
@@ -431,13 +431,13 @@ def test_a_dead_trainers_file_does_not_replace_a_newer_one(make_bench: MakeBench
 
 def test_parts_must_all_have_arrived(bench: Bench) -> None:
     bench.open()
-    upload = bench.server.lease(RUN, 1, 100)
+    upload = bench.server.uploads.lease(RUN, 1, 100)
     manifest = manifest_of(1, nbytes=100).sealed(memoryview(bytes(100)))
     with pytest.raises(CorruptSnapshotError, check=lambda error: error.part == 0):
-        bench.server.commit(upload.id, manifest)
+        bench.server.uploads.commit(upload.id, manifest)
     assert bench.committed() == []
     with pytest.raises(SnapshotNotFoundError):
-        bench.server.find_upload(upload.id)
+        bench.server.uploads.find(upload.id)
 
 
 # -- what readers and tiers see ---------------------------------------------------------------------------------------
@@ -786,11 +786,11 @@ def test_without_a_container_the_limit_is_the_hosts(tmp_path: Path, monkeypatch:
 
 def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
     bench.open(run_id="")
-    upload = bench.server.lease("run", 1, 100)
+    upload = bench.server.uploads.lease("run", 1, 100)
     with upload.slot.view(100) as view:
         view[:] = image_of(1, 100)
     old = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100)
-    bench.server.seal(upload.id, old)
+    bench.server.uploads.seal(upload.id, old)
     assert [manifest.name for slot in bench.server.committed("run") if (manifest := slot.manifest)] == [old.name]
 
 
@@ -823,12 +823,12 @@ def test_a_token_holder_has_few_registers_that_failed(bench: Bench) -> None:
     bench.open(durable=False)
     for writer in range(5):
         for step in range(20):
-            bench.server.fail(f"run@{RUN_ID}", 1, failed_shard(step, writer, 5))
+            bench.server.uploads.fail(f"run@{RUN_ID}", 1, failed_shard(step, writer, 5))
     assert len(bench.committed()) == MOST_ABORTED
     forged = failed_shard(99, 0, 5)
-    upload = bench.server.lease(f"run@{RUN_ID}", 1, 0, manifest=forged)
+    upload = bench.server.uploads.lease(f"run@{RUN_ID}", 1, 0, manifest=forged)
     with pytest.raises(SettingsError):
-        bench.server.commit(upload.id, forged)
+        bench.server.uploads.commit(upload.id, forged)
     assert len(bench.committed()) == MOST_ABORTED
 
 

@@ -92,10 +92,10 @@ def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
     bench.open()
     file = io.BytesIO()
     torch.save({"step": 1, "large": torch.arange(LARGE)}, file)
-    upload = bench.server.lease(RUN, 1, len(file.getvalue()))
+    upload = bench.server.uploads.lease(RUN, 1, len(file.getvalue()))
     with upload.slot.view(upload.nbytes) as view:
         view[:] = file.getvalue()
-    sealed = bench.server.seal(upload.id, manifest_of(1, 1, upload.nbytes))
+    sealed = bench.server.uploads.seal(upload.id, manifest_of(1, 1, upload.nbytes))
     attached(bench)
 
     def look(location: Any) -> Survey:

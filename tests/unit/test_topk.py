@@ -51,10 +51,10 @@ def moved(image: bytes, step: int) -> bytes:
 
 def commit(pair: Pair, step: int, image: bytes, numbers: Any = NUMBERS, **fields: Any) -> Manifest:
     """Commit a snapshot at the trainer's server, and wait for nothing."""
-    upload = pair.near.server.lease(RUN, 1, len(image), wait_s=60)
+    upload = pair.near.server.uploads.lease(RUN, 1, len(image), wait_s=60)
     with upload.slot.view(len(image)) as view:
         view[:] = image
-    return pair.near.server.seal(upload.id, manifest_of(step, 1, len(image), **fields), floats=numbers)
+    return pair.near.server.uploads.seal(upload.id, manifest_of(step, 1, len(image), **fields), floats=numbers)
 
 
 def at_far(pair: Pair, step: int, *, exact: bool) -> Slot | None:
