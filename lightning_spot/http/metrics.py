@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 
 METRICS = {
     "build_info": Metric("gauge", ("version", "protocol"), "Version of this server; always 1."),
-    "ring_slots": Metric("gauge", ("state",), "Slots: free, filling, pending (not uploaded yet) or committed."),
+    "ring_slots": Metric("gauge", ("state",), "Slots: free, filling, pending (not uploaded yet) or held."),
     "ring_bytes": Metric("gauge", (), "Memory of all slots."),
     "ring_limit_bytes": Metric("gauge", (), "Most memory that slots may have."),
     "ring_full": Metric("gauge", (), "1 if there is no room for one more snapshot, else 0."),

@@ -360,7 +360,7 @@ class Service:
     def _check_key(self, scope: Scope, key: str) -> None:
         """Each name that is known of what lies under a key must be covered."""
         info = self.server.registry.info(key)
-        for slot in self.server.ring.committed(key):
+        for slot in self.server.ring.contents(key):
             if slot.manifest is not None:
                 _check_name(scope, slot.manifest.run)
         if info is not None:
@@ -564,7 +564,7 @@ class RunRequests:
         key = self._server.registry.key(run)
         listed = [
             {"manifest": slot.manifest.to_dict(), "dirty": self._server.ring.owed([slot]), "safe": slot.safe}
-            for slot in self._server.ring.committed(key)
+            for slot in self._server.ring.contents(key)
             if slot.manifest is not None
         ]
         refused = [manifest.to_dict() for manifest in self._server.reconciler.refused(key)]

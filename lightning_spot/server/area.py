@@ -238,7 +238,7 @@ class SlotArea:
                 slot.memory.path = None  # it stays where it is
                 slot.memory.close()
             raise
-        slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.COMMITTED
+        slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.HELD
         slot.writer = manifest.shard.writer if manifest.shard is not None else 0
         slot.commit.at_s = time.monotonic()
         text = "took over snapshot {about} of run {run} from an earlier server"

@@ -234,7 +234,7 @@ class Registry:
         """
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
-        for slot in self._ring.committed():
+        for slot in self._ring.contents():
             if (manifest := slot.manifest) is not None and slot.run not in runs:
                 left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")
                 runs[slot.run] = (Run(left), False)

@@ -192,7 +192,7 @@ class Ring:
     def forget_refusals(self, run: str) -> None:
         """A later attempt writes from here now, or the trainer is gone: what tiers refused is owed to them again."""
         with self.changed:
-            for slot in self.committed(run):
+            for slot in self.contents(run):
                 if slot.refused and slot.snapshot is not None:
                     slot.seen = {url: mark for url, mark in slot.seen.items() if mark is not Mark.REFUSED}
                     self._record(slot)
@@ -209,7 +209,7 @@ class Ring:
     def settle(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
         with self.changed:
-            unsettled = [(slot, slot.snapshot) for slot in self.committed(run) if not slot.durable_or_superseded]
+            unsettled = [(slot, slot.snapshot) for slot in self.contents(run) if not slot.durable_or_superseded]
             meant = [slot for slot, of in unsettled if of is not None and of.lineage == lineage and of.order <= order]
             for slot in meant:
                 slot.durable_or_superseded = True
@@ -307,10 +307,10 @@ class Ring:
                 self.known.seen_registers[run, name] = dict(registers)
                 self.touch(run)
 
-    # -- what is committed ----------------------------------------------------------------------------------------
+    # -- what slots hold ------------------------------------------------------------------------------------------
 
-    def committed(self, run: str | None = None, writer: int | None = None) -> list[Slot]:
-        """Slots that hold a committed snapshot, newest first; if only these are meant, of a run, or a writer of it."""
+    def contents(self, run: str | None = None, writer: int | None = None) -> list[Slot]:
+        """Slots that hold something, newest first; if only these are meant, of a run, or of a writer of it."""
         with self.changed:
             slots: Iterable[Slot] = self.slots
             if run is not None:
@@ -336,7 +336,7 @@ class Ring:
         """
         with self.changed:
             found: dict[Held, Manifest] = {}
-            slots = [slot for slot in self.committed(run) if slot.manifest is not None]
+            slots = [slot for slot in self.contents(run) if slot.manifest is not None]
             together: dict[Slot, tuple[Held, Manifest]] = {}
             for group in self.view(run).groups:
                 if group.is_here and group.manifest.shard is not None and (whole := self._as_one(group)) is not None:
@@ -395,7 +395,7 @@ class Ring:
                 ) from error
 
     def find(self, run: str, name: str) -> Slot | None:
-        """The slot that holds a committed snapshot, if any."""
+        """The slot that holds a snapshot, shard or file of that name, if any."""
         with self.changed:
             return next(iter(self._named(run, name)), None)
 
@@ -524,7 +524,7 @@ class Ring:
                 self._forget(other)
             released = [memory for other in found.release if (memory := self._take_memory(other)) is not None]
             slot = found.slot or self.slots.new()
-            if slot.state is SlotState.COMMITTED:
+            if slot.state is SlotState.HELD:
                 self._forget(slot)
             slot.is_prefault = spare
             slot.buffer.reserved_bytes = capacity if slot.memory is None else 0
@@ -581,7 +581,7 @@ class Ring:
             return bool(held) and all(slot in waiting for slot in held)
 
     def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
-        """Make the filled slot a committed snapshot; an older one of the same run and name is dropped.
+        """Have a filled slot hold what is in it; what was held of the same run by that name is dropped.
 
         Args:
             slot: a leased slot whose bytes fit ``manifest``.
@@ -630,7 +630,7 @@ class Ring:
             slot = next(free, None) or self.slots.new()
             self._take(slot, run, manifest.shard.writer)
             self._commit(slot, manifest)
-            mine = [each.manifest for each in self.committed(run)]
+            mine = [each.manifest for each in self.contents(run)]
             failures = [each for each in mine if each is not None and each.why_failed]
             for each in failures[MOST_ABORTED:]:
                 for other in self.registers(run, each.snapshot).values():  # without it, they would be waiting for it
@@ -661,7 +661,7 @@ class Ring:
                 self._forget(slot)
                 self.notify()
 
-    # -- what is committed ----------------------------------------------------------------------------------------
+    # -- what goes ------------------------------------------------------------------------------------------------
 
     def trim(self, run: str, keep: int) -> None:
         """Forget what is superseded of a run, see :meth:`View.superfluous`."""
@@ -757,7 +757,7 @@ class Ring:
         now_s, of_writer = time.monotonic(), self.slots.of(slot.run).writers.get(slot.writer, ())
         before_s = max((each.commit.at_s for each in of_writer if each.snapshot is not None), default=float("-inf"))
         self._sequence += 1
-        slot.manifest, slot.state = manifest, SlotState.COMMITTED
+        slot.manifest, slot.state = manifest, SlotState.HELD
         slot.commit.sequence, slot.commit.at_s, slot.commit.after_s = self._sequence, now_s, now_s - before_s
         self.slots.note(slot)
         self._record(slot)
@@ -818,7 +818,7 @@ class Ring:
 
 
 class Base:
-    """A committed snapshot, pinned so that it stays as it is.
+    """A snapshot or shard that a slot holds, pinned so that it stays as it is.
 
     Args:
         ring: that holds it.
@@ -841,7 +841,7 @@ class Base:
             writer: if the shard of a writer is meant, its number.
         """
         with ring.changed:
-            for slot in ring.committed(run, writer):
+            for slot in ring.contents(run, writer):
                 manifest, shard = slot.snapshot, slot.shard
                 if manifest is None or (shard.writer if shard is not None else None) != writer:
                     continue
@@ -858,7 +858,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """A committed snapshot that is looked at without being pinned.
+    """A snapshot or shard that a slot holds, which is looked at without being pinned.
 
     Attributes:
         manifest: of it.

@@ -37,7 +37,8 @@ class SlotState(enum.Enum):
 
     FREE = "free"
     FILLING = "filling"
-    COMMITTED = "committed"
+    HELD = "held"
+    """It holds a snapshot, a shard of one that may still be pending, a file, or why there will be no shard."""
 
 
 class Making(enum.Enum):
@@ -133,7 +134,7 @@ class Slot:
         buffer: its memory.
         run: key of the run that fills or holds it.
         writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
-        manifest: the committed snapshot, or shard of one. A shard that failed is of no bytes, and needs no memory.
+        manifest: of what it holds. A shard that failed is of no bytes, and needs no memory.
         commit: how what it holds was committed.
         seen: what was seen of it at places below, by URL.
         durable_or_superseded: whether its sender said that it, or a newer one of its lineage, is durable.
@@ -169,7 +170,7 @@ class Slot:
 
     @property
     def snapshot(self) -> Manifest | None:
-        """The committed snapshot, or shard of one, if it holds one that is no user's file."""
+        """The snapshot, or shard of one, that it holds, if that is no user's file."""
         return self.manifest if self.manifest is not None and not self.manifest.is_file else None
 
     @property
@@ -330,7 +331,7 @@ class Held:
 
     @classmethod
     def of(cls, slots: Iterable[Slot]) -> Held:
-        """What committed slots hold now."""
+        """What slots hold now."""
         held = [(slot, slot.manifest) for slot in slots if slot.manifest is not None]
         return cls(tuple(slot for slot, _ in held), tuple(manifest for _, manifest in held))
 
@@ -726,7 +727,7 @@ class Placement:
 
     Attributes:
         slot: the slot to take; ``None`` for a new one.
-        forget: committed slots whose snapshots make room.
+        forget: slots that hold what makes room.
         release: slots whose memory is given back.
         outgrown: whether the slot is too small, and only what is superseded is dropped with its memory.
     """
@@ -741,7 +742,7 @@ class Placement:
         """Whether memory is made, and no snapshot dropped for it that anybody would miss."""
         if self.outgrown:
             return True
-        if self.forget or (self.slot is not None and self.slot.state is SlotState.COMMITTED):
+        if self.forget or (self.slot is not None and self.slot.state is SlotState.HELD):
             return False
         return bool(self.release) or self.slot is None or not self.slot.capacity
 
@@ -851,7 +852,7 @@ def why_full(slots: Slots, run: str, limits: Limits, views: list[View], now_s: f
             reasons[f"not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"] += 1
         elif slot.readers:
             reasons["being read"] += 1
-        elif slot.state is SlotState.COMMITTED and slot not in idle:
+        elif slot.state is SlotState.HELD and slot not in idle:
             reasons["the newest of its run and safe nowhere else, or not complete yet"] += 1
     share = ""
     if limits.run_memory_bytes is not None:

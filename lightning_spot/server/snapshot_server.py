@@ -158,9 +158,9 @@ class SnapshotServer:
             found["persisted"] = told.persisted_step, told.persisted_unix_s
         return found
 
-    def committed(self, run: str) -> list[Slot]:
-        """Slots with the committed snapshots and files of a run, newest first."""
-        return self.ring.committed(self.registry.key(run))
+    def contents(self, run: str) -> list[Slot]:
+        """Slots with the snapshots, shards and files of a run, newest first."""
+        return self.ring.contents(self.registry.key(run))
 
     def awaited(
         self, run: str, name: str, wait_s: float, cancelled: Callable[[], bool] = lambda: False
@@ -505,7 +505,7 @@ class SnapshotServer:
     def _take_over(self) -> None:
         """Go on with what a killed server left; of runs without snapshots, with no more than there may be."""
         area, registry = self.ring.area, self.registry
-        left = [(not self.ring.committed(each.info.key), each) for each in (area.runs() if area is not None else ())]
+        left = [(not self.ring.contents(each.info.key), each) for each in (area.runs() if area is not None else ())]
         for is_empty, each in sorted(left, key=lambda item: item[0]):
             info = each.info
             if area is not None and is_empty and len(registry.runs) >= MOST_RUNS:

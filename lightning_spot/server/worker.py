@@ -213,7 +213,7 @@ class Reconciler(Observations):
     def refused(self, run: str) -> list[Manifest]:
         """Files of a run that a tier has refused for good, and that were not saved again since."""
         with self._ring.changed:
-            slots = self._ring.committed(run)
+            slots = self._ring.contents(run)
             refused = [slot.manifest for slot in slots if slot.manifest is not None and slot.refused]
             found = {item.name: item for item in [*refused, *self._refused.get(run, {}).values()] if item.is_file}
             return list(found.values())

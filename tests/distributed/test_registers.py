@@ -196,7 +196,7 @@ def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_b
         ranks.server.uploads.fail(RUN, 1, failed)
     elif known_by == "other places" and failed.shard is not None:
         ring.see(RUN_ID, failed.snapshot, {1: failed.shard})
-    for slot in ring.committed(RUN_ID):
+    for slot in ring.contents(RUN_ID):
         assert slot.manifest is not None
         ring.mark(Held.of([slot]), "spot://first/run", Mark.SAFE)
     assert [run["state"] for run in ranks.server.listed()] == ["training"]
@@ -206,7 +206,7 @@ def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_b
 def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -> None:
     manifest = ranks.write(1, 0, complete=True)
     assert [run["state"] for run in ranks.server.listed()] == ["training"]
-    ring, (slot,) = ranks.server.ring, ranks.server.committed(RUN)
+    ring, (slot,) = ranks.server.ring, ranks.server.contents(RUN)
     if known_by == "its registers":
         for rank in (1, 2):
             ranks.write(1, rank, complete=True)

@@ -97,7 +97,7 @@ class Training:
     def at_servers(self) -> dict[int, dict[str, Any]]:
         """The parameters in each snapshot of which servers have all shards between them, by their steps."""
         shards: dict[str, dict[int, tuple[Manifest, bytearray]]] = {}
-        for slot in [slot for server in self.servers.values() for slot in server.ring.committed()]:
+        for slot in [slot for server in self.servers.values() for slot in server.ring.contents()]:
             if slot.manifest is not None and slot.shard is not None:
                 shards.setdefault(slot.manifest.snapshot, {})[slot.shard.writer] = slot.manifest, bytearray(slot.view())
         whole = [there for there in shards.values() if len(there) == there[min(there)][0].shard.writers]  # type: ignore[union-attr]

@@ -350,7 +350,7 @@ class Damaging:
         return manifest
 
     def damage(self) -> None:
-        slot = self.host._server.ring.committed()[0]
+        slot = self.host._server.ring.contents()[0]
         with slot.view() as image:
             image[100] ^= 1
         slot.buffer.checked_s = float("-inf")  # as long ago
@@ -490,7 +490,7 @@ def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) ->
             stores[durable].fail(TierError("full"))
     save(50, 2, [str(tmp_path / "files")], name="best.ckpt", file="")
     until(lambda: (tmp_path / "files" / "best.ckpt").exists(), "the file")
-    until(lambda: len([slot for slot in host._server.ring.committed() if slot.safe]) == 2, "the server to know")
+    until(lambda: len([slot for slot in host._server.ring.contents() if slot.safe]) == 2, "the server to know")
     assert host.safe_step() is None
     newest = manifest_of(50, 2)
     safety = Safety(writer_of(host, committed=newest))

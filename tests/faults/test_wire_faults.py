@@ -75,7 +75,7 @@ def test_a_base_that_is_not_the_same_at_both_ends_does_no_harm(
     pair.open(compression=compression)
     image = bytearray(floats(1, MIB))
     pair.near.bring(1, bytes(image))
-    slot = next(slot for slot in pair.near.server.committed(RUN))
+    slot = next(slot for slot in pair.near.server.contents(RUN))
     slot.view()[500_000] ^= 1  # the memory of the sender's host is at fault
     if compression == "off":
         image[:1000] = bytes(1000)
@@ -130,7 +130,7 @@ def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: 
         upload.slot.view(len(image))[:] = image
         pair.near.server.uploads.seal(upload.id, manifest_of(2, 1, len(image)))
         until(lambda: any(health.failures_total for health in pair.near.server.tiers().values()), "the put to fail")
-        assert [manifest.step for slot in pair.far.server.committed(RUN) if (manifest := slot.manifest)] == [1]
+        assert [manifest.step for slot in pair.far.server.contents(RUN) if (manifest := slot.manifest)] == [1]
         proxy.cut_after = None
         assert pair.near.flush() == []
         pair.check(2, bytes(image))

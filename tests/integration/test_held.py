@@ -53,7 +53,7 @@ def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make_bench: Cal
             assert bench.flush() == []
     status = bench.servers[FIRST].ring.status()
     assert snapshot_name(2, 1, complete=True) in [slot["snapshot"] for slot in status["slots"]]
-    assert bench.servers[FIRST].committed(f"run@{3:012x}")
+    assert bench.servers[FIRST].contents(f"run@{3:012x}")
     assert not [slot for slot in status["slots"] if slot["safe"] or slot["dirty"]]  # it wrote, and promises, nothing
 
 
@@ -64,11 +64,11 @@ def test_the_last_word_is_said_when_the_trainers_server_ends(with_servers: MakeW
     bench.tier().open.clear()
     bench.save(1)
     until(lambda: bench.held(FIRST), "the snapshot server to have it")
-    assert not bench.servers[FIRST].committed(RUN)[0].durable_or_superseded  # it is not durable yet
+    assert not bench.servers[FIRST].contents(RUN)[0].durable_or_superseded  # it is not durable yet
     bench.tier().open.set()
     assert bench.flush() == []
     bench.server.close()
-    assert bench.servers[FIRST].committed(RUN)[0].durable_or_superseded
+    assert bench.servers[FIRST].contents(RUN)[0].durable_or_superseded
 
 
 def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> None:
@@ -78,14 +78,14 @@ def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> 
         bench.save(step, attempt=2, lineage=lineage)
     bench.open(attempt=2, persisted=snapshot_name(3, 2), lineage="1" * 12)
     settled = {
-        slot.manifest.step for slot in bench.server.committed(RUN) if slot.manifest and slot.durable_or_superseded
+        slot.manifest.step for slot in bench.server.contents(RUN) if slot.manifest and slot.durable_or_superseded
     }
     assert settled == {1, 3} & set(bench.committed())
     with pytest.raises(FencedError):
         bench.open(attempt=1, persisted=snapshot_name(5, 2), lineage="1" * 12)
     bench.open(attempt=2, persisted="best.ckpt", lineage="1" * 12)  # no name of a snapshot
     assert settled == {
-        slot.manifest.step for slot in bench.server.committed(RUN) if slot.manifest and slot.durable_or_superseded
+        slot.manifest.step for slot in bench.server.contents(RUN) if slot.manifest and slot.durable_or_superseded
     }
     bench.save(6, attempt=2, lineage="1" * 12)
     bench.save(7, attempt=2, lineage="1" * 12)
@@ -167,7 +167,7 @@ def test_what_a_server_left_in_a_second_directory_is_taken_over(
     assert sorted(heir.committed(OTHER_ID)) == [1, 2]
     assert heir.server.claimed(RUN) == 3
     assert not beside.exists()
-    for slot in heir.server.ring.committed():
+    for slot in heir.server.ring.contents():
         slot.manifest.verify(slot.view(), "memory")
 
 

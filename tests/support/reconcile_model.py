@@ -121,9 +121,7 @@ class Place:
         if all(slot.manifest is None or slot.manifest.name != manifest.name for slot in self.slots):
             self.sequence += 1
             assert manifest.shard is not None
-            slot = Slot(
-                self.sequence, SlotState.COMMITTED, Buffer(None, manifest.nbytes), RUN_ID, manifest.shard.writer
-            )
+            slot = Slot(self.sequence, SlotState.HELD, Buffer(None, manifest.nbytes), RUN_ID, manifest.shard.writer)
             slot.manifest, slot.commit = manifest, Commit(self.sequence, now_s)
             self.slots.append(slot)
 

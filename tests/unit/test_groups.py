@@ -62,7 +62,7 @@ class Slots:
         return self._slot(failed_shard(step, writer), nbytes=0)
 
     def _slot(self, manifest: Any, *, at_s: float = 0.0, nbytes: int = 2**20, refused: str = "") -> Slot:
-        slot = Slot(len(self.all), SlotState.COMMITTED, Buffer(None, nbytes), RUN_ID, manifest=manifest)
+        slot = Slot(len(self.all), SlotState.HELD, Buffer(None, nbytes), RUN_ID, manifest=manifest)
         slot.commit = Commit(len(self.all), at_s)
         slot.seen = {refused: Mark.REFUSED} if refused else {}
         slot.writer = manifest.shard.writer if manifest.shard is not None else 0
@@ -293,7 +293,7 @@ def test_a_shard_is_looked_at_if_the_others_are_done_with(ring: Ring, what: str)
     manifest = sealed_shard(1, 0, 5)
     put(ring, manifest)
     if what == "safe":
-        ring.mark(Held.of(ring.committed(RUN_ID)), STORAGE, Mark.SAFE)
+        ring.mark(Held.of(ring.contents(RUN_ID)), STORAGE, Mark.SAFE)
     elif what == "settled":
         ring.settle(RUN_ID, manifest.lineage, manifest.order)
     elif what == "committed":

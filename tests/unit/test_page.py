@@ -243,7 +243,7 @@ def test_the_document_says_what_there_is(bench: Bench, browser: Browser) -> None
     assert states == [(2, 2000, "uploading"), (1, 1000, "persisted")]
     assert shown["uploads"] == [{"run": "run", "name": coming.name, "nbytes": 4000, "received_bytes": 0}]
     assert shown["memory_bytes"] == 64 * MIB
-    assert {state: each["count"] for state, each in shown["slots"].items()} == {"free": 0, "filling": 1, "committed": 2}
+    assert {state: each["count"] for state, each in shown["slots"].items()} == {"free": 0, "filling": 1, "held": 2}
     (place,) = shown["tiers"]
     assert (place["error"], place["flushed"], place["flushed_bytes"]) == ("", 1, 1000)
     assert place["bytes_per_s"] > 0
@@ -263,7 +263,7 @@ def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browse
 
     browser.enter()
     assert shown() == ("incomplete", [1, 2])
-    (slot,) = bench.server.ring.committed(RUN_ID)
+    (slot,) = bench.server.ring.contents(RUN_ID)
     assert slot.manifest is not None
     bench.server.ring.mark(Held.of([slot]), str(bench.root / f"tier-{RUN_ID}"), Mark.SAFE)
     bench.server.ring.mark_committed(RUN_ID, one.lineage, one.order)

@@ -26,7 +26,7 @@ class Quick(Bench):
         return super().open(session=TRAINER, **more)
 
     def newest(self) -> Slot:
-        return self.server.committed(RUN)[0]
+        return self.server.contents(RUN)[0]
 
     def keep_apart(self) -> None:
         """Save a first one that took the durable tier so long that it takes no other one in quick succession."""

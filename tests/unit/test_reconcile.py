@@ -321,7 +321,7 @@ class Situation:
         self.add(replace(manifest_of(1), name=words[0], file=""), words, fields)
 
     def add(self, manifest: Manifest, words: list[str], fields: dict[str, str]) -> None:
-        slot = Slot(len(self.slots), SlotState.COMMITTED, run=RUN_ID, manifest=manifest)
+        slot = Slot(len(self.slots), SlotState.HELD, run=RUN_ID, manifest=manifest)
         slot.writer = manifest.shard.writer if manifest.shard is not None else 0
         slot.commit = Commit(len(self.slots) + 1, float(fields.get("at", self.now_s)))
         slot.commit.after_s = float(fields.get("after", "inf"))

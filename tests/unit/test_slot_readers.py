@@ -122,7 +122,7 @@ def test_shared_data_is_read_only_and_data_read_alone_not_copied(
     bench = make_bench()
     bench.open()
     manifest = bench.save(1)
-    (slot,) = bench.server.committed(RUN)
+    (slot,) = bench.server.contents(RUN)
     attached(bench)
     source = MemorySource("", RUN)
     snapshot = source.open(manifest, shared=True)
@@ -144,7 +144,7 @@ def test_a_slot_that_is_damaged_is_found_as_it_is_copied(
     bench = make_bench()
     bench.open()
     manifest = bench.save(1)
-    (slot,) = bench.server.committed(RUN)
+    (slot,) = bench.server.contents(RUN)
     with slot.view(1000) as view:
         view[500] ^= 1
     attached(bench)

@@ -164,7 +164,7 @@ def test_the_writer_has_slots_made_one_after_the_other(desk: Desk) -> None:
     until(lambda: desk.writer.ready, "the first slot")
     assert slots_of(desk) == ["free"]
     desk.begin(1, desk.checkpoint()).result(120)
-    until(lambda: slots_of(desk) == ["committed", "free"], "the second one")
+    until(lambda: slots_of(desk) == ["held", "free"], "the second one")
     for step in range(2, 6):
         assert desk.host.flush(30) == []
         desk.begin(step, desk.checkpoint()).result(120)
@@ -351,7 +351,7 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
 
     def slot(index: int, run: str, step: int, nbytes: int) -> Slot:
         manifest = manifest_of(step, nbytes=nbytes, run_id=run)
-        state = SlotState.COMMITTED
+        state = SlotState.HELD
         seen = {"tier": Mark.SAFE}
         return Slot(index, state, Buffer(None, nbytes), run, manifest=manifest, commit=Commit(step), seen=seen)
 

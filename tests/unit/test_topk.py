@@ -266,7 +266,7 @@ def test_memory_keeps_the_newest_exact_snapshot_whatever_follows() -> None:
     def slot(index: int, step: int, exact: bool) -> Slot:
         manifest = manifest_of(step)
         manifest = manifest if exact else manifest.inexact()
-        return Slot(index, state=SlotState.COMMITTED, run=RUN_ID, manifest=manifest, commit=Commit(index))
+        return Slot(index, state=SlotState.HELD, run=RUN_ID, manifest=manifest, commit=Commit(index))
 
     slots = [slot(0, 1, True), slot(1, 2, True), slot(2, 3, False), slot(3, 4, False)]
     assert View(slots).newest == {slots[1], slots[3]}
