@@ -273,7 +273,7 @@ class Registry:
         mine = sum(run.client == client for run in self.runs.values())
         if mine < MOST_RUNS - len(self.runs):
             return ""
-        held, needed = self._ring.held()
+        held, needed = self._ring.occupants()
         ages = [
             (key in held, run.opened_s, key)
             for key, run in self.runs.items()

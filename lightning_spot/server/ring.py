@@ -698,7 +698,7 @@ class Ring:
             self.notify()
             return manifest, urls
 
-    def held(self) -> tuple[set[str], set[str]]:
+    def occupants(self) -> tuple[set[str], set[str]]:
         """Keys of runs that have slots here, and of those among them of which one must stay, or is being filled."""
         with self.changed:
             held = [slot for slot in self.slots if slot.state is not SlotState.FREE]
