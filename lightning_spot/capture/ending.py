@@ -368,7 +368,7 @@ class Ending:
     def _is_aborted(self, manifest: Manifest) -> bool:
         """Whether a snapshot of several ranks will never be there, since one of them has failed."""
         pending = (Status.PENDING, "")
-        return self._writer.link.ask(lambda host: host.awaited(manifest.snapshot, 0.0), pending)[0] is Status.ABORTED
+        return self._writer.link.ask(lambda host: host.wait_for(manifest.snapshot, 0.0), pending)[0] is Status.ABORTED
 
     def _write_here(self, last: LastState) -> bool:
         """Store the state of the end from this process: no ring has it."""

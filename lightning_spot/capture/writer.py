@@ -455,7 +455,7 @@ class SnapshotWriter:
             if (host := self.link.wait(within(deadline_s))) is None:
                 raise self.link.missing()
             try:
-                status, why = host.awaited(name, min(_SLICE_S, within(deadline_s)))
+                status, why = host.wait_for(name, min(_SLICE_S, within(deadline_s)))
             except ServerUnreachableError as error:
                 self.link.lose(host, error)
                 if self.link.host is host:  # there is no way to another

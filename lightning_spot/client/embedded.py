@@ -271,8 +271,8 @@ class EmbeddedHost:
         body = {"attempt": self.attempt, "manifest": failed(manifest, why).to_dict()}
         self._call("POST", f"/v1/runs/{quoted(self.run)}/fail", body, again=True)
 
-    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
-        """See :meth:`Host.awaited`."""
+    def wait_for(self, name: str, wait_s: float) -> tuple[Status, str]:
+        """See :meth:`Host.wait_for`."""
         path, limit_s = f"/v1/runs/{quoted(self.run)}/awaited", wait_s + self.server_call_timeout_s
         answer = self._call("POST", path, {"name": name, "wait_s": wait_s}, limit_s=limit_s, again=True)
         return Status(answer["status"]), str(answer["why"])

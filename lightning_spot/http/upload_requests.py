@@ -317,7 +317,7 @@ class UploadRequests:
         only_same_host(request)
         run, body = request.match_info["run"], await json_body(request)
         name, wait_s = text(body, "name"), seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
-        ask = functools.partial(self._server.awaited, run, name, wait_s, request[ACCEPTED].gone.done)
+        ask = functools.partial(self._server.wait_for, run, name, wait_s, request[ACCEPTED].gone.done)
         status, why = await self._wait(request, ask)
         return web.json_response({"status": status.value, "why": why})
 

@@ -42,7 +42,7 @@ class Host(Protocol):
     """A ring on this host, as one rank sees it, over a connection of its own. Methods may be called from any thread.
 
     Several ranks write a snapshot as shards, each into slots of its own. A shard of a writer is there, or failed, once
-    and for all; when all are there, the snapshot counts. Nobody waits for another rank, but who calls :meth:`awaited`.
+    and for all; when all are there, the snapshot counts. Only :meth:`wait_for` waits for other ranks.
 
     Every call ends: one that is not answered within ``server_call_timeout_s``, beyond what it was told to wait, raises
     :class:`~lightning_spot.errors.ServerUnreachableError`. Only :meth:`seal` may take longer, by the snapshot's size.
@@ -118,7 +118,7 @@ class Host(Protocol):
             why: for people.
         """
 
-    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
+    def wait_for(self, name: str, wait_s: float) -> tuple[Status, str]:
         """Wait until a snapshot counts or never will, as this ring and the tiers below it know.
 
         Args:
@@ -245,9 +245,9 @@ class InProcessHost:
         """See :meth:`Host.fail`."""
         self._server.uploads.fail(self.run, self.attempt, failed(manifest, why))
 
-    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
-        """See :meth:`Host.awaited`."""
-        return self._server.awaited(self.run, name, wait_s)
+    def wait_for(self, name: str, wait_s: float) -> tuple[Status, str]:
+        """See :meth:`Host.wait_for`."""
+        return self._server.wait_for(self.run, name, wait_s)
 
     def abort(self, lease: Lease) -> None:
         """See :meth:`Host.abort`."""

@@ -101,8 +101,8 @@ class Observations:
             run, ring.of_run(run), ring.view(run), ring.tiers(run), self._places, servers=self.servers.get(run)
         )
 
-    def owed(self, run: str | None = None) -> set[str]:
-        """Tiers that wait for something of a run (``None``: of any), see :func:`~.reconcile.awaited`."""
+    def awaited(self, run: str | None = None) -> set[str]:
+        """URLs that are waited for because of a run (``None``: of any), see :func:`~.reconcile.awaited`."""
         with self._ring.changed:
             runs = [run] if run is not None else self._runs()
             return {url for each in runs for url in awaited(self.desired(each), self.observed(each))}

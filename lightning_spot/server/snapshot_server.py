@@ -162,7 +162,7 @@ class SnapshotServer:
         """Slots with the snapshots, shards and files of a run, newest first."""
         return self.ring.contents(self.registry.key(run))
 
-    def awaited(
+    def wait_for(
         self, run: str, name: str, wait_s: float, cancelled: Callable[[], bool] = lambda: False
     ) -> tuple[Status, str]:
         """What has become of a snapshot, as soon as it counts or never will, and why it is aborted, for people.
@@ -214,12 +214,12 @@ class SnapshotServer:
     @property
     def settled(self) -> bool:
         """Whether no upload is under way and nothing waits for a tier, deletions neither."""
-        return not len(self.uploads) and not self.reconciler.owed()
+        return not len(self.uploads) and not self.reconciler.awaited()
 
     @property
     def busy(self) -> bool:
         """Whether a trainer is connected, an upload under way, or a working tier waits for something."""
-        waits = any(not self.reconciler.failing(url) for url in self.reconciler.owed())
+        waits = any(not self.reconciler.failing(url) for url in self.reconciler.awaited())
         return bool(self.registry.sessions or len(self.uploads) or waits)
 
     @property

@@ -185,10 +185,10 @@ class Reconciler(Observations):
         with self._ring.changed:
             self._urge(run)
             try:
-                while owed := self.owed(run):
+                while awaited := self.awaited(run):
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        return [f"{url}: {self.place(url).error or 'not done in time'}" for url in sorted(owed)]
+                        return [f"{url}: {self.place(url).error or 'not done in time'}" for url in sorted(awaited)]
                     self._ring.changed.wait(min(left, _AGAIN_S))
                     self._serve()  # also a tier for which there was no thread
             finally:
@@ -199,7 +199,7 @@ class Reconciler(Observations):
     def _urge(self, run: str | None) -> None:
         """Somebody waits for a run: nothing of it is put off, what fails is tried soon."""
         self._waited_for[run] += 1
-        for url in self._places.keys() if run is None else self._places.keys() & self.owed(run):
+        for url in self._places.keys() if run is None else self._places.keys() & self.awaited(run):
             self._places[url].shorten()
         now_s = time.monotonic()
         for key, servers in self.servers.items():

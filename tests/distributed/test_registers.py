@@ -58,7 +58,7 @@ class Ranks:
         return committed(self.server, RUN, manifest, shard_image(manifest), session=f"rank-{rank}", writer=rank)
 
     def status(self, step: int) -> tuple[Status, str]:
-        return self.server.awaited(RUN, snapshot_name(step, 1), 0.0)
+        return self.server.wait_for(RUN, snapshot_name(step, 1), 0.0)
 
     def names(self) -> list[str]:
         return [manifest.name for _, manifest in self.server.ring.readable(RUN_ID)]
@@ -270,12 +270,12 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
         for step in (1, 2):
             name = snapshot_name(step, 1)
             _written(first, step, 0)
-            assert first.awaited(name, 0.0) == (Status.PENDING, "")
-            waiting = pool.submit(first.awaited, name, LAST_S)
+            assert first.wait_for(name, 0.0) == (Status.PENDING, "")
+            waiting = pool.submit(first.wait_for, name, LAST_S)
             _written(second, step, 1)
             assert waiting.result(LAST_S) == (Status.COMMITTED, "")
         name = snapshot_name(3, 1)
-        waiting = pool.submit(first.awaited, name, LAST_S)
+        waiting = pool.submit(first.wait_for, name, LAST_S)
         second.fail(shard_manifest(3, 1, run_id=first.run.partition("@")[2]), "a tensor changed")
         status, why = waiting.result(LAST_S)
     assert status is Status.ABORTED

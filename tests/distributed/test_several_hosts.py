@@ -70,7 +70,7 @@ class Hosts:
         self.hosts[host].uploads.fail(RUN, 1, failed_shard(step, host, HOSTS))
 
     def status(self, step: int, host: int = 0) -> Status:
-        return self.hosts[host].awaited(RUN, snapshot_name(step, 1), 0.0)[0]
+        return self.hosts[host].wait_for(RUN, snapshot_name(step, 1), 0.0)[0]
 
     def wait_committed(self, step: int, *hosts: int) -> None:
         for host in hosts or range(HOSTS):
@@ -171,7 +171,7 @@ def test_a_shard_that_failed_is_known_to_all_hosts(make: Callable[..., Hosts]) -
     hosts.write(2, 0)
     hosts.fail(2, 1)
     until(lambda: hosts.status(2, 0) is Status.ABORTED, "the other host to know")
-    assert "no memory" in hosts.hosts[0].awaited(RUN, snapshot_name(2, 1), 0.0)[1]
+    assert "no memory" in hosts.hosts[0].wait_for(RUN, snapshot_name(2, 1), 0.0)[1]
     hosts.write(3)
     hosts.wait_committed(3)
     assert hosts.hosts[0].flush(RUN, 30) == []

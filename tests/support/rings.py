@@ -125,7 +125,7 @@ class RankRing:
         self._ask()
         self._registers.put(failed(manifest, why), b"")
 
-    def awaited(self, name: str, wait_s: float) -> tuple[Status, str]:
+    def wait_for(self, name: str, wait_s: float) -> tuple[Status, str]:
         registers = self._registers
         with registers.changed:
             registers.changed.wait_for(

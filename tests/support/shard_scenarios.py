@@ -78,7 +78,7 @@ def use_ranks(root: Path, tell: Tell) -> None:
     for step in range(1, STEPS + 1):
         for rank in range(WRITERS):
             write(server, step, (rank + step) % WRITERS)
-        if server.awaited(RUN, snapshot_name(step, 1), 0.0)[0] is Status.COMMITTED:
+        if server.wait_for(RUN, snapshot_name(step, 1), 0.0)[0] is Status.COMMITTED:
             tell("committed", step)
             if step in (2, STEPS):
                 left = server.flush("run", 10.0)

@@ -591,7 +591,7 @@ def test_who_waits_for_a_snapshot_holds_no_lock_of_a_commit(monkeypatch: pytest.
             pass
 
     monkeypatch.setattr(registry, "lock", Checked())
-    assert host.awaited(snapshot_name(1, 1), 0.0)[0] is Status.PENDING
+    assert host.wait_for(snapshot_name(1, 1), 0.0)[0] is Status.PENDING
     monkeypatch.undo()
     host.leave(complete=True)
     assert not inverted
