@@ -300,8 +300,8 @@ class EmbeddedHost:
         """See :meth:`Host.tiers`."""
         return {url: TierHealth.from_dict(health) for url, health in self._call("GET", "/v1/status")["tiers"].items()}
 
-    def destinations(self) -> list[str]:
-        """See :meth:`Host.destinations`."""
+    def kept_at(self) -> list[str]:
+        """See :meth:`Host.kept_at`."""
         runs = self._call("GET", "/v1/status")["runs"]
         return [str(url) for url in runs.get(self.run, {}).get("kept_at", [])]
 

@@ -542,7 +542,7 @@ class RunRequests:
             return
         if take_environment(given):
             forget_sessions()
-            self._server.reconciler.wait_clean(None, 0.0)  # what fails is tried soon
+            self._server.reconciler.hurry()
 
     async def close(self, request: web.Request) -> web.Response:
         """The trainer leaves."""

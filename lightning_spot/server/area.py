@@ -80,7 +80,7 @@ class SlotArea:
             f"slot-{slot.index}.json",
             {
                 "manifest": slot.manifest.to_dict(),
-                "places": slot.commit.places,
+                "places": slot.commit.destinations,
                 "safe": slot.safe,
                 "refused": slot.refused,
                 "settled": slot.durable_or_superseded,
@@ -222,7 +222,7 @@ class SlotArea:
                     raise CorruptSnapshotError(f"{where} is shorter than its manifest says")
                 with slot.view(manifest.nbytes) as view:
                     manifest.verify(view, where)
-            slot.commit.places = tuple(record["places"]) if record["places"] is not None else None
+            slot.commit.destinations = tuple(record["places"]) if record["places"] is not None else None
             for mark in (Mark.REFUSED, Mark.SAFE):
                 slot.seen.update(dict.fromkeys((str(url) for url in record[mark.value]), mark))
             slot.durable_or_superseded = bool(record.get("settled"))

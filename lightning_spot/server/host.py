@@ -148,7 +148,7 @@ class Host(Protocol):
     def tiers(self) -> dict[str, TierHealth]:
         """How each tier below is doing, by its URL."""
 
-    def destinations(self) -> list[str]:
+    def kept_at(self) -> list[str]:
         """URLs of the run at the snapshot servers that its snapshots go to at present; none if they go to storage."""
 
     def refused(self) -> list[Manifest]:
@@ -268,9 +268,9 @@ class InProcessHost:
         """See :meth:`Host.tiers`."""
         return self._server.tiers()
 
-    def destinations(self) -> list[str]:
-        """See :meth:`Host.destinations`."""
-        return self._server.destinations(self.run)
+    def kept_at(self) -> list[str]:
+        """See :meth:`Host.kept_at`."""
+        return self._server.kept_at(self._server.registry.key(self.run))
 
     def refused(self) -> list[Manifest]:
         """See :meth:`Host.refused`."""

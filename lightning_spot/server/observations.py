@@ -1,4 +1,4 @@
-"""What was seen of runs and places, what each run is to have, and the questions to servers by which more is seen.
+"""What was seen of runs and where they go, what each run is to have, and the questions to servers that show more.
 
 All that :func:`~lightning_spot.server.reconcile.actions` starts from.
 """
@@ -51,17 +51,19 @@ class Observations:
     Args:
         ring: where snapshots come from.
         open_store: makes the store of a tier's URL.
-        run: what is known of a run, by its key; ``None`` if nothing is.
+        info: tells what is known of a run, by its key; ``None`` if nothing is.
 
     Attributes:
         servers: that each run may be kept at, by its key.
+        info: see above.
     """
 
-    def __init__(self, ring: Ring, open_store: Callable[[str], Store], run: Callable[[str], RunInfo | None]) -> None:
+    def __init__(self, ring: Ring, open_store: Callable[[str], Store], info: Callable[[str], RunInfo | None]) -> None:
         self.servers: dict[str, Servers] = {}
-        self._ring, self._open_store, self._run = ring, open_store, run
-        self._servers: dict[str, Store] = {}
-        self._places: dict[str, Destination] = {}
+        self.info = info
+        self._ring, self._open_store = ring, open_store
+        self._stores: dict[str, Store] = {}
+        self._destinations: dict[str, Destination] = {}
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
         self._leaves_s: float | None = None
 
@@ -69,20 +71,16 @@ class Observations:
     def health(self) -> dict[str, TierHealth]:
         """How each tier is doing, by its URL."""
         with self._ring.changed:
-            return {url: replace(place.health, error=place.error) for url, place in self._places.items()}
+            return {url: replace(each.health, error=each.error) for url, each in self._destinations.items()}
 
     @property
     def leaves(self) -> bool:
         """Whether this server is about to end."""
         return self._leaves_s is not None
 
-    def info(self, run: str) -> RunInfo | None:
-        """What is known of a run."""
-        return self._run(run)
-
     def desired(self, run: str) -> Desired:
         """What a run is to have now. Call it under the lock."""
-        info = self._run(run)
+        info = self.info(run)
         asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
         return Desired(
             info=info,
@@ -98,7 +96,7 @@ class Observations:
         """What was seen of a run. Call it under the lock."""
         ring = self._ring
         return Observed(
-            run, ring.of_run(run), ring.view(run), ring.tiers(run), self._places, servers=self.servers.get(run)
+            run, ring.of_run(run), ring.view(run), ring.tiers(run), self._destinations, servers=self.servers.get(run)
         )
 
     def awaited(self, run: str | None = None) -> set[str]:
@@ -107,21 +105,21 @@ class Observations:
             runs = [run] if run is not None else self._runs()
             return {url for each in runs for url in awaited(self.desired(each), self.observed(each))}
 
-    def place(self, url: str) -> Destination:
-        """What was seen at a place. Call it under the lock."""
-        return self._places.setdefault(url, Destination(url))
+    def destination(self, url: str) -> Destination:
+        """What was seen at a destination. Call it under the lock."""
+        return self._destinations.setdefault(url, Destination(url))
 
     def store(self, url: str) -> Store:
         """The store of a tier; of a server it is one for all, since it learns how fast that is."""
-        found = self._servers.get(url) or self._open_store(url)
+        found = self._stores.get(url) or self._open_store(url)
         if isinstance(found, ServerTier):
-            return self._servers.setdefault(url, found)
+            return self._stores.setdefault(url, found)
         return found
 
     def failing(self, url: str) -> bool:
         """Whether nothing succeeded at the tier since it failed."""
         with self._ring.changed:
-            return url in self._places and bool(self._places[url].failing)
+            return url in self._destinations and bool(self._destinations[url].failing)
 
     def hear(self, servers: Servers, server: Server, why: str) -> None:
         """Take note of how something went at a server: why it failed, ``""`` if it did not."""
@@ -135,12 +133,13 @@ class Observations:
 
     def dropped(self, url: str, name: str, why: str) -> None:
         """Note that a snapshot was dropped instead of being brought somewhere. Call it under the lock."""
-        health = self.place(url).health
+        health = self.destination(url).health
         health.dropped, health.dropped_name = why, name
 
     def _runs(self) -> set[str]:
-        deleting = {key_of(each.manifest) for place in self._places.values() for each in place.deletions}
-        trimming = {run for place in self._places.values() for run in place.newest}
+        known = self._destinations.values()
+        deleting = {key_of(each.manifest) for destination in known for each in destination.deletions}
+        trimming = {run for destination in known for run in destination.newest}
         return {*self._ring.slots.runs, *deleting, *trimming, *self.servers}
 
 

@@ -1,4 +1,4 @@
-"""What is to be done for a run, at each place where it goes: what should be there, minus what was seen there.
+"""What is to be done for a run, at each of its destinations: what should be there, minus what was seen there.
 
 Nothing here does anything, asks anybody or knows the time. What was seen is noted by whoever has seen it; what failed,
 or was lost on its way, is not seen, and so it is to be done still. Times are monotonic seconds.
@@ -47,7 +47,7 @@ _TOGETHER_S = 0.5  # ranks of one host have their shards at most so long after e
 
 
 class Kind(enum.Enum):
-    """What is to be done at a place, in the order in which it is."""
+    """What is to be done at a destination, in the order in which it is."""
 
     ASK = "ask"
     """Ask a server whether it works, and takes the run; it hears what is durable."""
@@ -79,12 +79,12 @@ Key = tuple[str, str, str]
 """What failures are counted under: the kind of an action, the run, and the snapshot."""
 
 Lane = tuple[str, bool]
-"""What a worker does: the URL of its place, and whether it only asks there."""
+"""What a worker does: the URL of its destination, and whether it only asks there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do at a place.
+    """One thing to do at a destination.
 
     Attributes:
         kind: what.
@@ -129,13 +129,13 @@ class Action:
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        """Sorts what may be done at one place: the lowest comes first.
+        """Sorts what may be done at one destination: the lowest comes first.
 
         What is tried again comes last. Else the oldest comes first: if each place left out others of the snapshots that
         several bring together, none would ever be complete.
         """
-        place = len(Kind) if self.kind.is_upload else list(Kind).index(self.kind)
-        return (place, self.again, self.sequence)
+        order = len(Kind) if self.kind.is_upload else list(Kind).index(self.kind)
+        return (order, self.again, self.sequence)
 
 
 # -- what should be ---------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Tried:
 
 @dataclass(eq=False, slots=True)
 class Deletion:
-    """Something that is not to be at a place any more.
+    """Something that is not to be at a destination any more.
 
     Attributes:
         manifest: what.
@@ -244,13 +244,14 @@ class Deletion:
 
 @dataclass(eq=False, slots=True)
 class Destination:
-    """What was seen at a place: a directory at storage, or a server, by its URL.
+    """What was seen at a destination: a directory at storage, or a server, by its URL.
 
     Attributes:
         url: of it.
         health: how it is doing, for people; its errors are below.
         tried: what was tried there and is still to be done, by its key.
         whole: how all that was tried went, if several things have failed.
+        worker_error: what is wrong with its worker, for people.
         failing: keys of what has failed since something succeeded.
         deletions: what is not to be there any more.
         newest: what was brought there last, of each run whose older snapshots are still to go.
@@ -262,6 +263,7 @@ class Destination:
     health: TierHealth = field(init=False)
     tried: dict[Key, Tried] = field(default_factory=dict)
     whole: Tried = field(default_factory=Tried)
+    worker_error: str = ""
     failing: set[Key] = field(default_factory=set)
     deletions: list[Deletion] = field(default_factory=list)
     newest: dict[str, Manifest] = field(default_factory=dict)
@@ -275,9 +277,9 @@ class Destination:
     def error(self) -> str:
         """What fails there at present, for people.
 
-        What failed may have made way for something newer, which was not tried yet: the place fails all the same.
+        What failed may have made way for something newer, which was not tried yet: the destination fails all the same.
         """
-        whys = [each.why for each in self.tried.values() if each.why]
+        whys = [why for why in (*(each.why for each in self.tried.values()), self.worker_error) if why]
         return "; ".join(whys[-3:]) or (self.whole.why if self.failing else "")
 
     def waits(self, key: Key) -> bool:
@@ -329,7 +331,7 @@ class Destination:
         """An upload waits for others'. It is looked at less and less often.
 
         Args:
-            action: the upload; the place works.
+            action: the upload; the destination works.
             there: files that are there now, of all places.
             now_s: the time.
 
@@ -344,7 +346,8 @@ class Destination:
         return since_s
 
     def only(self, wanted: set[Key]) -> None:
-        """Forget how all actions went but these: the others are not wanted any more."""
+        """Forget how all actions went but these: the others are not wanted any more. Its worker works."""
+        self.worker_error = ""
         self.tried = {key: each for key, each in self.tried.items() if key in wanted}
         if not wanted:
             self.whole.why = ""
@@ -362,7 +365,7 @@ class Destination:
 
     def rest(self) -> None:
         """Nothing is to be done there any more: what failed before is no reason to pause."""
-        self.tried, self.whole, self.failing = {}, Tried(), set()
+        self.tried, self.whole, self.failing, self.worker_error = {}, Tried(), set(), ""
 
     def _succeeded(self, action: Action) -> Tried | None:
         self.whole, self.failing = Tried(), set()
@@ -552,7 +555,7 @@ class Observed:
         slots: that it fills or holds here.
         view: what these hold, and owe.
         tiers: where its snapshots go.
-        places: what was seen at each, by URL.
+        destinations: what was seen at each, by URL.
         servers: that it may be kept at, if it has any.
     """
 
@@ -560,7 +563,7 @@ class Observed:
     slots: Sequence[Slot]
     view: View
     tiers: Tiers
-    places: Mapping[str, Destination]
+    destinations: Mapping[str, Destination]
     servers: Servers | None = None
 
 
@@ -568,7 +571,7 @@ class Observed:
 
 
 def actions(desired: Desired, seen: Observed, now_s: float) -> list[Action]:
-    """Everything that is to be done for a run now or later, with what should be done first at each place first.
+    """Everything that is to be done for a run now or later, with what should be done first at each destination first.
 
     Args:
         desired: what should be.
@@ -578,18 +581,18 @@ def actions(desired: Desired, seen: Observed, now_s: float) -> list[Action]:
     found = [*_uploads(desired, seen), *_removals(desired, seen)]
     if seen.servers is not None:
         found += _questions(desired, seen, seen.servers, now_s)
-    return sorted((_paused(each, seen.places.get(each.url)) for each in found), key=lambda action: action.rank)
+    return sorted((_paused(each, seen.destinations.get(each.url)) for each in found), key=lambda action: action.rank)
 
 
-def _paused(action: Action, place: Destination | None) -> Action:
-    """When something may be done, by what failed at its place, and what waits for others there."""
-    if place is None or action.kind.is_question:
+def _paused(action: Action, at: Destination | None) -> Action:
+    """When something may be done, by what failed at its destination, and what waits for others there."""
+    if at is None or action.kind.is_question:
         return action
-    return replace(action, due_s=max(action.due_s, place.due_s(action.key)), again=action.key in place.tried)
+    return replace(action, due_s=max(action.due_s, at.due_s(action.key)), again=action.key in at.tried)
 
 
 def awaited(desired: Desired, seen: Observed) -> set[str]:
-    """URLs of the places that are waited for: not where only a retention fails, nor a spare replica is missing."""
+    """URLs that are waited for: not where only a retention fails, nor a spare replica is missing."""
     states = {slot: group.state for group in seen.view.groups for slot in group.slots}
     found = {
         url
@@ -597,17 +600,17 @@ def awaited(desired: Desired, seen: Observed) -> set[str]:
         for url in urls
         if _is_awaited(desired, seen, slot, url, states.get(slot, Status.COMMITTED))
     }
-    for url, place in seen.places.items():
-        if any(key_of(each.manifest) == seen.run for each in place.deletions):
+    for url, destination in seen.destinations.items():
+        if any(key_of(each.manifest) == seen.run for each in destination.deletions):
             found.add(url)
-        is_retained = desired.info is not None and seen.run in place.newest
-        if is_retained and (Kind.RETAIN.value, seen.run, "") not in place.tried:
+        is_retained = desired.info is not None and seen.run in destination.newest
+        if is_retained and (Kind.RETAIN.value, seen.run, "") not in destination.tried:
             found.add(url)
     return found
 
 
 def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: Status) -> bool:
-    """Whether anybody waits for what a slot owes to a place.
+    """Whether anybody waits for what a slot owes to a destination.
 
     A further replica of what is durable is not waited for, and a shard at storage only if its snapshot is meant to be
     there. Where that is not complete, and no more comes of its trainer, or this server is about to end, it is waited
@@ -624,8 +627,8 @@ def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: S
         return False  # it never is there without the rest, which is to come here
     if is_pending or desired.leaves or not desired.is_live:
         key = (Kind.PUT_SHARDS.value, seen.run, slot.manifest.snapshot)
-        place = seen.places.get(url)
-        return place is None or not place.waits(key)
+        destination = seen.destinations.get(url)
+        return destination is None or not destination.waits(key)
     return shard.persist and not shard.failed
 
 
@@ -656,7 +659,7 @@ def _is_whole_shards(group: Group) -> bool:
 
 
 def _owed(desired: Desired, seen: Observed, group: Group) -> dict[str, list[Slot]]:
-    """Slots of a snapshot by the place that they are to be brought to from here."""
+    """Slots of a snapshot by the destination that they are to be brought to from here."""
     found: dict[str, list[Slot]] = {}
     for slot in group.slots:
         for url in _brings(desired, seen, slot):
@@ -667,7 +670,7 @@ def _owed(desired: Desired, seen: Observed, group: Group) -> dict[str, list[Slot
 def _brings(desired: Desired, seen: Observed, slot: Slot) -> Iterator[str]:
     """URLs that this server must bring by itself what a slot holds."""
     for url in seen.view.owed.get(slot, ()):
-        is_ours = slot.commit.places is not None or url not in seen.tiers.carried
+        is_ours = slot.commit.destinations is not None or url not in seen.tiers.carried
         if is_ours and (slot.seen.get(url) is not Mark.INEXACT or desired.must_be_exact(slot.manifest)):
             yield url
 
@@ -702,16 +705,16 @@ def _shards_due_s(desired: Desired, group: Group) -> float:
 
 def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float:
     """When storage may take a snapshot at the soonest, so that two are far enough apart."""
-    info, place = desired.info, seen.places.get(url)
-    begun_s = place.begun_s.get(seen.run) if place is not None else None
-    if info is None or place is None or begun_s is None or desired.urgent:
+    info, destination = desired.info, seen.destinations.get(url)
+    begun_s = destination.begun_s.get(seen.run) if destination is not None else None
+    if info is None or destination is None or begun_s is None or desired.urgent:
         return 0.0
     if info.min_upload_interval_s is not None:
         return begun_s + info.min_upload_interval_s
     # With memory for one, the next one waits until it is safe.
     if slot.commit.after_s > QUICK_S or not info.session or desired.is_stuck(slot.writer):
         return 0.0
-    apart_s = min(place.took_s.get(seen.run, 0.0) * APART_FACTOR, MOST_APART_S)
+    apart_s = min(destination.took_s.get(seen.run, 0.0) * APART_FACTOR, MOST_APART_S)
     return min(begun_s + apart_s, slot.commit.at_s + QUICK_S)
 
 
@@ -719,22 +722,22 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
 
 
 def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
-    for url, place in seen.places.items():
+    for url, destination in seen.destinations.items():
         # What is put again before it ever was put is waited for all the same, and of what was to go before it ever was
         # put, what came after that: it was asked for later.
         coming = {*owed_files(seen.view, url)}
-        for each in reversed([each for each in place.deletions if key_of(each.manifest) == seen.run]):
+        for each in reversed([each for each in destination.deletions if key_of(each.manifest) == seen.run]):
             if each.behind.keys().isdisjoint(coming):
                 yield Action(Kind.DELETE, url, seen.run, manifest=each.manifest)
             else:
                 coming.add(each.manifest.name)
         # What a run keeps is not guessed: if it is forgotten, that waits until it is opened again.
-        if (newest := place.newest.get(seen.run)) is not None and desired.info is not None:
+        if (newest := destination.newest.get(seen.run)) is not None and desired.info is not None:
             yield Action(Kind.RETAIN, url, seen.run, manifest=newest)
 
 
 def owed_files(view: View, url: str) -> dict[str, int]:
-    """Name and commit of each file of a run that is owed at a place."""
+    """Name and commit of each file of a run that is owed at a destination."""
     owed = [slot for slot, urls in view.owed.items() if slot.snapshot is None and url in urls]
     return {slot.manifest.name: slot.commit.sequence for slot in owed if slot.manifest is not None}
 
@@ -829,7 +832,7 @@ def unknown(desired: Desired, seen: Observed, server: Server) -> list[Slot]:
         slot
         for slot, urls in seen.view.owed.items()
         if durable_url in urls
-        and slot.commit.places is None
+        and slot.commit.destinations is None
         and slot.seen.get(server.url) is Mark.SAFE
         and (all_too or slot.shard is None or slot.shard.persist)
     ]

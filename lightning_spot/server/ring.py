@@ -580,13 +580,13 @@ class Ring:
             held = [slot for slot in self.slots if slot.capacity]
             return bool(held) and all(slot in waiting for slot in held)
 
-    def commit(self, slot: Slot, manifest: Manifest, places: tuple[str, ...] | None = None) -> None:
+    def commit(self, slot: Slot, manifest: Manifest, destinations: tuple[str, ...] | None = None) -> None:
         """Have a filled slot hold what is in it; what was held of the same run by that name is dropped.
 
         Args:
             slot: a leased slot whose bytes fit ``manifest``.
             manifest: of it, with checksums.
-            places: URLs of the directories that a user's file goes to instead of the run's tiers.
+            destinations: URLs of the directories that a user's file goes to instead of the run's tiers.
 
         Raises:
             FencedError: if it is a file, and a newer one of its name is here.
@@ -605,7 +605,7 @@ class Ring:
                         other.durable_or_superseded,
                     )
             slot.writer = manifest.shard.writer if manifest.shard is not None else slot.writer
-            slot.commit.places = places
+            slot.commit.destinations = destinations
             self._commit(slot, manifest)
             for other in older:  # only now: killed between the two, both are left, never none
                 self._forget(other)
@@ -688,8 +688,8 @@ class Ring:
             first = slots[0].manifest
             assert first is not None
             manifest = found[0][1] if found else replace(first, name=name, shard=None, files=(), checksums=())
-            places = slots[0].commit.places
-            below = places if places is not None else self.tiers(run).all
+            own = slots[0].commit.destinations
+            below = own if own is not None else self.tiers(run).all
             urls = list(dict.fromkeys([*below, *(url for slot in slots for url in slot.safe)]))
             for slot in slots:
                 self._forget(slot)

@@ -112,14 +112,14 @@ class Commit:
     Attributes:
         sequence: order of commits.
         at_s: when (monotonic).
-        places: URLs a user's file goes to instead of its run's tiers.
+        destinations: URLs a user's file goes to instead of its run's tiers.
         floats: where in it numbers lie that may be approximated on their way to a server behind.
         after_s: so long after the writer's snapshot before it; infinity for the first.
     """
 
     sequence: int = 0
     at_s: float = 0.0
-    places: tuple[str, ...] | None = None
+    destinations: tuple[str, ...] | None = None
     floats: tuple[Floats, ...] = ()
     after_s: float = float("inf")
 
@@ -293,8 +293,8 @@ class Slots(list[Slot]):
 
     def note(self, slot: Slot) -> None:
         """Something of a slot has changed: its state, its memory, its writer, or what it holds."""
-        nbytes, run, places = self._noted.get(slot, (0, "", []))
-        for index, key in places:
+        nbytes, run, entries = self._noted.get(slot, (0, "", []))
+        for index, key in entries:
             del index[key][slot]
             if not index[key]:
                 del index[key]
@@ -302,19 +302,19 @@ class Slots(list[Slot]):
             del self.runs[run].slots[slot]
             if not self.runs[run].slots:
                 del self.runs[run]
-        places = []
+        entries = []
         if slot.state is SlotState.FREE:
-            places.append((self.free, slot.capacity))
+            entries.append((self.free, slot.capacity))
         else:
             of_run = self.runs.setdefault(slot.run, OfRun())
             of_run.slots[slot] = None
-            places.append((of_run.writers, slot.writer))
+            entries.append((of_run.writers, slot.writer))
             if slot.manifest is not None:
-                places += [(of_run.snapshots, slot.manifest.snapshot), (of_run.names, slot.manifest.name)]
-        for index, key in places:
+                entries += [(of_run.snapshots, slot.manifest.snapshot), (of_run.names, slot.manifest.name)]
+        for index, key in entries:
             index.setdefault(key, {})[slot] = None
         self.nbytes += slot.capacity - nbytes
-        self._noted[slot] = slot.capacity, slot.run, places
+        self._noted[slot] = slot.capacity, slot.run, entries
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -619,7 +619,7 @@ def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterat
     """
     for slot in slots:
         if slot.snapshot is None:
-            yield slot, slot.lacks(tiers.all if slot.commit.places is None else slot.commit.places)
+            yield slot, slot.lacks(tiers.all if slot.commit.destinations is None else slot.commit.destinations)
     told = (*tiers.own, *(url for url in tiers.carried if names_server(url)))
     for group in groups:
         wanted = _wanted(group, groups, tiers)

@@ -181,10 +181,6 @@ class SnapshotServer:
                     return found
                 self.ring.changed.wait(min(left_s, LOOK_S))
 
-    def destinations(self, run: str) -> list[str]:
-        """URLs of a run at the snapshot servers that its snapshots go to at present; none if they go to storage."""
-        return self._kept_at(self.registry.key(run))
-
     def begin_session(self, session: str, owner: str = "") -> None:
         """A trainer on this host is connected, see :meth:`Registry.begin_session`."""
         self.registry.begin_session(session, owner)
@@ -272,8 +268,8 @@ class SnapshotServer:
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def flush(self, run: str | None, wait_s: float) -> list[str]:
-        """Bring everything dirty to the tiers below; see :meth:`Reconciler.wait_clean`."""
-        return self.reconciler.wait_clean(self.registry.key(run) if run else None, wait_s)
+        """Bring everything to the tiers below; see :meth:`Reconciler.flush`."""
+        return self.reconciler.flush(self.registry.key(run) if run else None, wait_s)
 
     def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop uploading and give the memory back."""
@@ -317,11 +313,11 @@ class SnapshotServer:
         tiers = self.tiers()
         if covers is not None:
             keys = {run.info.key for run in runs}
-            places = {url for key in keys for url in self.ring.tiers(key).all}
+            urls = {url for key in keys for url in self.ring.tiers(key).all}
             tiers = {
                 url: health if health.refused_run in keys else replace(health, refused="", refused_run="")
                 for url, health in tiers.items()
-                if url in places
+                if url in urls
             }
         return {
             **self.ring.status(covers),
@@ -353,10 +349,10 @@ class SnapshotServer:
         if info.carry and info.servers:
             info, known = _placed(info), self._servers(key)
             if known is None or not _same(known.info, info):
-                self.reconciler.serve(key, Servers(info))
+                self.reconciler.set_servers(key, Servers(info))
             return
         if self._servers(key) is not None:
-            self.reconciler.serve(key, None)
+            self.reconciler.set_servers(key, None)
         url = self._own_tier(info) if info.carry else None
         self.ring.set_tiers(key, Tiers(own=(url,) if url is not None else ()))
 
@@ -443,14 +439,14 @@ class SnapshotServer:
             found = servers.all if servers is not None else []
         return {
             "destinations": [*tiers.all],
-            "kept_at": self._kept_at(key),
+            "kept_at": self.kept_at(key),
             "servers": {
                 each.url: f"away: {each.why}" if each.failures and not each.used else each.role.value for each in found
             },
             "why_not": servers.why_not if servers is not None else self._refusal(info) if info is not None else "",
         }
 
-    def _kept_at(self, key: str) -> list[str]:
+    def kept_at(self, key: str) -> list[str]:
         """URLs of a run at the servers that it is kept at, that first which uploads it; none while none does.
 
         A server that has just failed, and was not asked since, is none of them.
@@ -488,7 +484,7 @@ class SnapshotServer:
             self.ring.notify()  # also those who wait for a slot for it
 
     def _committed(self, key: str, manifest: Manifest) -> None:
-        self.reconciler.keep(key, manifest.name)  # a file of that name may have been removed just before
+        self.reconciler.cancel_deletions(key, manifest.name)  # a file of that name may have been removed just before
 
     def _forget(self, key: str) -> None:
         """Others need the place of a run: keep nothing of it."""

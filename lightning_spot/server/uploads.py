@@ -408,8 +408,7 @@ class Uploads:
             began_s = time.monotonic()
             sealed = seal(manifest, upload.slot.view(manifest.nbytes))
             upload.slot.buffer.checked_s = began_s
-            places = tuple(destinations) if destinations is not None else None
-            self._commit(upload, sealed, places)
+            self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
         finally:
             with self._lock:
                 upload.sealing = False
@@ -467,14 +466,14 @@ class Uploads:
             self._ring.fail(key, manifest)
         self._committed(key, manifest)
 
-    def _commit(self, upload: Upload, manifest: Manifest, places: tuple[str, ...] | None) -> None:
+    def _commit(self, upload: Upload, manifest: Manifest, destinations: tuple[str, ...] | None) -> None:
         with self._lock:
             self.find(upload.id)  # its trainer may have been killed meanwhile
             self._check(upload, manifest)
             try:
                 with self._ring.changed:
                     self._check_register(upload, manifest)
-                    self._ring.commit(upload.slot, manifest, places)
+                    self._ring.commit(upload.slot, manifest, destinations)
             except BaseException:
                 self.abort(upload.id)
                 raise

@@ -1,7 +1,7 @@
-"""The workers that do what a run is still to have: one for each place, and one for questions to each server.
+"""The workers that do what a run is still to have: one for each destination, and one for questions to each server.
 
 Each has a pace and a back-off of its own. It takes what :mod:`~lightning_spot.server.reconcile` says is to be done at
-its place now, does it, and notes what it has seen. What failed is still to be done then.
+its destination now, does it, and notes what it has seen. What failed is still to be done then.
 
 A snapshot server gets each shard of a snapshot by itself. Storage gets a snapshot as one where all its shards are here;
 of any other snapshot, each place brings what it has, see :mod:`~lightning_spot.store.commit`.
@@ -37,7 +37,6 @@ from lightning_spot.server.reconcile import (
     Kind,
     Lane,
     Servers,
-    Tried,
     actions,
     owed_files,
 )
@@ -61,7 +60,6 @@ IDLE_S = 5.0
 """A thread with nothing to do ends after so long."""
 
 _JOIN_S = 30.0
-_WORKER = ("worker", "", "")  # what is wrong with the worker of a place, beside the keys of its actions
 _AGAIN_S = 1.0  # how often who waits tries again to have a thread for a tier
 
 
@@ -91,7 +89,7 @@ class Reconciler(Observations):
     Args:
         ring: where snapshots come from.
         open_store: makes the store of a tier's URL.
-        run: what is known of a run, by its key; ``None`` if nothing is.
+        info: tells what is known of a run, by its key; ``None`` if nothing is.
         standing: what may be done for a run (its key) at a tier's URL.
     """
 
@@ -99,10 +97,10 @@ class Reconciler(Observations):
         self,
         ring: Ring,
         open_store: Callable[[str], Store],
-        run: Callable[[str], RunInfo | None],
+        info: Callable[[str], RunInfo | None],
         standing: Callable[[str, str], Standing] = lambda _run, _url: Standing(),
     ) -> None:
-        super().__init__(ring, open_store, run)
+        super().__init__(ring, open_store, info)
         self._standing = standing
         self._upload = TierUpload(self, ring)
         self._questions = Questions(self, ring)
@@ -110,9 +108,9 @@ class Reconciler(Observations):
         self._workers: dict[Lane, _Worker] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
         self._is_planning = self._closed = False
-        ring.watch(self._serve)
+        ring.watch(self._plan_stale)
         with ring.changed:
-            self._serve()
+            self._plan_stale()
 
     # -- what is wanted -------------------------------------------------------------------------------------------
 
@@ -120,21 +118,21 @@ class Reconciler(Observations):
         """Delete a snapshot or file at ``url``, after what is under way there (it cannot reappear)."""
         run = key_of(manifest)
         with self._ring.changed:
-            self.place(url).deletions.append(Deletion(manifest, owed_files(self._ring.view(run), url)))
+            self.destination(url).deletions.append(Deletion(manifest, owed_files(self._ring.view(run), url)))
             self._refused.get(run, {}).pop(manifest.name, None)
             self._ring.touch(run)
 
-    def keep(self, run: str, name: str) -> None:
+    def cancel_deletions(self, run: str, name: str) -> None:
         """Delete nothing of that name any more: it is committed again, and will be written over."""
         with self._ring.changed:
-            for place in self._places.values():
-                left = [each for each in place.deletions if (key_of(each.manifest), each.manifest.name) != (run, name)]
-                if len(left) < len(place.deletions):
-                    place.deletions[:] = left
+            for deletions in [each.deletions for each in self._destinations.values()]:
+                left = [each for each in deletions if (key_of(each.manifest), each.manifest.name) != (run, name)]
+                if len(left) < len(deletions):
+                    deletions[:] = left
                     self._ring.touch(run)
             self._refused.get(run, {}).pop(name, None)
 
-    def serve(self, run: str, servers: Servers | None) -> None:
+    def set_servers(self, run: str, servers: Servers | None) -> None:
         """Say which servers a run may be kept at from now on; ``None`` for none."""
         with self._ring.changed:
             before = self.servers.pop(run, None)
@@ -142,7 +140,7 @@ class Reconciler(Observations):
                 self.servers[run] = servers
             for each in before.all if before is not None else ():
                 if servers is None or servers.find(each.url) is None:
-                    self._servers.pop(each.url, None)
+                    self._stores.pop(each.url, None)
                     self._forget(each.url, run)
             self._ring.touch(run)
 
@@ -158,16 +156,16 @@ class Reconciler(Observations):
         """Forget a run, and how tiers did that nothing goes to any more."""
         with self._ring.changed:
             self._refused.pop(run, None)
-            self.serve(run, None)
-            for url in list(self._places):
+            self.set_servers(run, None)
+            for url in list(self._destinations):
                 self._forget(url, run)
 
     def _forget(self, url: str, run: str) -> None:
-        """Nothing of a run goes to a place any more: it is forgotten if nothing does, and its worker has ended."""
-        if (place := self._places.get(url)) is not None:
-            place.forget(run)
-            if place.is_blank and (url, False) not in self._workers:
-                del self._places[url]
+        """Nothing of a run goes there any more: a destination is forgotten if nothing does and its worker has ended."""
+        if (destination := self._destinations.get(url)) is not None:
+            destination.forget(run)
+            if destination.is_blank and (url, False) not in self._workers:
+                del self._destinations[url]
 
     def leave(self) -> None:
         """This server is about to end: what it has of snapshots that are not complete here is waited for, too."""
@@ -175,38 +173,36 @@ class Reconciler(Observations):
             self._leaves_s = time.monotonic()
             self._touch(None)
 
-    def wait_clean(self, run: str | None, wait_s: float) -> list[str]:
-        """Retry failing tiers now and wait until nothing of ``run`` (``None``: of any run) is owed to any tier.
+    def flush(self, run: str | None, wait_s: float) -> list[str]:
+        """Put nothing of ``run`` (``None``: of any run) off, and wait until nothing of it is awaited any more.
 
         Returns:
-            URLs of the tiers that were not reached in time, each with its last error; empty when all is safe.
+            URLs that were not reached in time, each with its last error; empty when all is safe.
         """
-        deadline = time.monotonic() + wait_s
+        deadline_s = time.monotonic() + wait_s
         with self._ring.changed:
-            self._urge(run)
+            self._waited_for[run] += 1
+            self.hurry(run)
             try:
-                while awaited := self.awaited(run):
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        return [f"{url}: {self.place(url).error or 'not done in time'}" for url in sorted(awaited)]
-                    self._ring.changed.wait(min(left, _AGAIN_S))
-                    self._serve()  # also a tier for which there was no thread
+                while (awaited := self.awaited(run)) and (left_s := deadline_s - time.monotonic()) > 0:
+                    self._ring.changed.wait(min(left_s, _AGAIN_S))
+                    self._plan_stale()  # also a tier for which there was no thread
+                return [f"{url}: {self.destination(url).error or 'not done in time'}" for url in sorted(awaited)]
             finally:
                 self._waited_for -= Counter({run: 1})  # of none that nobody waits for anything stays
                 self._touch(run)
-        return []
 
-    def _urge(self, run: str | None) -> None:
-        """Somebody waits for a run: nothing of it is put off, what fails is tried soon."""
-        self._waited_for[run] += 1
-        for url in self._places.keys() if run is None else self._places.keys() & self.awaited(run):
-            self._places[url].shorten()
-        now_s = time.monotonic()
-        for key, servers in self.servers.items():
-            for server in servers.used if run in (None, key) else ():
-                if now_s - server.answered_s >= LAST_LOOK_S:
-                    server.answered_s = AT_ONCE
-        self._touch(run)
+    def hurry(self, run: str | None = None) -> None:
+        """Have what fails of a run (``None``: of any) tried soon, and its servers asked."""
+        with self._ring.changed:
+            for url in self._destinations.keys() if run is None else self._destinations.keys() & self.awaited(run):
+                self._destinations[url].shorten()
+            now_s = time.monotonic()
+            for key, servers in self.servers.items():
+                for server in servers.used if run in (None, key) else ():
+                    if now_s - server.answered_s >= LAST_LOOK_S:
+                        server.answered_s = AT_ONCE
+            self._touch(run)
 
     # -- what is so -----------------------------------------------------------------------------------------------
 
@@ -221,7 +217,7 @@ class Reconciler(Observations):
     # -- who does it ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop after what is under way. Does not drain: see :meth:`wait_clean`."""
+        """Stop after what is under way. Does not drain: see :meth:`flush`."""
         with self._ring.changed:
             self._closed = True
             workers = list(self._workers.values())
@@ -236,7 +232,7 @@ class Reconciler(Observations):
         self._ring.stale |= {run} if run is not None else self._runs()
         self._ring.notify()
 
-    def _serve(self) -> None:
+    def _plan_stale(self) -> None:
         """Find out what is to be done of runs of which something has changed, and by whom. Under the ring's lock.
 
         Whoever has changed something has done so, whatever fails here: it is found out with the next change, and soon
@@ -263,11 +259,11 @@ class Reconciler(Observations):
 
     def _replan(self, run: str) -> None:
         self._ring.stale.add(run)
-        self._serve()
+        self._plan_stale()
 
     def _plan(self, run: str) -> set[Lane]:
         """Find out what is to be done for a run; the lanes at which it has changed."""
-        if (info := self._run(run)) is not None:
+        if (info := self.info(run)) is not None:
             self._ring.trim(run, info.keep.newest)
         if (servers := self.servers.get(run)) is not None:
             self._ring.set_tiers(run, servers.tiers())
@@ -289,7 +285,7 @@ class Reconciler(Observations):
         for lane in lanes - self._workers.keys() if not self._closed else ():
             url, asks = lane
             if not asks:
-                self.place(url)  # it is seen from now on
+                self.destination(url)  # it is seen from now on
             name = f"spot-{'asker' if asks else 'uploader'}-{url}"
             thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
             self._workers[lane] = _Worker(thread, threading.Condition(self._ring.lock))
@@ -297,10 +293,10 @@ class Reconciler(Observations):
                 thread.start()
             except RuntimeError as error:  # no more threads can be had now: it is tried again with the next change
                 del self._workers[lane]
-                self.place(url).tried[_WORKER] = Tried(why=str(error))
+                self.destination(url).worker_error = str(error)
 
     def _work(self, lane: Lane) -> None:
-        """Do what is to be done at a place, whatever fails: nothing would be safe after that."""
+        """Do what is to be done at a destination, whatever fails: nothing would be safe after that."""
         url, asks = lane
         store: Store | None = None
         while True:
@@ -316,7 +312,7 @@ class Reconciler(Observations):
                 say(logging.ERROR, "unexpected", UNEXPECTED, about=f"working at {url}", exc_info=True)
                 if not asks:
                     with self._ring.changed:
-                        self.place(url).tried[_WORKER] = Tried(why=f"{type(error).__name__}: {error}")
+                        self.destination(url).worker_error = f"{type(error).__name__}: {error}"
                 time.sleep(_AGAIN_S)
         if asks:
             self._last_word(url)
@@ -329,12 +325,12 @@ class Reconciler(Observations):
             self._questions.last_word(servers, url)
 
     def _next(self, lane: Lane) -> tuple[Action, Servers | None] | None:
-        """The next thing to do at a place, its slots pinned; ``None`` when this worker is not needed any more."""
+        """The next thing to do at a destination, its slots pinned; ``None`` when this worker is not needed any more."""
         url, asks = lane
         idle_until_s, wake = time.monotonic() + IDLE_S, self._workers[lane].wake
         with wake:
             while not self._closed:
-                self._serve()
+                self._plan_stale()
                 now_s = time.monotonic()
                 if (action := self._due(lane, now_s)) is not None:
                     servers = self.servers.get(action.run)
@@ -342,7 +338,7 @@ class Reconciler(Observations):
                     return action, servers
                 plan = self._planned(lane)
                 if not asks:
-                    self.place(url).only({each.key for each in plan})
+                    self.destination(url).only({each.key for each in plan})
                 due_s = [each.due_s for each in plan] + ([now_s + _AGAIN_S] if self._ring.stale else [])
                 if due_s:
                     idle_until_s = now_s + IDLE_S
@@ -352,13 +348,13 @@ class Reconciler(Observations):
                 wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # what waits for something else has no time
             del self._workers[lane]
             if not asks:
-                self.place(url).rest()
-                if self.place(url).is_blank and url not in self._ring.destinations():
-                    del self._places[url]
+                self.destination(url).rest()
+                if self.destination(url).is_blank and url not in self._ring.destinations():
+                    del self._destinations[url]
             return None
 
     def _due(self, lane: Lane, now_s: float) -> Action | None:
-        """What comes first at a place of what may be done now; ``None`` if nothing may, or that may have changed."""
+        """What comes first there of what may be done now; ``None`` if nothing may, or that may have changed."""
         due = [each for each in self._planned(lane) if each.due_s <= now_s]
         first = min(due, key=lambda each: each.rank, default=None)
         if first is None or first.due_s == 0:
@@ -373,7 +369,7 @@ class Reconciler(Observations):
                 servers.asks(server, now_s)
             self._replan(action.run)  # nobody else is asked for it
         elif not action.kind.is_question:
-            self.place(action.url).begins(action, now_s)
+            self.destination(action.url).begins(action, now_s)
             for slot in action.slots:
                 slot.readers += 1
 
@@ -407,12 +403,12 @@ class Reconciler(Observations):
 
     def _attempt(self, action: Action) -> int:
         """The attempt on whose behalf something is done: this server's own, if it has a trainer."""
-        info = self._run(action.run)
+        info = self.info(action.run)
         return max(info.attempt if info is not None else 0, action.about.attempt)
 
     def _do(self, store: Store, action: Action, attempt: int) -> None:
         url, run = action.url, action.run
-        started_s, standing, info = time.monotonic(), self._standing(run, url), self._run(run)
+        started_s, standing, info = time.monotonic(), self._standing(run, url), self.info(run)
         if isinstance(store, ServerTier) and info is not None:
             # Of several servers one is asked which brings the run on; this one may have forgotten the run.
             committed = self._ring.newest_committed(run, elsewhere=True)
@@ -432,13 +428,13 @@ class Reconciler(Observations):
             put = on_behalf(store, standing, lambda: self._upload.put(store, action, attempt))
             with self._ring.changed:
                 if put is None:
-                    self.place(url).dropped(action)
+                    self.destination(url).dropped(action)
                     return
                 seconds = time.monotonic() - started_s
-                self.place(url).health.took(put, seconds)
-                self.place(url).took_s[run] = seconds
+                self.destination(url).health.took(put, seconds)
+                self.destination(url).took_s[run] = seconds
         with self._ring.changed:
-            self.place(url).done(action)
+            self.destination(url).done(action)
         self._say_works(url)
         self._heard(action)
 
@@ -455,20 +451,20 @@ class Reconciler(Observations):
     def _failed(self, action: Action, error: Exception) -> None:
         why = f"{action.kind.value} {action.name}: {error or type(error).__name__}"
         # A failing server is logged with the number of servers that are left.
-        if not names_server(action.url) or any(slot.commit.places is not None for slot in action.slots):
+        if not names_server(action.url) or any(slot.commit.destinations is not None for slot in action.slots):
             text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
             say(logging.WARNING, "upload-failing", text, about=action.url, why=why)
         with self._ring.changed:
-            place = self.place(action.url)
-            place.failed(action, why, time.monotonic())
-            place.health.failures_total += 1
+            destination = self.destination(action.url)
+            destination.failed(action, why, time.monotonic())
+            destination.health.failures_total += 1
         self._heard(action, error)
 
     def _put_off(self, store: Store | None, action: Action, error: PutOff) -> None:
         """An upload waits for the shards that others bring. In the end it is given up there."""
         with self._ring.changed:
             now_s = time.monotonic()
-            since_s = self.place(action.url).waits_for(action, error.there, now_s)
+            since_s = self.destination(action.url).waits_for(action, error.there, now_s)
             waited_s = now_s - max(since_s, self.desired(action.run).expires_s)
         self._say_works(action.url)
         is_over = waited_s >= ORPHANED_S
@@ -486,7 +482,7 @@ class Reconciler(Observations):
         text = "{error}. No host uploads the rest; the snapshot makes room for newer ones."
         say(logging.WARNING, "upload-abandoned", text, about=action.url, error=error)
         with self._ring.changed:
-            self.place(action.url).done(action)
+            self.destination(action.url).done(action)
             self._ring.mark(Held.of(action.slots), action.url, Mark.REFUSED)
         self._say_works(action.url)
 
@@ -494,13 +490,13 @@ class Reconciler(Observations):
         url = action.url
         if self._attempt(action) >= error.current > attempt:
             with self._ring.changed:  # the later attempt has just become this server's own, which writes it at once
-                self.place(url).dropped(action)
+                self.destination(url).dropped(action)
             return
         say_refused(action.run, attempt, error)
         with self._ring.changed:
-            self.place(url).done(action)
+            self.destination(url).done(action)
             if action.kind.is_upload:
-                self.place(url).health.refuses(error, action.run, attempt)
+                self.destination(url).health.refuses(error, action.run, attempt)
                 self._ring.mark(Held.of(action.slots), url, Mark.REFUSED)
                 if action.about.is_file:
                     self._refused.setdefault(action.run, {})[action.about.name] = action.about
@@ -640,7 +636,7 @@ class TierUpload:
         """Older snapshots of the run are to go where it has just come, if nobody else sees to that."""
         with self._ring.changed:
             if not newest.is_file and action.url not in self._ring.tiers(action.run).carried:
-                self._seen.place(action.url).newest[action.run] = newest
+                self._seen.destination(action.url).newest[action.run] = newest
 
     def _note(self, slot: Slot, manifest: Manifest, brought: Manifest, url: str) -> None:
         """A tier has what a slot holds, or an approximation of it."""

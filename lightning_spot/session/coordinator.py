@@ -367,7 +367,7 @@ class Coordinator(OfTrainer):
             return (0,)
         meet = self._hosts.is_one_place
         if not meet and self._location.servers:
-            meet = bool(attempt.writer.link.ask(lambda host: host.destinations(), none))
+            meet = bool(attempt.writer.link.ask(lambda host: host.kept_at(), none))
         return ranges_for(self._owned_nbytes(), range(self._trainer.world_size) if meet else self._hosts.places[0])
 
     @property

@@ -100,7 +100,7 @@ class Place:
     info: RunInfo
     slots: list[Slot] = field(default_factory=list)
     known: Known = field(default_factory=Known)
-    places: dict[str, Destination] = field(default_factory=dict)
+    destinations: dict[str, Destination] = field(default_factory=dict)
     servers: Servers | None = None
     tiers: Tiers = field(default_factory=Tiers)
     asked_s: float = 0.0
@@ -222,7 +222,7 @@ class World:
 
     def observed(self, place: Place) -> Observed:
         view = place.view()
-        return Observed(RUN_ID, place.slots, view, place.tiers, place.places, place.servers)
+        return Observed(RUN_ID, place.slots, view, place.tiers, place.destinations, place.servers)
 
     def desired(self, place: Place) -> Desired:
         is_abandoned = place.info.left or (bool(place.info.servers) and not place.info.session)
@@ -284,7 +284,7 @@ class World:
             assert server is not None
             place.servers.asks(server, self.now_s)
         elif not action.kind.is_question:
-            place.places.setdefault(action.url, Destination(action.url)).begins(action, self.now_s)
+            place.destinations.setdefault(action.url, Destination(action.url)).begins(action, self.now_s)
         for slot in action.slots:
             slot.readers += 1
         manifests = tuple(slot.manifest for slot in action.slots if slot.manifest is not None)
@@ -320,7 +320,7 @@ class World:
                 else:
                     server.away_until_s = max(server.away_until_s, self.now_s + reconcile.ASK_AGAIN_S)
         else:
-            place.places[action.url].failed(action, "it failed", self.now_s)
+            place.destinations[action.url].failed(action, "it failed", self.now_s)
             self.heard(place, action, "it failed")
 
     def heard(self, place: Place, action: Action, why: str) -> None:
@@ -328,7 +328,7 @@ class World:
             place.servers.heard(server, why, self.now_s)
 
     def done(self, place: Place, action: Action) -> None:
-        place.places[action.url].done(action)
+        place.destinations[action.url].done(action)
         self.heard(place, action, "")
 
     def shown(self, name: str, shards: dict[int, ShardOf]) -> None:
@@ -374,7 +374,7 @@ class World:
                 slot.readers -= 1
         place.busy.clear()
         place.slots[:] = [] if empty else place.slots
-        place.known, place.places, place.asked_s = Known(), {}, self.now_s
+        place.known, place.destinations, place.asked_s = Known(), {}, self.now_s
         for slot in place.slots:  # what it did not write down
             slot.seen = {url: mark for url, mark in slot.seen.items() if mark is not Mark.INEXACT}
         if place.servers is not None:
@@ -412,7 +412,7 @@ class World:
 
         def note() -> None:
             if STORAGE not in place.tiers.carried:
-                place.places[STORAGE].newest[RUN_ID] = action.about
+                place.destinations[STORAGE].newest[RUN_ID] = action.about
             self.safe(place, action, manifests)
 
         return note
@@ -425,7 +425,7 @@ class World:
 
     def put_shards(self, place: Place, action: Action, manifests: tuple[Manifest, ...]) -> Callable[[], None]:
         name, storage = action.about.snapshot, self.storage
-        key, to = (RUN_ID, name), place.places[STORAGE]
+        key, to = (RUN_ID, name), place.destinations[STORAGE]
         registers = storage.take(name, manifests)
         self.shown(name, registers)
 

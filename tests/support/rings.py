@@ -156,7 +156,7 @@ class RankRing:
     def tiers(self) -> dict[str, TierHealth]:
         return {}
 
-    def destinations(self) -> list[str]:
+    def kept_at(self) -> list[str]:
         return []
 
     def refused(self) -> list[Manifest]:

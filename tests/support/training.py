@@ -95,7 +95,7 @@ class Account(pl.Callback):
             if self.has_begun:
                 writer.settle(60.0)
                 count = 1
-            until(lambda: writer.host is not None and len(writer.host.destinations()) >= count, "the servers")
+            until(lambda: writer.host is not None and len(writer.host.kept_at()) >= count, "the servers")
         self.has_begun = True
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:

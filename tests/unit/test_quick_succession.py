@@ -33,7 +33,7 @@ class Quick(Bench):
         self.save(1)
         until(lambda: self.newest().safe, "the tier to take it")
         with self.server.ring.changed:
-            self.server.reconciler.place(self.tier().url).took_s[RUN_ID] = 1e6
+            self.server.reconciler.destination(self.tier().url).took_s[RUN_ID] = 1e6
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What is to be done in a situation, as plain text: what is wanted and seen above the line, the actions below it.
 
-``run`` says what the run is to have, ``server`` and ``place`` what was seen there, ``slot`` what is here: a step, or
-one writer's shard of it (``3/1of2``), and where that was seen. A time after ``@`` is when an action is due.
+``run`` says what the run is to have, ``server`` and ``destination`` what was seen there, ``slot`` what is here: a step,
+or one writer's shard of it (``3/1of2``), and where that was seen. A time after ``@`` is when an action is due.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ SITUATIONS = {
         slot 2 refused=storage
         ----
     """,
-    "a file goes to the places that were named for it": """
+    "a file goes to the destinations that were named for it": """
         run live
         slot 1 safe=storage
-        file best.ckpt places=other
+        file best.ckpt destinations=other
         ----
         put best.ckpt other
     """,
@@ -78,28 +78,28 @@ SITUATIONS = {
     """,
     "at least one in the interval": """
         run live every=60
-        place storage begun=100
+        destination storage begun=100
         slot 3
         ----
         put 3 storage @160
     """,
     "who waits for it does not wait for that": """
         run live every=60 urgent
-        place storage begun=100
+        destination storage begun=100
         slot 3
         ----
         put 3 storage
     """,
     "one that comes in a moment after another waits for its turn": """
         run live
-        place storage begun=100 took=0.1
+        destination storage begun=100 took=0.1
         slot 3 at=102 after=1
         ----
         put 3 storage @104
     """,
     "what failed waits, and nothing else does": """
         run live
-        place storage failed=put:3
+        destination storage failed=put:3
         slot 3
         file best.ckpt
         ----
@@ -209,7 +209,7 @@ SITUATIONS = {
     """,
     "a deletion waits for no snapshot": """
         run live
-        place storage deletes=1
+        destination storage deletes=1
         slot 2
         ----
         delete 1 storage
@@ -217,14 +217,14 @@ SITUATIONS = {
     """,
     "a deletion waits for a file that may replace what goes": """
         run live
-        place storage deletes=1 behind=best.ckpt
+        destination storage deletes=1 behind=best.ckpt
         file best.ckpt
         ----
         put best.ckpt storage
     """,
     "a deletion waits for no file that came later": """
         run live
-        place storage deletes=1
+        destination storage deletes=1
         file later.ckpt
         ----
         delete 1 storage
@@ -232,30 +232,30 @@ SITUATIONS = {
     """,
     "a deletion waits for that of a file that never was there": """
         run live
-        place storage deletes=1 behind=best.ckpt
-        place storage deletes=best.ckpt behind=better.ckpt
+        destination storage deletes=1 behind=best.ckpt
+        destination storage deletes=best.ckpt behind=better.ckpt
         file better.ckpt
         ----
         put better.ckpt storage
     """,
     "a deletion waits for that of a file only while that waits": """
         run live
-        place storage deletes=1 behind=best.ckpt
-        place storage deletes=best.ckpt
+        destination storage deletes=1 behind=best.ckpt
+        destination storage deletes=best.ckpt
         ----
         delete best.ckpt storage
         delete 1 storage
     """,
     "older ones go once the newest is there": """
         run live
-        place storage newest=2 deletes=1
+        destination storage newest=2 deletes=1
         slot 2 safe=storage
         ----
         delete 1 storage
         retain 2 storage
     """,
     "of a run that was forgotten, older ones stay": """
-        place storage newest=2
+        destination storage newest=2
         slot 2 safe=storage
         ----
     """,
@@ -268,7 +268,7 @@ class Situation:
     def __init__(self, lines: list[str]) -> None:
         self.now_s, self.known = 1000.0, Known()
         self.slots: list[Slot] = []
-        self.places: dict[str, Destination] = {}
+        self.destinations: dict[str, Destination] = {}
         self.servers: Servers | None = None
         self.desired = Desired()
         for line in lines:
@@ -295,24 +295,24 @@ class Situation:
         server.answered_s, server.looked_s = float(fields.get("asked", 0)), float(fields.get("looked", "-inf"))
         server.away_until_s, server.failures = float(fields.get("away", 0)), int("away" in fields)
 
-    def place(self, words: list[str], fields: dict[str, str]) -> None:
+    def destination(self, words: list[str], fields: dict[str, str]) -> None:
         url = self.url(words[0])
-        place = self.places.setdefault(url, Destination(url))
-        for name, of in (("begun", place.begun_s), ("took", place.took_s)):
+        destination = self.destinations.setdefault(url, Destination(url))
+        for name, of in (("begun", destination.begun_s), ("took", destination.took_s)):
             if name in fields:
                 of[RUN_ID] = float(fields[name])
         if "failed" in fields:
             kind, _, step = fields["failed"].partition(":")
             words = ["complete"] if step.endswith("c") else []
             action = Action(Kind(kind), url, RUN_ID, manifest=self.manifest(step.rstrip("c"), words))
-            place.failed(action, "it failed", self.now_s)
+            destination.failed(action, "it failed", self.now_s)
         if "deletes" in fields:
             behind = {fields["behind"]: 1} if "behind" in fields else {}
             what = fields["deletes"]
             manifest = manifest_of(int(what)) if what.isdigit() else replace(manifest_of(1), name=what, file="")
-            place.deletions.append(Deletion(manifest, behind))
+            destination.deletions.append(Deletion(manifest, behind))
         if "newest" in fields:
-            place.newest[RUN_ID] = manifest_of(int(fields["newest"]))
+            destination.newest[RUN_ID] = manifest_of(int(fields["newest"]))
 
     def slot(self, words: list[str], fields: dict[str, str]) -> None:
         self.add(self.manifest(words[0], words), words, fields)
@@ -325,8 +325,8 @@ class Situation:
         slot.writer = manifest.shard.writer if manifest.shard is not None else 0
         slot.commit = Commit(len(self.slots) + 1, float(fields.get("at", self.now_s)))
         slot.commit.after_s = float(fields.get("after", "inf"))
-        if "places" in fields:
-            slot.commit.places = tuple(self.url(name) for name in fields["places"].split(","))
+        if "destinations" in fields:
+            slot.commit.destinations = tuple(self.url(name) for name in fields["destinations"].split(","))
         for mark in MARKS.keys() & fields.keys():
             slot.seen.update(dict.fromkeys((self.url(name) for name in fields[mark].split(",")), MARKS[mark]))
         self.slots.append(slot)
@@ -353,7 +353,7 @@ class Situation:
     def observed(self) -> Observed:
         tiers = self.servers.tiers() if self.servers is not None else Tiers((STORAGE,))
         view = View(self.slots, tiers, self.known)
-        return Observed(RUN_ID, self.slots, view, tiers, self.places, self.servers)
+        return Observed(RUN_ID, self.slots, view, tiers, self.destinations, self.servers)
 
 
 def line_of(action: Action) -> str:
@@ -373,7 +373,8 @@ def test_what_is_to_be_done(name: str) -> None:
 
 
 def test_what_was_put_off_comes_later() -> None:
-    situation = Situation(["run live", "place storage failed=put:1c newest=1 deletes=1", "slot 1 complete", "slot 2"])
+    storage = "destination storage failed=put:1c newest=1 deletes=1"
+    situation = Situation(["run live", storage, "slot 1 complete", "slot 2"])
     found = [line_of(each) for each in actions(situation.desired, situation.observed(), situation.now_s)]
     assert found == ["delete 1 storage", "retain 1 storage", "put 2 storage", "put 1 storage @1000.5"]
 
@@ -419,7 +420,7 @@ def test_one_that_is_not_asked_now_keeps_no_other_from_uploading() -> None:
         (["run live", "slot 1/0of2"], set()),  # the other one is to come here
         (["run live hosts=2", "slot 1/0of2"], {STORAGE}),
         (["run live", "slot 1/0of2 unkept", "slot 1/1of2 unkept"], set()),
-        (["run live", "slot 1 safe=storage", "place storage deletes=1"], {STORAGE}),
+        (["run live", "slot 1 safe=storage", "destination storage deletes=1"], {STORAGE}),
     ],
 )
 def test_what_is_waited_for(lines: list[str], waited_for: set[str]) -> None:

@@ -975,15 +975,14 @@ def test_a_flush_of_one_run_hurries_no_place_of_another(bench: Bench) -> None:
         bench.open(run_id=run_id)
         bench.tier(run_id).fail(TierError("made"))
         bench.save(1, run_id=run_id)
-    places = {run_id: bench.server.reconciler.place(bench.tier(run_id).url) for run_id in (RUN_ID, OTHER_ID)}
-    until(lambda: all(place.tried for place in places.values()), "both to have failed")
+    at = [bench.server.reconciler.destination(bench.tier(run_id).url) for run_id in (RUN_ID, OTHER_ID)]
+    until(lambda: all(each.tried for each in at), "both to have failed")
     with bench.server.ring.changed:
-        for place in places.values():
-            for tried in place.tried.values():
-                tried.failures, tried.failed_s = 9, time.monotonic()
-        assert bench.server.reconciler.wait_clean(RUN_ID, 0.0)
-        failures = {run_id: [each.failures for each in place.tried.values()] for run_id, place in places.items()}
-    assert failures == {RUN_ID: [1], OTHER_ID: [9]}
+        tried = [tried for each in at for tried in each.tried.values()]
+        for each in tried:
+            each.failures, each.failed_s = 9, time.monotonic()
+        assert bench.server.reconciler.flush(RUN_ID, 0.0)
+        assert [each.failures for each in tried] == [1, 9]
 
 
 def test_a_damaged_file_goes_and_not_what_has_replaced_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
