@@ -381,9 +381,6 @@ class Role(enum.Enum):
     """It keeps the run, and brings it on to storage."""
 
 
-AT_ONCE = float("-inf")
-
-
 @dataclass(eq=False, slots=True)
 class Server:
     """What was seen of a server that a run may be kept at.
@@ -392,7 +389,8 @@ class Server:
         url: of the run there.
         role: what it does for the run.
         asked: what it is being asked to do now, if it is being asked.
-        answered_s: when it answered last; :data:`AT_ONCE` if it is to be asked at once.
+        answered_s: when it answered last.
+        is_due: whether it is to be asked at once, whenever it answered.
         looked_s: when it was looked at last what it has.
         away_until_s: not asked before then, unless the run is kept there.
         failures: in a row.
@@ -405,7 +403,8 @@ class Server:
     role: Role = Role.NONE
     asked: Role = Role.NONE
     answered_s: float = 0.0
-    looked_s: float = AT_ONCE
+    is_due: bool = False
+    looked_s: float = float("-inf")
     away_until_s: float = 0.0
     failures: int = 0
     why: str = ""
@@ -425,7 +424,7 @@ class Server:
     @property
     def is_sound(self) -> bool:
         """Whether the run is kept there, and it has not just failed."""
-        return self.used and not (self.answered_s == AT_ONCE and self.failures)
+        return self.used and not (self.is_due and self.failures)
 
 
 class Servers:
@@ -490,7 +489,7 @@ class Servers:
         before, upload = self.uploader, server.asked is Role.UPLOADS
         server.why_not = (opened.why_not or "it does not say why") if upload and not opened.carries else ""
         server.role = Role.UPLOADS if upload and opened.carries else Role.KEEPS
-        server.asked, server.answered_s = Role.NONE, now_s
+        server.asked, server.answered_s, server.is_due = Role.NONE, now_s, False
         if upload:
             self.why_not = server.why_not
         self._ask_others(server, before)
@@ -517,7 +516,7 @@ class Servers:
         if server.failures + 1 >= _MOST_FAILURES:
             self.lost(server, why, now_s)
         else:
-            server.failures, server.why, server.answered_s = server.failures + 1, why, AT_ONCE
+            server.failures, server.why, server.is_due = server.failures + 1, why, True
 
     def registers(self, name: str) -> dict[int, ShardOf]:
         """What all servers have shown of a snapshot."""
@@ -543,7 +542,7 @@ class Servers:
         is_another = self.uploader is not before
         for other in self.used:
             if other is not server and (is_another or (self.uploader is None and not other.why_not)):
-                other.answered_s = AT_ONCE
+                other.is_due = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -751,7 +750,7 @@ def _questions(desired: Desired, seen: Observed, servers: Servers, now_s: float)
     groups = seen.view.groups if desired.is_spread else ()
     pending = [slot for group in groups if group.state is Status.PENDING for slot in group.slots]
     for server in servers.all:
-        behind = unknown(desired, seen, server) if server.answered_s > AT_ONCE else []
+        behind = unknown(desired, seen, server) if not server.is_due else []
         if waiting := pending + behind:
             newest_s = max(slot.commit.at_s for slot in waiting)
             due_s = 0.0 if desired.urgent and behind else _looks_again_s(server.looked_s, newest_s, LAST_LOOK_S)
@@ -780,7 +779,7 @@ def _asks(servers: Servers, now_s: float) -> Iterator[tuple[Server, float]]:
     lacking = servers.replicas - (len(servers.all) - len(spare))
     for server in idle:
         if server.used:
-            yield server, max(0.0, server.answered_s + ASK_AGAIN_S)
+            yield server, 0.0 if server.is_due else server.answered_s + ASK_AGAIN_S
     ready = [each for each in spare if each.away_until_s <= now_s][: max(0, lacking)]
     yield from ((each, 0.0) for each in ready)
     if lacking > len(ready):

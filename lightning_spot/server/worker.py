@@ -29,7 +29,6 @@ from lightning_spot.errors import (
 from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.server.observations import Observations, Questions
 from lightning_spot.server.reconcile import (
-    AT_ONCE,
     LAST_LOOK_S,
     SURPASSED_S,
     Action,
@@ -149,7 +148,7 @@ class Reconciler(Observations):
         with self._ring.changed:
             if (servers := self.servers.get(run)) is not None:
                 for server in servers.used:
-                    server.answered_s = AT_ONCE
+                    server.is_due = True
                 self._ring.touch(run)
 
     def forget(self, run: str) -> None:
@@ -200,8 +199,7 @@ class Reconciler(Observations):
             now_s = time.monotonic()
             for key, servers in self.servers.items():
                 for server in servers.used if run in (None, key) else ():
-                    if now_s - server.answered_s >= LAST_LOOK_S:
-                        server.answered_s = AT_ONCE
+                    server.is_due |= now_s - server.answered_s >= LAST_LOOK_S
             self._touch(run)
 
     # -- what is so -----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lightning_spot.server.reconcile import (
-    AT_ONCE,
     Action,
     Deletion,
     Desired,
@@ -387,7 +386,7 @@ def test_the_first_server_uploads_whichever_is_asked_first() -> None:
     assert (first.asked, second.asked) == (Role.UPLOADS, Role.KEEPS)
     servers.answered(second, Opened(1, carries=False), 1000.0)
     servers.lost(first, "it does not answer", 1000.0)
-    assert second.answered_s == AT_ONCE
+    assert second.is_due
     for server in (third, second):
         servers.asks(server, 1000.0)
     assert (second.asked, third.asked) == (Role.UPLOADS, Role.KEEPS)
