@@ -73,11 +73,11 @@ class Host(Protocol):
     def lease(
         self, nbytes: int, wait_s: float, *, limit_s: float | None = None, making: Making = Making.NOW, writer: int = 0
     ) -> Lease:
-        """Take a slot, waiting up to ``wait_s`` for a clean one.
+        """Take a slot, waiting up to ``wait_s`` until one can be had.
 
         Args:
             nbytes: size of the snapshot, or of the shard.
-            wait_s: how long to wait for a slot to become clean.
+            wait_s: how long to wait for that.
             limit_s: how long the answer may take beyond that; default ``server_call_timeout_s``.
             making: whether its memory is made for it, see :class:`Making`.
             writer: number of the rank that will fill it: each has as many slots as the ring has for a run.
@@ -196,7 +196,7 @@ class InProcessHost:
     """A ring and its workers in the trainer's own process: nothing of it outlives a killed trainer.
 
     Args:
-        slots: slots of the ring.
+        slots: most slots of each writer of a run.
         memory_bytes: limit of their memory.
         open_store: makes the stores of the tiers below.
     """

@@ -689,16 +689,22 @@ def _storage_due_s(desired: Desired, seen: Observed, url: str, group: Group) -> 
 
 
 def _shards_due_s(desired: Desired, group: Group) -> float:
-    """When storage may take shards of a snapshot not all of which is here."""
+    """When storage may take shards of a snapshot not all of which is here.
+
+    =====================================================  =========================================================
+    The rest is to come here, or storage needs none of it  when the lease ends
+    Hosts have the rest; the trainer is here, or at its    once this host's other ranks have had time to put theirs
+    end
+    Hosts have the rest; no trainer is here, one waits     at once
+    No trainer is here, and nobody waits                   once others are known to have the rest; or the lease ends
+    =====================================================  =========================================================
+    """
     if not (group.persist or desired.urgent) or (desired.info is not None and not desired.is_spread):
-        return desired.expires_s  # storage is not meant to have it, or the other shards are to come here
-    if desired.is_spread and not desired.is_live and desired.urgent:
-        return 0.0  # no more comes of its trainer, and others have what is missing here
-    if desired.is_spread and (
-        desired.is_live or group.manifest.complete
-    ):  # a host never has all: it waits for its ranks
+        return desired.expires_s
+    if desired.is_spread and (desired.is_live or (group.manifest.complete and not desired.urgent)):
         return max(slot.commit.at_s for slot in group.slots) + _TOGETHER_S
-    # A server waits until it is known that other servers have the others.
+    if desired.is_spread and desired.urgent:
+        return 0.0
     return desired.expires_s if group.state is Status.PENDING else 0.0
 
 

@@ -86,7 +86,7 @@ class Ring:
     All methods may be called from any thread.
 
     Args:
-        slots: how many slots at most; ``None`` for as many as fit the memory.
+        slots: most slots of each writer of a run; ``None`` for as many as fit the memory, see :class:`Limits`.
         memory_bytes: most bytes all slots together may hold.
         area: directory on tmpfs for the slots, ``None`` for memory files; what a killed server left in it is taken
             over.
@@ -455,36 +455,6 @@ class Ring:
         self._stale(run)
         self.notify()
 
-    def _named(self, run: str, name: str) -> list[Slot]:
-        return list(self.slots.of(run).names.get(name, ()))
-
-    def _stale(self, run: str) -> None:
-        self._views.pop(run, None)
-        self.stale.add(run)
-
-    def _is_one_more(self, run: str, manifest: Manifest) -> bool:
-        """Whether a shard that has come changes nothing of what is to be done, so that nobody need look at all again.
-
-        Its snapshot is as incomplete as it was, and another shard of it is still owed wherever this one is: what is to
-        be done with that was found out, and is again before it is done, or once it is.
-        """
-        of_it, shard = self.slots.of(run).snapshots.get(manifest.snapshot, {}), manifest.shard
-        other = next(iter(of_it))
-        if shard is None or other.manifest in (None, manifest) or len(of_it) >= shard.writers:
-            return False
-        is_known = manifest.order in self.known.committed.get((run, manifest.lineage), ())
-        is_alike = status(shards_in([other]) | {shard.writer: shard}, manifest.order) is Status.PENDING
-        return is_alike and not (other.seen or other.durable_or_superseded or is_known)
-
-    def _record(self, slot: Slot) -> None:
-        if self.area is not None:
-            self.area.record(slot)
-
-    def _take(self, slot: Slot, run: str, writer: int) -> None:
-        """A run fills a slot from now on."""
-        slot.run, slot.writer, slot.state = run, writer, SlotState.FILLING
-        self.slots.note(slot)
-
     # -- who fills a slot -----------------------------------------------------------------------------------------
 
     def try_lease(
@@ -752,8 +722,41 @@ class Ring:
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
+    def _named(self, run: str, name: str) -> list[Slot]:
+        return list(self.slots.of(run).names.get(name, ()))
+
+    def _stale(self, run: str) -> None:
+        self._views.pop(run, None)
+        self.stale.add(run)
+
+    def _is_one_more(self, run: str, manifest: Manifest) -> bool:
+        """Whether a shard that has come changes nothing of what is to be done, see :meth:`_commit`.
+
+        Its snapshot is as incomplete as it was, and another shard of it is still owed wherever this one is.
+        """
+        of_it, shard = self.slots.of(run).snapshots.get(manifest.snapshot, {}), manifest.shard
+        other = next(iter(of_it))
+        if shard is None or other.manifest in (None, manifest) or len(of_it) >= shard.writers:
+            return False
+        is_known = manifest.order in self.known.committed.get((run, manifest.lineage), ())
+        is_alike = status(shards_in([other]) | {shard.writer: shard}, manifest.order) is Status.PENDING
+        return is_alike and not (other.seen or other.durable_or_superseded or is_known)
+
+    def _record(self, slot: Slot) -> None:
+        if self.area is not None:
+            self.area.record(slot)
+
+    def _take(self, slot: Slot, run: str, writer: int) -> None:
+        """A run fills a slot from now on."""
+        slot.run, slot.writer, slot.state = run, writer, SlotState.FILLING
+        self.slots.note(slot)
+
     def _commit(self, slot: Slot, manifest: Manifest) -> None:
-        """A slot holds something from now on."""
+        """A slot holds something from now on.
+
+        A view is dropped with every change of what is held; a plan is made again, unless what it would have more is
+        one more slot of an action that it has. That takes what is there when it is done, or is planned again then.
+        """
         now_s, of_writer = time.monotonic(), self.slots.of(slot.run).writers.get(slot.writer, ())
         before_s = max((each.commit.at_s for each in of_writer if each.snapshot is not None), default=float("-inf"))
         self._sequence += 1

@@ -38,7 +38,7 @@ class SnapshotServer:
     """Runs and uploads. All methods may be called from any thread.
 
     Args:
-        slots: slots of the ring; ``None`` for as many as fit the memory.
+        slots: most slots of each writer of a run; ``None`` for as many as fit the memory.
         memory_bytes: most bytes all slots together may hold.
         open_store: makes the store of a tier's URL.
         flush_to: URL below which runs are flushed that name no durable URL, or one that is not allowed.
