@@ -268,7 +268,7 @@ def _state(items: list[Listed]) -> str:
     shard = items[0].manifest.shard
     if shard is not None and (shard.failed or len(items) < shard.writers):
         return "failed" if shard.failed else f"shard {shard.writer + 1} of {shard.writers}"
-    if any(item.dirty for item in items):
+    if any(item.owed for item in items):
         return "uploading"
     return "replicated" if all(item.safe for item in items) else "local"
 

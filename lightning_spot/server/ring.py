@@ -47,29 +47,31 @@ from lightning_spot.protocol.listening import open_files
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.say import say
 from lightning_spot.server.area import SlotArea
+from lightning_spot.server.slot_choice import (
+    MOST_SLOTS,
+    Limits,
+    SlotChoice,
+    bound,
+    capacity_for,
+    find_room,
+    why_full,
+)
 from lightning_spot.server.slots import (
     MOST_ABORTED,
-    MOST_SLOTS,
     Group,
     Held,
     Known,
-    Limits,
     Making,
     Mark,
-    Placement,
     Slot,
     Slots,
     SlotState,
     Tiers,
     View,
-    bound,
-    capacity_for,
     file_order,
-    find_room,
     reusable,
     shards_in,
     status_of,
-    why_full,
 )
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
 from lightning_spot.snapshot.shards import Image, Status, assemble, check_of_one, failed, registers_of, status
@@ -86,7 +88,8 @@ class Ring:
     All methods may be called from any thread.
 
     Args:
-        slots: most slots of each writer of a run; ``None`` for as many as fit the memory, see :class:`Limits`.
+        slots: most slots of each writer of a run; ``None`` for as many as fit the memory, see
+            :class:`~lightning_spot.server.slot_choice.Limits`.
         memory_bytes: most bytes all slots together may hold.
         area: directory on tmpfs for the slots, ``None`` for memory files; what a killed server left in it is taken
             over.
@@ -769,7 +772,9 @@ class Ring:
         else:
             self._stale(slot.run)
 
-    def _room(self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False) -> Placement | None:
+    def _room(
+        self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False
+    ) -> SlotChoice | None:
         return find_room(
             self.slots,
             run,

@@ -49,12 +49,12 @@ class Listed(NamedTuple):
 
     Attributes:
         manifest: of the snapshot; or of a shard, or why there will be none, of one of which not all is there.
-        dirty: URLs of the tiers to which it is still to be brought.
+        owed: URLs of the destinations to which it is still to be brought.
         safe: URLs of those that have it.
     """
 
     manifest: Manifest
-    dirty: list[str]
+    owed: list[str]
     safe: list[str]
 
     @classmethod

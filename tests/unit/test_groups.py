@@ -11,19 +11,18 @@ import pytest
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.server.ring import Ring
+from lightning_spot.server.slot_choice import Limits, find_room
 from lightning_spot.server.slots import (
     ORPHANED_S,
     Buffer,
     Commit,
     Held,
     Known,
-    Limits,
     Mark,
     Slot,
     SlotState,
     Tiers,
     View,
-    find_room,
     reusable,
 )
 from lightning_spot.server.slots import Slots as AllSlots

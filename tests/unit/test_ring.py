@@ -1,4 +1,4 @@
-"""The ring and its workers, through a server without network: slots, dirty bits, back-pressure, fences, adoption."""
+"""The ring and its workers, through a server without network: slots, what they owe, back-pressure, fences, adoption."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from lightning_spot.server import reconcile, registry, worker
 from lightning_spot.server.area import SlotArea
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.slots import MOST_ABORTED, MOST_OF_A_WRITER, Held, Slot, View
+from lightning_spot.server.slot_choice import MOST_OF_A_WRITER
+from lightning_spot.server.slots import MOST_ABORTED, Held, Slot, View
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.local import LocalStore
@@ -48,7 +49,7 @@ from tests.support.server import MIB, OTHER_ID, RUN, RUN_ID, Bench, MakeBench, S
 from tests.support.shards import failed_shard
 from tests.support.waiting import until
 
-# -- slots and dirty bits ---------------------------------------------------------------------------------------------
+# -- slots and what they owe -------------------------------------------------------------------------------------------
 
 
 def test_back_pressure_when_every_slot_is_needed(make_bench: MakeBench) -> None:

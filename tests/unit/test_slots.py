@@ -22,7 +22,8 @@ from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.server.host import InProcessHost
-from lightning_spot.server.slots import Buffer, Commit, Limits, Making, Mark, Slot, Slots, SlotState, View, find_room
+from lightning_spot.server.slot_choice import Limits, find_room
+from lightning_spot.server.slots import Buffer, Commit, Making, Mark, Slot, Slots, SlotState, View
 from lightning_spot.session.snapshotter import Pacing
 from lightning_spot.store.retention import Keep
 from tests.support.ranks import Desk
