@@ -554,7 +554,7 @@ class TierUpload:
             PutOff: if that is not known yet.
         """
         info = self._seen.info(action.run)
-        if action.about.is_file or isinstance(store, ServerTier) or (info is not None and info.session):
+        if action.about.is_file or action.kind is Kind.SEND or (info is not None and info.session):
             return False
         with self._ring.changed:
             is_expired = time.monotonic() >= self._seen.desired(action.run).expires_s
@@ -569,14 +569,12 @@ class TierUpload:
         if len(held.slots) < len(action.slots) or held.manifests[0].snapshot != action.about.snapshot:
             return None  # some of it has just left memory
         fresh_s = time.monotonic() - CHECKED_S
-        # A snapshot server checks every part that it receives anyway.
-        is_checked = isinstance(store, ServerTier) or all(slot.buffer.checked_s > fresh_s for slot in held.slots)
-        if not is_checked and not self._is_intact(action, held):
-            return None
         try:
-            if isinstance(store, ServerTier):
+            if isinstance(store, ServerTier):  # it checks every part that it receives
                 return self._to_server(store, action, held, attempt)
-            return self._to_storage(store, action, held, attempt)
+            if all(slot.buffer.checked_s > fresh_s for slot in held.slots) or self._is_intact(action, held):
+                return self._to_storage(store, action, held, attempt)
+            return None
         except CorruptSnapshotError:
             if not self._is_intact(action, held):
                 return None
