@@ -30,7 +30,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -430,14 +430,10 @@ class Ring:
         try:
             yield held.image()
         finally:
-            for slot in held.slots:
-                self.unpin(slot)
-
-    def unpin(self, slot: Slot) -> None:
-        """One reader of a slot, which was counted before, is done."""
-        with self.changed:
-            slot.readers -= 1
-            self.notify()
+            with self.changed:
+                for slot in held.slots:
+                    slot.readers -= 1
+                self.notify()
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -825,19 +821,19 @@ class Ring:
             self.slots.note(slot)
 
 
+@dataclass(slots=True)
 class Base:
     """A snapshot or shard that a slot holds, pinned so that it stays as it is.
 
-    Args:
-        ring: that holds it.
-        slot: its slot.
+    Attributes:
         manifest: of it.
+        image: its bytes, until it is let go.
+        pin: that keeps it.
     """
 
-    def __init__(self, ring: Ring, slot: Slot, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self.image = slot.view(manifest.nbytes)
-        self._ring, self._slot = ring, slot
+    manifest: Manifest
+    image: Image
+    pin: ExitStack
 
     @classmethod
     def newest(cls, ring: Ring, run: str, writer: int | None = None) -> Base | None:
@@ -854,14 +850,14 @@ class Base:
                 if manifest is None or (shard.writer if shard is not None else None) != writer:
                     continue
                 if not manifest.why_failed:
-                    slot.readers += 1
-                    return cls(ring, slot, manifest)
+                    pin = ExitStack()
+                    return cls(manifest, pin.enter_context(ring.reading(Held.of([slot]))), pin)
         return None
 
     def let_go(self) -> None:
         """Pin it no longer. Nobody may read :attr:`image` any more."""
         self.image = memoryview(b"")
-        self._ring.unpin(self._slot)
+        self.pin.close()
 
 
 @dataclass(frozen=True, slots=True)
