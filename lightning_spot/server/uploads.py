@@ -7,6 +7,7 @@ that is written once.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import socket
 import threading
@@ -121,6 +122,15 @@ class Received:
         self._stops[start] = stop
 
 
+class UploadState(enum.Enum):
+    """What has become of an upload."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    """Its slot is freed once nothing writes into it any more: late bytes must not reach the next snapshot there."""
+
+
 @dataclass(slots=True)
 class Upload:
     """A slot on its way to become a snapshot, a shard of one, or a user's file.
@@ -136,11 +146,11 @@ class Upload:
         writer: number of the rank that writes it; 0 where one writes all.
         announced: manifest without checksums, if it comes over the network: nothing else can be committed then.
         received: what came over the network.
-        base: from which parts may be made, if it comes over the network and an earlier snapshot is here.
+        base: from which parts may be made, if it comes over the network and an earlier snapshot is here. It is let go
+            with the last stream.
+        state: what has become of it.
         streams: connections that receive into the slot at the moment.
         sealing: whether it is being checksummed.
-        ended: whether it was committed or given up.
-        given_up: whether its slot is to be freed once nothing writes into it any more.
     """
 
     id: str
@@ -154,10 +164,9 @@ class Upload:
     announced: Manifest | None = None
     received: Received = field(default_factory=Received)
     base: Base | None = None
+    state: UploadState = UploadState.OPEN
     streams: set[socket.socket] = field(default_factory=set)
     sealing: bool = False
-    ended: bool = False
-    given_up: bool = False
 
     @property
     def name(self) -> str:
@@ -168,12 +177,6 @@ class Upload:
     def in_use(self) -> bool:
         """Whether something still writes into the slot."""
         return self.sealing or bool(self.streams)
-
-    def let_go(self) -> None:
-        """Let the base go, if nothing reads it any more and nothing will."""
-        if self.base is not None and self.ended and not self.in_use:
-            self.base.let_go()
-            self.base = None
 
 
 def writer_of(manifest: Manifest) -> int:
@@ -332,9 +335,8 @@ class Uploads:
             if known is None and highest <= upload.attempt and not gone():
                 self._uploads[upload.id] = upload
                 return upload
-        upload.ended = True
-        upload.let_go()
-        self._ring.abort(upload.slot)
+        upload.state = UploadState.ABORTED
+        self._let_go(upload)
         if known is not None:
             return _same(known, (upload.run, upload.attempt, upload.nbytes, upload.announced))
         check_fence(upload.run, upload.attempt, highest)
@@ -374,7 +376,7 @@ class Uploads:
             with self._lock:
                 upload.touched_s = time.monotonic()
                 upload.streams.discard(connection)
-                self._free_if_given_up(upload)
+                self._let_go(upload)
 
     # -- they become snapshots ------------------------------------------------------------------------------------
 
@@ -412,7 +414,7 @@ class Uploads:
         finally:
             with self._lock:
                 upload.sealing = False
-                self._free_if_given_up(upload)
+                self._let_go(upload)
         return sealed
 
     def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
@@ -478,8 +480,8 @@ class Uploads:
                 self.abort(upload.id)
                 raise
             del self._uploads[upload.id]
-            upload.ended = True
-            upload.let_go()
+            upload.state = UploadState.COMMITTED
+            self._let_go(upload)
         self._committed(upload.run, manifest)
 
     def _check(self, upload: Upload, manifest: Manifest) -> None:
@@ -524,11 +526,11 @@ class Uploads:
             upload = self._uploads.pop(upload_id, None)
             if upload is None:
                 return
-            upload.ended = upload.given_up = True
+            upload.state = UploadState.ABORTED
             for connection in upload.streams:
                 with contextlib.suppress(OSError):  # it has broken already
                     connection.shutdown(socket.SHUT_RDWR)
-            self._free_if_given_up(upload)
+            self._let_go(upload)
 
     def end_session(self, session: str) -> None:
         """The connection of a rank has closed: its half-filled slots are freed, and the others need not wait for it."""
@@ -566,10 +568,14 @@ class Uploads:
                 say(logging.WARNING, "upload-silent", text, about=upload.run, silent_s=silent_s)
                 self.abort(upload.id)
 
-    def _free_if_given_up(self, upload: Upload) -> None:
-        """Free the slot of a given-up upload, but not while late bytes could still reach the next snapshot in it."""
-        upload.let_go()
-        if upload.given_up and not upload.in_use:
+    def _let_go(self, upload: Upload) -> None:
+        """Let go of the base of an upload that has ended, and free the slot of an aborted one, once nothing uses it."""
+        if upload.state is UploadState.OPEN or upload.in_use:
+            return
+        if upload.base is not None:
+            upload.base.let_go()
+            upload.base = None
+        if upload.state is UploadState.ABORTED:
             self._ring.abort(upload.slot)
 
 
