@@ -29,7 +29,7 @@ from lightning_spot.goodput.ledger import Account, spent, total
 from lightning_spot.goodput.records import newest_in
 from lightning_spot.say import recent
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.slots import Group, SlotState, View
+from lightning_spot.server.slots import Group, Reached, SlotState, View
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.shards import Status
@@ -237,7 +237,7 @@ def _snapshot(group: Group, view: View) -> dict[str, Any]:
 def _state(group: Group, view: View) -> str:
     if group.state is not Status.COMMITTED:
         return "failed" if group.state is Status.ABORTED else "incomplete"
-    if "persisted" in group.reached:
+    if group.reached is Reached.PERSISTED:
         return "persisted"
     if any(slot in view.owed for slot in group.slots):
         return "uploading"

@@ -63,6 +63,7 @@ from lightning_spot.server.slots import (
     Known,
     Making,
     Mark,
+    Reached,
     Slot,
     Slots,
     SlotState,
@@ -178,19 +179,21 @@ class Ring:
 
     def reach(self, run: str, manifest: Manifest, url: str) -> None:
         """Note that a tier has a snapshot, as :meth:`newest` tells."""
+        key = run, Reached.REPLICATED if names_server(url) else Reached.PERSISTED
         with self.changed:
-            for state in ("replicated",) if names_server(url) else ("replicated", "persisted"):
-                known = self.known.reached.get((run, state))
-                if not manifest.is_file and (known is None or known.order < manifest.order):
-                    self.known.reached[run, state] = manifest
+            known = self.known.reached.get(key)
+            if not manifest.is_file and (known is None or known.order < manifest.order):
+                self.known.reached[key] = manifest
 
     def newest(self, run: str) -> dict[str, Manifest]:
         """The newest snapshot of a run that is committed, replicated and persisted, as far as known here."""
         with self.changed:
-            found = [(state, manifest) for (of, state), manifest in self.known.reached.items() if of == run]
-            found += [(state, group.manifest) for group in self.view(run).groups for state in group.reached]
-        found += [("committed", manifest) for _, manifest in found]
-        return dict(sorted(found, key=lambda each: each[1].order))
+            found = [(reached, manifest) for (of, reached), manifest in self.known.reached.items() if of == run]
+            found += [
+                (reached, each.manifest) for each in self.view(run).groups if (reached := each.reached) is not None
+            ]
+        found.sort(key=lambda each: each[1].order)
+        return {least.name.lower(): manifest for least in Reached for reached, manifest in found if reached >= least}
 
     def forget_refusals(self, run: str) -> None:
         """A later attempt writes from here now, or the trainer is gone: what tiers refused is owed to them again."""
@@ -679,9 +682,10 @@ class Ring:
         with self.changed:
             for slot in self.view(run).reusable(time.monotonic()):
                 self._forget(slot)
-            for known in (self.known.committed, self.known.reached, self.known.seen_registers):
-                for key in [key for key in known if key[0] == run]:
-                    del known[key]
+            of_runs: list[dict[Any, Any]] = [self.known.committed, self.known.reached, self.known.seen_registers]
+            for of_run in of_runs:
+                for key in [key for key in of_run if key[0] == run]:
+                    del of_run[key]
             self.touch(run)
 
     # -- the whole ------------------------------------------------------------------------------------------------

@@ -75,6 +75,16 @@ class Tiers:
         return (*self.own, *self.carried)
 
 
+class Reached(enum.IntEnum):
+    """How far a snapshot that counts has come: each includes what comes before it."""
+
+    COMMITTED = 0
+    REPLICATED = 1
+    """At a server behind this one."""
+    PERSISTED = 2
+    """At storage."""
+
+
 class Mark(enum.Enum):
     """What was seen of a snapshot at a place below."""
 
@@ -371,12 +381,12 @@ class Known:
     Attributes:
         committed: orders of the newest snapshots that are known to be committed over snapshot servers, or at storage,
             by run and lineage. What the rings of hosts hold does not count: it is lost sooner.
-        reached: the newest snapshot of a run that is ``"replicated"``, and that is ``"persisted"``; by run and state.
+        reached: the newest snapshot of a run that is known to have come so far, by run.
         seen_registers: that other places have shown, by run and name of the snapshot.
     """
 
     committed: dict[tuple[str, str], set[Order]] = field(default_factory=dict)
-    reached: dict[tuple[str, str], Manifest] = field(default_factory=dict)
+    reached: dict[tuple[str, Reached], Manifest] = field(default_factory=dict)
     seen_registers: dict[tuple[str, str], dict[int, ShardOf]] = field(default_factory=dict)
 
 
@@ -416,14 +426,15 @@ class Group:
         return manifest
 
     @property
-    def reached(self) -> tuple[str, ...]:
-        """Which of ``"committed"``, ``"replicated"`` and ``"persisted"`` it is. A shard says nothing of the others."""
+    def reached(self) -> Reached | None:
+        """How far it has come; ``None`` if it does not count. A shard says nothing of the others."""
         if self.state is not Status.COMMITTED:
-            return ()
-        is_all = self.is_here or any(slot.durable_or_superseded for slot in self.slots)
-        is_replicated = is_all and all(slot.is_safe for slot in self.slots)
-        is_persisted = is_all and all(slot.is_durable for slot in self.slots)
-        return ("committed", *["replicated"] * is_replicated, *["persisted"] * is_persisted)
+            return None
+        if not (self.is_here or any(slot.durable_or_superseded for slot in self.slots)):
+            return Reached.COMMITTED
+        if all(slot.is_durable for slot in self.slots):
+            return Reached.PERSISTED
+        return Reached.REPLICATED if all(slot.is_safe for slot in self.slots) else Reached.COMMITTED
 
     @property
     def persist(self) -> bool:
