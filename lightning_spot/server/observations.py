@@ -131,10 +131,25 @@ class Observations:
         if is_lost:
             say_lost(servers, server)
 
-    def dropped(self, url: str, name: str, why: str) -> None:
-        """Note that a snapshot was dropped instead of being brought somewhere. Call it under the lock."""
-        health = self.destination(url).health
-        health.dropped, health.dropped_name = why, name
+    def told(self, info: RunInfo, url: str) -> RunInfo:
+        """What a server hears of a run each time that it is asked: it may have missed, or forgotten, all of it."""
+        run = info.key
+        with self._ring.changed:
+            desired, durable = self.desired(run), newest_durable(self.observed(run))
+            server = self.servers[run].find(url) if run in self.servers else None
+            committed = self._ring.newest_committed(run, elsewhere=True)
+        return replace(
+            info,
+            servers=(),
+            replicas=1,
+            session="",
+            carry=server is not None and Role.UPLOADS in (server.asked, server.role),
+            committed=committed,
+            persisted=durable.snapshot if durable is not None else "",
+            lineage=durable.lineage if durable is not None else "",
+            left=desired.is_abandoned,
+            figures=(desired.info or info).figures,
+        )
 
     def _runs(self) -> set[str]:
         known = self._destinations.values()
@@ -188,7 +203,7 @@ class Questions:
         """Open the run there, or ask once more how things are."""
         ring = self._ring
         try:
-            opened = self._tier(server).open_run(self._now(run, servers, server.asked))
+            opened = self._tier(server).open_run(self._seen.told(servers.info, server.url))
             if opened.leaves:
                 raise TierError("it is shutting down", tier=server.url)
             self._find_lost(run, servers, server)
@@ -213,27 +228,9 @@ class Questions:
         server = servers.find(url)
         try:
             if server is not None and server.used:
-                self._tier(server).open_run(self._now(servers.info.key, servers, server.role))
+                self._tier(server).open_run(self._seen.told(servers.info, url))
         except SpotError as error:
             logger.debug("%s did not hear how run %s has ended: %s", url, servers.info.text, error)
-
-    def _now(self, run: str, servers: Servers, role: Role) -> RunInfo:
-        """What a server hears of a run each time that it is asked: it may have missed, or forgotten, all of it."""
-        with self._ring.changed:
-            desired, durable = self._seen.desired(run), newest_durable(self._seen.observed(run))
-            committed = self._ring.newest_committed(run, elsewhere=True)
-        return replace(
-            servers.info,
-            servers=(),
-            replicas=1,
-            session="",
-            carry=role is Role.UPLOADS,
-            committed=committed,
-            persisted=durable.snapshot if durable is not None else "",
-            lineage=durable.lineage if durable is not None else "",
-            left=desired.is_abandoned,
-            figures=(desired.info or servers.info).figures,
-        )
 
     def _find_lost(self, run: str, servers: Servers, server: Server) -> None:
         """Have the newest snapshots sent again that were safe there, and that it has no more."""

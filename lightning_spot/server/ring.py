@@ -189,9 +189,7 @@ class Ring:
         """The newest snapshot of a run that is committed, replicated and persisted, as far as known here."""
         with self.changed:
             found = [(reached, manifest) for (of, reached), manifest in self.known.reached.items() if of == run]
-            found += [
-                (reached, each.manifest) for each in self.view(run).groups if (reached := each.reached) is not None
-            ]
+            found += [(each.reached, each.manifest) for each in self.view(run).groups if each.reached is not None]
         found.sort(key=lambda each: each[1].order)
         return {least.name.lower(): manifest for least in Reached for reached, manifest in found if reached >= least}
 
@@ -480,7 +478,8 @@ class Ring:
         capacity, spare = capacity_for(nbytes, self._limits), making.is_ahead
         with self.changed:
             limits = bound(self.slots, run, writer, self._limits) if making is Making.BEYOND else self._limits
-            if self._is_known_full(nbytes):
+            full_at, full_bytes = self._full  # many who wait ask for it, and nothing has changed since
+            if full_at == self.changes and full_bytes <= nbytes:
                 return None
             found = self._room(run, nbytes, limits, writer=writer, reuse=reuse or spare)
             if found is None and limits.are_alike_for_all(self.slots, run, writer):
@@ -786,11 +785,6 @@ class Ring:
             views=self.views,
             now_s=time.monotonic(),
         )
-
-    def _is_known_full(self, nbytes: int) -> bool:
-        """Whether no run had room for so much, or less, and nothing has changed since: many who wait ask for it."""
-        changes, full_bytes = self._full
-        return changes == self.changes and full_bytes <= nbytes
 
     def _forget(self, slot: Slot) -> None:
         if self.area is not None and slot.manifest is not None:

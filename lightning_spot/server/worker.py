@@ -408,9 +408,7 @@ class Reconciler(Observations):
         url, run = action.url, action.run
         started_s, standing, info = time.monotonic(), self._standing(run, url), self.info(run)
         if isinstance(store, ServerTier) and info is not None:
-            # Of several servers one is asked which brings the run on; this one may have forgotten the run.
-            committed = self._ring.newest_committed(run, elsewhere=True)
-            store.know(replace(info, servers=(), session="", carry=info.replicas == 1, committed=committed))
+            store.know(self.told(info, url))
         if action.kind is Kind.DELETE:
             on_behalf(store, standing, lambda: store.delete(action.about))
         elif action.kind is Kind.RETAIN:
@@ -582,7 +580,9 @@ class TierUpload:
 
     def _to_server(self, store: ServerTier, action: Action, held: Held, attempt: int) -> Manifest:
         """Bring what slots hold to a snapshot server, one after the other; shards exactly."""
-        is_exact = action.about.shard is not None or self._must_be_exact(action)
+        with self._ring.changed:
+            is_exact = self._seen.desired(action.run).must_be_exact(action.about)
+        is_exact = is_exact or action.about.shard is not None
         nbytes, brought = 0, action.about
         for slot, manifest in held.each():
             if manifest.why_failed:
@@ -624,10 +624,6 @@ class TierUpload:
             self._ring.mark_committed(action.run, whole.lineage, whole.order)
         return whole
 
-    def _must_be_exact(self, action: Action) -> bool:
-        with self._ring.changed:
-            return self._seen.desired(action.run).must_be_exact(action.about)
-
     def _retain(self, action: Action, newest: Manifest) -> None:
         """Older snapshots of the run are to go where it has just come, if nobody else sees to that."""
         with self._ring.changed:
@@ -650,7 +646,8 @@ class TierUpload:
                 say(logging.ERROR, "snapshot-dropped", text, about=manifest.name, error=error)
                 is_intact = False
                 with self._ring.changed:
-                    self._seen.dropped(action.url, manifest.name, str(error))
+                    health = self._seen.destination(action.url).health
+                    health.dropped, health.dropped_name = str(error), manifest.name
                     if slot.manifest is manifest:  # else something newer may be here by its name
                         self._ring.drop(action.run, manifest.name)
         return is_intact
