@@ -51,17 +51,17 @@ class Observations:
     Args:
         ring: where snapshots come from.
         open_store: makes the store of a tier's URL.
-        info: tells what is known of a run, by its key; ``None`` if nothing is.
+        info_of: tells what is known of a run, by its key; ``None`` if nothing is.
 
     Attributes:
         servers: that each run may be kept at, by its key.
-        info: see above.
     """
 
-    def __init__(self, ring: Ring, open_store: Callable[[str], Store], info: Callable[[str], RunInfo | None]) -> None:
+    def __init__(
+        self, ring: Ring, open_store: Callable[[str], Store], info_of: Callable[[str], RunInfo | None]
+    ) -> None:
         self.servers: dict[str, Servers] = {}
-        self.info = info
-        self._ring, self._open_store = ring, open_store
+        self._ring, self._open_store, self._info_of = ring, open_store, info_of
         self._stores: dict[str, Store] = {}
         self._destinations: dict[str, Destination] = {}
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
@@ -77,6 +77,10 @@ class Observations:
     def leaves(self) -> bool:
         """Whether this server is about to end."""
         return self._leaves_s is not None
+
+    def info(self, run: str) -> RunInfo | None:
+        """What is known of a run."""
+        return self._info_of(run)
 
     def desired(self, run: str) -> Desired:
         """What a run is to have now. Call it under the lock."""

@@ -693,10 +693,9 @@ def _shards_due_s(desired: Desired, group: Group) -> float:
 
     =====================================================  =========================================================
     The rest is to come here, or storage needs none of it  when the lease ends
-    Hosts have the rest; the trainer is here, or at its    once this host's other ranks have had time to put theirs
-    end
-    Hosts have the rest; no trainer is here, one waits     at once
-    No trainer is here, and nobody waits                   once others are known to have the rest; or the lease ends
+    Others have the rest; the trainer is here, or done     once this host's other ranks have had time to put theirs
+    Others have the rest; no trainer is here, one waits    at once
+    Others have the rest; no trainer is here               once they are known to have it, or when the lease ends
     =====================================================  =========================================================
     """
     if not (group.persist or desired.urgent) or (desired.info is not None and not desired.is_spread):

@@ -51,6 +51,7 @@ from lightning_spot.server.slot_choice import (
     MOST_SLOTS,
     Limits,
     SlotChoice,
+    SlotRequest,
     bound,
     capacity_for,
     find_room,
@@ -481,7 +482,7 @@ class Ring:
             full_at, full_bytes = self._full  # many who wait ask for it, and nothing has changed since
             if full_at == self.changes and full_bytes <= nbytes:
                 return None
-            found = self._room(run, nbytes, limits, writer=writer, reuse=reuse or spare)
+            found = self._room(run, nbytes, limits, writer, reuse=reuse or spare)
             if found is None and limits.are_alike_for_all(self.slots, run, writer):
                 self._full = self.changes, nbytes
             if found is None or (spare and not found.is_spare):
@@ -511,7 +512,7 @@ class Ring:
     def is_short(self, run: str, nbytes: int, writer: int = 0) -> bool:
         """Whether one more snapshot of a writer of a run would need new memory, and there is some for it."""
         with self.changed:
-            found = self._room(run, nbytes, self._limits, writer=writer, reuse=True)
+            found = self._room(run, nbytes, self._limits, writer, reuse=True)
             return found is not None and found.is_spare
 
     def why_full(self, run: str) -> str:
@@ -529,7 +530,7 @@ class Ring:
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
             # One that a larger server has left here may fit no bound of this one.
             nbytes = min(nbytes, self._limits.memory_bytes, self._limits.run_memory_bytes or nbytes)
-            return self._room(run, nbytes, self._limits, writer=writer) is None
+            return self._room(run, nbytes, self._limits, writer) is None
 
     @property
     def files(self) -> tuple[int, int]:
@@ -771,20 +772,9 @@ class Ring:
         else:
             self._stale(slot.run)
 
-    def _room(
-        self, run: str, nbytes: int, limits: Limits, *, writer: int = 0, reuse: bool = False
-    ) -> SlotChoice | None:
-        return find_room(
-            self.slots,
-            run,
-            max(1, nbytes),
-            capacity_for(nbytes, self._limits),
-            limits,
-            reuse=reuse,
-            writer=writer,
-            views=self.views,
-            now_s=time.monotonic(),
-        )
+    def _room(self, run: str, nbytes: int, limits: Limits, writer: int, *, reuse: bool = False) -> SlotChoice | None:
+        request = SlotRequest(run, max(1, nbytes), capacity_for(nbytes, self._limits), writer, reuse)
+        return find_room(self.slots, request, limits, views=self.views, now_s=time.monotonic())
 
     def _forget(self, slot: Slot) -> None:
         if self.area is not None and slot.manifest is not None:

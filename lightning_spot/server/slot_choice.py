@@ -132,61 +132,70 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
     return min(slot_capacity(nbytes), max(nbytes, most))
 
 
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """A slot that is asked for.
+
+    Attributes:
+        run: key of the run it is for.
+        nbytes: size of the snapshot.
+        capacity: memory to give it, if none that is there fits.
+        writer: number of the rank that fills it.
+        reuse: whether a superseded snapshot, of which nobody needs the bytes, goes before new memory is used.
+    """
+
+    run: str
+    nbytes: int
+    capacity: int
+    writer: int = 0
+    reuse: bool = False
+
+
 Views = Callable[[], list[View]]
+
+Free = dict[int, SlotSet]
+"""Free slots by their capacity."""
 
 
 def find_room(
-    slots: Slots,
-    run: str,
-    nbytes: int,
-    capacity: int,
-    limits: Limits,
-    *,
-    reuse: bool = False,
-    writer: int = 0,
-    views: Views = list,
-    now_s: float = 0.0,
+    slots: Slots, request: SlotRequest, limits: Limits, *, views: Views = list, now_s: float = 0.0
 ) -> SlotChoice | None:
     """Choose a slot for a snapshot: a free one, a new one, or the one whose snapshot is missed least.
 
     Args:
         slots: all there are.
-        run: key of the run it is for.
-        nbytes: size of the snapshot.
-        capacity: memory to give it, if none that is there fits.
+        request: what is asked for.
         limits: of the ring.
-        reuse: whether a superseded snapshot, of which nobody needs the bytes, goes before new memory is used.
-        writer: number of the rank that fills it.
         views: tells of each run what its slots hold.
         now_s: the time (monotonic).
 
     Returns:
         ``None`` if no slot can be had now.
     """
+    run, writer, free = request.run, request.writer, slots.free
     can_be_new, has_share = limits.allow_one_more(slots, run, writer), limits.has_share(slots, run, writer)
-    free = slots.free
     if not has_share:  # those made beyond ``slots=`` are its own still: its process has them mapped
         mine = (slot for slot in _each(free) if slot.writer == writer)
         free = _by_capacity(mine if limits.slots is not None else ())
-    if not reuse and limits.run_memory_bytes is None:
-        room = _without_loss(slots, free, [], nbytes, capacity, limits, writer, can_be_new=can_be_new)
+    if not request.reuse and limits.run_memory_bytes is None:
+        room = _without_loss(slots, request, limits, free, [], can_be_new=can_be_new)
         if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
             return room
     idle = [slot for slot in reusable(views(), now_s) if slot.capacity]
-    forget = _within_quota(slots, idle, run, capacity, limits)
+    forget = _within_quota(slots, request, limits, idle)
     if forget is None:
         return None
     if forget:
         free, idle = _by_capacity([*_each(free), *forget]), [slot for slot in idle if slot not in forget]
     own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
-    superseded = _superseded(own, views()) if reuse and not forget else []
-    fitting = [slot for slot in superseded if slot.takes(nbytes)]
-    room = _without_loss(slots, free, fitting, nbytes, capacity, limits, writer, can_be_new=can_be_new)
+    superseded = _superseded(own, views()) if request.reuse and not forget else []
+    fitting = [slot for slot in superseded if slot.takes(request.nbytes)]
+    room = _without_loss(slots, request, limits, free, fitting, can_be_new=can_be_new)
     if room is not None:
         return SlotChoice(room.slot, forget, room.release)
     for candidate in own:
-        if (room := _try(slots, candidate, free, idle, nbytes, capacity, limits)) is not None:
-            outgrown = candidate in superseded and candidate.capacity < nbytes and not room.forget
+        if (room := _try(slots, request, limits, candidate, free, idle)) is not None:
+            outgrown = candidate in superseded and not candidate.takes(request.nbytes) and not room.forget
             return SlotChoice(room.slot, [*forget, *room.forget], room.release, outgrown)
     return None
 
@@ -214,15 +223,15 @@ def why_full(slots: Slots, run: str, limits: Limits, views: list[View], now_s: f
     return f"none of {len(slots)} slots can be had now ({listed}){share}"
 
 
-def _within_quota(slots: Slots, idle: list[Slot], run: str, capacity: int, limits: Limits) -> list[Slot] | None:
+def _within_quota(slots: Slots, request: SlotRequest, limits: Limits, idle: list[Slot]) -> list[Slot] | None:
     """Snapshots of the run itself that must go for it to stay within its own bound; ``None`` if that is not enough."""
     if limits.run_memory_bytes is None:
         return []
-    used = sum(slot.capacity for slot in slots.of(run).slots)
-    over = used + min(capacity, limits.run_memory_bytes) - limits.run_memory_bytes
+    used = sum(slot.capacity for slot in slots.of(request.run).slots)
+    over = used + min(request.capacity, limits.run_memory_bytes) - limits.run_memory_bytes
     forget = []
     for slot in idle:
-        if over > 0 and slot.run == run:
+        if over > 0 and slot.run == request.run:
             forget.append(slot)
             over -= slot.capacity
     return forget if over <= 0 else None
@@ -234,44 +243,33 @@ def _superseded(idle: list[Slot], views: Iterable[View]) -> list[Slot]:
     return [slot for slot in idle if slot.snapshot and slot not in missed]
 
 
-def _by_capacity(slots: Iterable[Slot]) -> dict[int, SlotSet]:
-    found: dict[int, SlotSet] = {}
+def _by_capacity(slots: Iterable[Slot]) -> Free:
+    found: Free = {}
     for slot in slots:
         found.setdefault(slot.capacity, {})[slot] = None
     return found
 
 
-def _each(free: dict[int, SlotSet]) -> Iterator[Slot]:
+def _each(free: Free) -> Iterator[Slot]:
     """Free slots that nobody reads any more."""
     return (slot for slots in free.values() for slot in slots if not slot.readers)
 
 
 def _without_loss(
-    slots: Slots,
-    free: dict[int, SlotSet],
-    superseded: list[Slot],
-    nbytes: int,
-    capacity: int,
-    limits: Limits,
-    writer: int,
-    *,
-    can_be_new: bool,
+    slots: Slots, request: SlotRequest, limits: Limits, free: Free, superseded: list[Slot], *, can_be_new: bool
 ) -> SlotChoice | None:
     """Room that costs no snapshot which anybody would miss."""
-    for candidate in _free_first(free, nbytes, superseded, writer, can_be_new=can_be_new):
-        if (room := _try(slots, candidate, free, [], nbytes, capacity, limits)) is not None:
-            return room
-    return None
+    candidates = _free_first(request, free, superseded, can_be_new=can_be_new)
+    rooms = (_try(slots, request, limits, candidate, free, []) for candidate in candidates)
+    return next((room for room in rooms if room is not None), None)
 
 
-def _free_first(
-    free: dict[int, SlotSet], nbytes: int, superseded: list[Slot], writer: int, *, can_be_new: bool
-) -> list[Slot | None]:
+def _free_first(request: SlotRequest, free: Free, superseded: list[Slot], *, can_be_new: bool) -> list[Slot | None]:
     """Free slots that fit, a new one, then those that must be made again; a small file leaves large slots alone.
 
     Of each size there is one. Superseded ones go before a new one is made.
     """
-    each = [_one_of(slots, writer) for slots in free.values()]
+    nbytes, each = request.nbytes, [_one_of(slots, request.writer) for slots in free.values()]
     of_each = [slot for slot in each if slot is not None]
     fitting = sorted((slot for slot in of_each if slot.takes(nbytes)), key=lambda slot: slot.capacity)
     wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
@@ -294,17 +292,12 @@ def _is_much_larger(slot: Slot, nbytes: int) -> bool:
 
 
 def _try(
-    slots: Slots,
-    candidate: Slot | None,
-    free: dict[int, SlotSet],
-    idle: list[Slot],
-    nbytes: int,
-    capacity: int,
-    limits: Limits,
+    slots: Slots, request: SlotRequest, limits: Limits, candidate: Slot | None, free: Free, idle: list[Slot]
 ) -> SlotChoice | None:
-    if candidate is not None and candidate.takes(nbytes):
+    """Room in a slot, or in a new one (``None``); by memory of free and idle ones where it does not fit."""
+    if candidate is not None and candidate.takes(request.nbytes):
         return SlotChoice(candidate)
-    more = capacity - (candidate.capacity if candidate is not None else 0)
+    more = request.capacity - (candidate.capacity if candidate is not None else 0)
     over = slots.nbytes + more - limits.memory_bytes
     room = SlotChoice(candidate, release=[candidate] if candidate is not None and candidate.capacity else [])
     others = itertools.chain(_each(free), idle)

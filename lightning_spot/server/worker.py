@@ -88,7 +88,7 @@ class Reconciler(Observations):
     Args:
         ring: where snapshots come from.
         open_store: makes the store of a tier's URL.
-        info: tells what is known of a run, by its key; ``None`` if nothing is.
+        info_of: tells what is known of a run, by its key; ``None`` if nothing is.
         standing: what may be done for a run (its key) at a tier's URL.
     """
 
@@ -96,10 +96,10 @@ class Reconciler(Observations):
         self,
         ring: Ring,
         open_store: Callable[[str], Store],
-        info: Callable[[str], RunInfo | None],
+        info_of: Callable[[str], RunInfo | None],
         standing: Callable[[str, str], Standing] = lambda _run, _url: Standing(),
     ) -> None:
-        super().__init__(ring, open_store, info)
+        super().__init__(ring, open_store, info_of)
         self._standing = standing
         self._upload = TierUpload(self, ring)
         self._questions = Questions(self, ring)

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.server.ring import Ring
-from lightning_spot.server.slot_choice import Limits, find_room
+from lightning_spot.server.slot_choice import Limits, SlotRequest, find_room
 from lightning_spot.server.slots import (
     ORPHANED_S,
     Buffer,
@@ -240,7 +240,8 @@ def test_each_writer_has_slots_of_its_own(slots: Slots) -> None:
     slots.committed(1)
 
     def room(writer: int) -> Any:
-        return find_room(AllSlots(slots.all), RUN_ID, 2**20, 2**20, limits, writer=writer, views=lambda: [slots.view()])
+        request = SlotRequest(RUN_ID, 2**20, 2**20, writer)
+        return find_room(AllSlots(slots.all), request, limits, views=lambda: [slots.view()])
 
     assert room(0) is None  # its newest, and what may become so
     found = room(1)

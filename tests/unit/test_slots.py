@@ -22,7 +22,7 @@ from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.server.host import InProcessHost
-from lightning_spot.server.slot_choice import Limits, find_room
+from lightning_spot.server.slot_choice import Limits, SlotRequest, find_room
 from lightning_spot.server.slots import Buffer, Commit, Making, Mark, Slot, Slots, SlotState, View
 from lightning_spot.session.snapshotter import Pacing
 from lightning_spot.store.retention import Keep
@@ -362,9 +362,10 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
     def views() -> list[View]:
         return [View([each for each in slots if each.run == run]) for run in (own, "other@2")]
 
-    found = find_room(slots, own, 400, 400, more, reuse=True, views=views)
+    request = SlotRequest(own, 400, 400, reuse=True)
+    found = find_room(slots, request, more, views=views)
     assert (found.slot, found.forget, found.is_spare) == (slots[0], [], True)
-    found = find_room(slots, own, 400, 400, same, reuse=True, views=views)
+    found = find_room(slots, request, same, views=views)
     assert found.slot is slots[0]
     assert found.forget
     assert not found.is_spare
@@ -375,5 +376,5 @@ def test_a_writer_gets_the_free_slot_that_it_filled_last() -> None:
     free = [Slot(index, buffer=Buffer(reserved_bytes=400), writer=index) for index in range(3)]
     limits = Limits(slots=4, memory_bytes=4000, run_memory_bytes=None)
     for writer, index in ((2, 2), (1, 1), (7, 0)):
-        found = find_room(Slots(free), "run", 400, 400, limits, writer=writer)
+        found = find_room(Slots(free), SlotRequest("run", 400, 400, writer), limits)
         assert found.slot is free[index]
