@@ -99,9 +99,7 @@ class Observations:
     def observed(self, run: str) -> Observed:
         """What was seen of a run. Call it under the lock."""
         ring = self._ring
-        return Observed(
-            run, ring.of_run(run), ring.view(run), ring.tiers(run), self._destinations, servers=self.servers.get(run)
-        )
+        return Observed(run, ring.view(run), ring.tiers(run), self._destinations, self.servers.get(run))
 
     def awaited(self, run: str | None = None) -> set[str]:
         """URLs that are waited for because of a run (``None``: of any), see :func:`~.reconcile.awaited`."""

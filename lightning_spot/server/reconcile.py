@@ -7,7 +7,7 @@ or was lost on its way, is not seen, and so it is to be done still. Times are mo
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -551,15 +551,13 @@ class Observed:
 
     Attributes:
         run: its key.
-        slots: that it fills or holds here.
-        view: what these hold, and owe.
+        view: what its slots hold, and owe.
         tiers: where its snapshots go.
         destinations: what was seen at each, by URL.
         servers: that it may be kept at, if it has any.
     """
 
     run: str
-    slots: Sequence[Slot]
     view: View
     tiers: Tiers
     destinations: Mapping[str, Destination]

@@ -232,14 +232,10 @@ class Ring:
             found = self.slots.of(run).snapshots.get(name, ())
             return {slot.writer: slot for slot in found if slot.shard is not None}
 
-    def of_run(self, run: str) -> list[Slot]:
-        """The slots that a run fills or holds. Call it under the lock."""
-        return list(self.slots.of(run).slots)
-
     def view(self, run: str) -> View:
         """The snapshots of a run that are here, whole or not, and what is owed of it. Call it under the lock."""
         if (view := self._views.get(run)) is None:
-            view = View(self.of_run(run), self.tiers(run), self.known)
+            view = View(self.slots.of(run).slots, self.tiers(run), self.known)
             if run in self.slots.runs:  # anybody may ask for runs that are not here, by any name
                 self._views[run] = view
         return view

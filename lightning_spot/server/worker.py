@@ -181,8 +181,8 @@ class Reconciler(Observations):
         deadline_s = time.monotonic() + wait_s
         with self._ring.changed:
             self._waited_for[run] += 1
-            self.hurry(run)
             try:
+                self.hurry(run)
                 while (awaited := self.awaited(run)) and (left_s := deadline_s - time.monotonic()) > 0:
                     self._ring.changed.wait(min(left_s, _AGAIN_S))
                     self._plan_stale()  # also a tier for which there was no thread

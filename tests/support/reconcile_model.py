@@ -222,7 +222,7 @@ class World:
 
     def observed(self, place: Place) -> Observed:
         view = place.view()
-        return Observed(RUN_ID, place.slots, view, place.tiers, place.destinations, place.servers)
+        return Observed(RUN_ID, view, place.tiers, place.destinations, place.servers)
 
     def desired(self, place: Place) -> Desired:
         is_abandoned = place.info.left or (bool(place.info.servers) and not place.info.session)

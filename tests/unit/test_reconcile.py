@@ -352,7 +352,7 @@ class Situation:
     def observed(self) -> Observed:
         tiers = self.servers.tiers() if self.servers is not None else Tiers((STORAGE,))
         view = View(self.slots, tiers, self.known)
-        return Observed(RUN_ID, self.slots, view, tiers, self.destinations, self.servers)
+        return Observed(RUN_ID, view, tiers, self.destinations, self.servers)
 
 
 def line_of(action: Action) -> str:
