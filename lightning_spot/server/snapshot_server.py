@@ -20,7 +20,7 @@ from lightning_spot.server.reconcile import Servers
 from lightning_spot.server.registry import MOST_RUNS, Registry
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import Figures, Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
-from lightning_spot.server.slots import Slot, Tiers
+from lightning_spot.server.slots import Tiers
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.server.uploads import LOOK_S, Uploads
 from lightning_spot.server.worker import Reconciler
@@ -157,10 +157,6 @@ class SnapshotServer:
         if told is not None and told.persisted_step >= 0 and told.persisted_unix_s > unix_s:
             found["persisted"] = told.persisted_step, told.persisted_unix_s
         return found
-
-    def contents(self, run: str) -> list[Slot]:
-        """Slots with the snapshots, shards and files of a run, newest first."""
-        return self.ring.contents(self.registry.key(run))
 
     def wait_for(
         self, run: str, name: str, wait_s: float, cancelled: Callable[[], bool] = lambda: False

@@ -41,7 +41,7 @@ from lightning_spot.server.reconcile import (
 )
 from lightning_spot.server.ring import Ring, glance
 from lightning_spot.server.runs import RunInfo, key_of
-from lightning_spot.server.slots import ORPHANED_S, Held, Mark, Slot
+from lightning_spot.server.slots import ORPHANED_S, Held, Mark
 from lightning_spot.server.tier import ServerTier
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
@@ -592,7 +592,8 @@ class TierUpload:
                 image, floats = slot.view(manifest.nbytes), () if is_exact else slot.commit.floats
                 brought = store.send(manifest, image, attempt=attempt, earlier=self._earlier, floats=floats)
                 nbytes += brought.nbytes
-            self._note(slot, manifest, brought, action.url)
+            mark = Mark.INEXACT if manifest.exact and not brought.exact else Mark.SAFE
+            self._ring.mark(Held((slot,), (manifest,)), action.url, mark)
         return replace(brought, nbytes=nbytes)
 
     def _to_storage(self, store: Store, action: Action, held: Held, attempt: int) -> Manifest | None:
@@ -629,11 +630,6 @@ class TierUpload:
         with self._ring.changed:
             if not newest.is_file and action.url not in self._ring.tiers(action.run).carried:
                 self._seen.destination(action.url).newest[action.run] = newest
-
-    def _note(self, slot: Slot, manifest: Manifest, brought: Manifest, url: str) -> None:
-        """A tier has what a slot holds, or an approximation of it."""
-        mark = Mark.INEXACT if manifest.exact and not brought.exact else Mark.SAFE
-        self._ring.mark(Held((slot,), (manifest,)), url, mark)
 
     def _is_intact(self, action: Action, held: Held) -> bool:
         """Whether slots still hold what was committed; what is not is dropped, never carried further."""

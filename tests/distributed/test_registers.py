@@ -206,7 +206,7 @@ def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_b
 def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -> None:
     manifest = ranks.write(1, 0, complete=True)
     assert [run["state"] for run in ranks.server.listed()] == ["training"]
-    ring, (slot,) = ranks.server.ring, ranks.server.contents(RUN)
+    ring, (slot,) = ranks.server.ring, ranks.server.ring.contents(RUN_ID)
     if known_by == "its registers":
         for rank in (1, 2):
             ranks.write(1, rank, complete=True)

@@ -143,7 +143,7 @@ def test_a_snapshot_counts_once_all_shards_are_at_servers(make: Callable[..., Ho
     assert LocalStore(hosts.tier).has(whole_of(3))
     for number, host in enumerate(hosts.hosts):
         assert host.flush(RUN, 30) == []
-        assert next(slot.manifest.step for slot in host.contents(RUN) if slot.manifest) == 3, number
+        assert next(slot.manifest.step for slot in host.ring.contents(RUN_ID) if slot.manifest) == 3, number
 
 
 def test_an_incomplete_snapshot_never_replaces_the_one_before(make: Callable[..., Hosts]) -> None:

@@ -23,7 +23,7 @@ from lightning_spot.server import ring
 from lightning_spot.snapshot import packing
 from lightning_spot.snapshot.parts import checksum
 from tests.support.proxy import Proxy
-from tests.support.server import MIB, manifest_of
+from tests.support.server import MIB, RUN_ID, manifest_of
 from tests.support.uploads import send
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
@@ -75,7 +75,7 @@ def test_a_base_that_is_not_the_same_at_both_ends_does_no_harm(
     pair.open(compression=compression)
     image = bytearray(floats(1, MIB))
     pair.near.bring(1, bytes(image))
-    slot = next(slot for slot in pair.near.server.contents(RUN))
+    slot = next(slot for slot in pair.near.server.ring.contents(RUN_ID))
     slot.view()[500_000] ^= 1  # the memory of the sender's host is at fault
     if compression == "off":
         image[:1000] = bytes(1000)
@@ -130,7 +130,7 @@ def test_a_connection_that_breaks_in_a_delta_costs_only_time(pair: Pair, place: 
         upload.slot.view(len(image))[:] = image
         pair.near.server.uploads.seal(upload.id, manifest_of(2, 1, len(image)))
         until(lambda: any(health.failures_total for health in pair.near.server.tiers().values()), "the put to fail")
-        assert [manifest.step for slot in pair.far.server.contents(RUN) if (manifest := slot.manifest)] == [1]
+        assert [manifest.step for slot in pair.far.server.ring.contents(RUN_ID) if (manifest := slot.manifest)] == [1]
         proxy.cut_after = None
         assert pair.near.flush() == []
         pair.check(2, bytes(image))

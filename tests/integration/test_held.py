@@ -53,7 +53,7 @@ def test_finished_runs_do_not_fill_a_server_that_uploads_nothing(make_bench: Cal
             assert bench.flush() == []
     status = bench.servers[FIRST].ring.status()
     assert snapshot_name(2, 1, complete=True) in [slot["snapshot"] for slot in status["slots"]]
-    assert bench.servers[FIRST].contents(f"run@{3:012x}")
+    assert bench.servers[FIRST].ring.contents(f"{3:012x}")
     assert not [slot for slot in status["slots"] if slot["safe"] or slot["dirty"]]  # it wrote, and promises, nothing
 
 
@@ -64,11 +64,11 @@ def test_the_last_word_is_said_when_the_trainers_server_ends(with_servers: MakeW
     bench.tier().open.clear()
     bench.save(1)
     until(lambda: bench.held(FIRST), "the snapshot server to have it")
-    assert not bench.servers[FIRST].contents(RUN)[0].durable_or_superseded  # it is not durable yet
+    assert not bench.servers[FIRST].ring.contents(RUN_ID)[0].durable_or_superseded  # it is not durable yet
     bench.tier().open.set()
     assert bench.flush() == []
     bench.server.close()
-    assert bench.servers[FIRST].contents(RUN)[0].durable_or_superseded
+    assert bench.servers[FIRST].ring.contents(RUN_ID)[0].durable_or_superseded
 
 
 def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> None:
@@ -77,16 +77,17 @@ def test_only_what_is_superseded_or_durable_is_let_go(make_bench: MakeBench) -> 
     for step, lineage in ((1, "1" * 12), (3, "1" * 12), (5, "1" * 12), (2, "2" * 12)):
         bench.save(step, attempt=2, lineage=lineage)
     bench.open(attempt=2, persisted=snapshot_name(3, 2), lineage="1" * 12)
-    settled = {
-        slot.manifest.step for slot in bench.server.contents(RUN) if slot.manifest and slot.durable_or_superseded
-    }
-    assert settled == {1, 3} & set(bench.committed())
+
+    def settled() -> set[int]:
+        held = bench.server.ring.contents(RUN_ID)
+        return {slot.manifest.step for slot in held if slot.manifest and slot.durable_or_superseded}
+
+    known = settled()
+    assert known == {1, 3} & set(bench.committed())
     with pytest.raises(FencedError):
         bench.open(attempt=1, persisted=snapshot_name(5, 2), lineage="1" * 12)
     bench.open(attempt=2, persisted="best.ckpt", lineage="1" * 12)  # no name of a snapshot
-    assert settled == {
-        slot.manifest.step for slot in bench.server.contents(RUN) if slot.manifest and slot.durable_or_superseded
-    }
+    assert settled() == known
     bench.save(6, attempt=2, lineage="1" * 12)
     bench.save(7, attempt=2, lineage="1" * 12)
     assert 2 in bench.committed()  # the newest of its lineage, and nobody said that it is durable

@@ -228,7 +228,7 @@ def test_runs_are_bounded_and_nobody_else_makes_room(monkeypatch: pytest.MonkeyP
         names = [run["name"] for run in client.call("GET", "/v1/runs")["runs"]]
         assert {"victim", "kept", "run-39"} <= set(names)
         assert len(names) <= 16
-        assert [slot.manifest for slot in server.contents("kept")] == [data]
+        assert [slot.manifest for slot in server.ring.contents("kept")] == [data]
 
 
 def test_no_run_is_forgotten_that_has_something_only_here(monkeypatch: pytest.MonkeyPatch) -> None:

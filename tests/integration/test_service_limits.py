@@ -625,7 +625,7 @@ def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: py
         for step in range(3):
             image = image_of(step, 2**20)
             store.put(plain_of(step, 2**20, part_bytes=2**16).sealed(memoryview(image)), memoryview(image), attempt=1)
-            assert bytes(server.contents("run")[0].view()) == image
+            assert bytes(server.ring.contents("run")[0].view()) == image
 
 
 OTHER = b"\xee" * 50

@@ -142,7 +142,7 @@ def test_the_server_behind_carries_a_run_on(with_servers: MakeWithServers) -> No
     assert bench.by_server(FIRST).puts() == [1, 2, 3]
     assert bench.behind[FIRST].sent.bytes == 3000
     assert bench.behind[SECOND].opened == 0
-    (newest, *_) = bench.server.contents(RUN)
+    (newest, *_) = bench.server.ring.contents(RUN_ID)
     assert sorted(newest.safe) == sorted([bench.tier().url, f"{FIRST}/{RUN}"])
     assert [(run["carries"], run["state"]) for run in bench.servers[FIRST].listed()] == [(True, "stopped")]
     bench.save(4, wait_s=60, complete=True)
@@ -163,7 +163,7 @@ def test_servers_that_may_not_write_leave_uploads_to_the_host(with_servers: Make
     assert bench.tier().puts() == [1]
     for base in (FIRST, SECOND)[:replicas]:
         until(
-            lambda base=base: bench.servers[base].contents(RUN)[0].durable_or_superseded,
+            lambda base=base: bench.servers[base].ring.contents(RUN_ID)[0].durable_or_superseded,
             "the servers to be told what is durable",
         )
     assert bench.tier().url in bench.server.status()["runs"][RUN]["why_not"]
@@ -311,7 +311,7 @@ def test_each_snapshot_is_at_two_servers_and_one_uploads_it(with_servers: MakeWi
     assert (known := bench.behind[SECOND].known) is not None
     assert not known.carry  # nor after a restart, until it is asked to
     # Both are told, or know, what is durable: neither keeps it for ever.
-    until(lambda: bench.servers[SECOND].contents(RUN)[0].durable_or_superseded, "the second server to be told")
+    until(lambda: bench.servers[SECOND].ring.contents(RUN_ID)[0].durable_or_superseded, "the second server to be told")
 
 
 def test_a_slow_replica_gets_the_newest_and_slows_no_other(with_servers: MakeWithServers) -> None:
@@ -407,7 +407,7 @@ def test_a_server_that_comes_back_empty_is_sent_the_newest(with_servers: MakeWit
     bench.by_server(FIRST).open.clear()  # nothing becomes durable meanwhile
     bench.save(1)
     at_both(bench, 1)
-    until(lambda: f"{SECOND}/{RUN}" in bench.server.contents(RUN)[0].safe, "the host to know")
+    until(lambda: f"{SECOND}/{RUN}" in bench.server.ring.contents(RUN_ID)[0].safe, "the host to know")
     emptied = bench.servers[SECOND]
     bench.servers[SECOND] = bench.behind[SECOND].server = bench.make_server(SECOND, [str(tmp_path)])
     emptied.close()
@@ -529,7 +529,7 @@ def test_the_newest_snapshot_is_found_with_one_replica_gone(
 def test_a_replica_that_returns_damaged_chunks_is_skipped(
     pair: list[tuple[SnapshotServer, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damaged = pair[0][0].contents(RUN)[0]
+    damaged = pair[0][0].ring.contents(RUN_ID)[0]
     with damaged.view() as image:
         image[MIB // 2] ^= 1
     assert _recovered(tmp_path, [url for _, url in pair]) == (2, image_of(2, MIB), pair[1][1])

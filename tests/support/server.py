@@ -84,7 +84,7 @@ class Bench:
         return self.save(step, name=name, file="", **more)
 
     def committed(self, run_id: str = RUN_ID) -> list[int]:
-        return [manifest.step for slot in self.server.contents(f"run@{run_id}") if (manifest := slot.manifest)]
+        return [manifest.step for slot in self.server.ring.contents(run_id) if (manifest := slot.manifest)]
 
     def flush(self, wait_s: float = 120.0) -> list[str]:
         return self.server.flush(None, wait_s)
@@ -165,7 +165,7 @@ class ServerBehind:
 
     def listing(self) -> list[Listed]:
         server = self._reached()
-        held = [(slot, slot.manifest) for slot in server.contents(self.run)]
+        held = [(slot, slot.manifest) for slot in server.ring.contents(server.registry.key(self.run))]
         return [Listed(manifest, server.ring.owed([slot]), slot.safe) for slot, manifest in held if manifest]
 
     def flush(self, wait_s: float) -> list[str]:
@@ -256,7 +256,7 @@ class WithServers(Bench):
 
     def held(self, base: str) -> list[int]:
         """Steps that a snapshot server has."""
-        return [slot.manifest.step for slot in self.servers[base].contents(RUN) if slot.manifest]
+        return [slot.manifest.step for slot in self.servers[base].ring.contents(RUN_ID) if slot.manifest]
 
     def close(self) -> None:
         for stores in self.far.values():

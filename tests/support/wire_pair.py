@@ -67,7 +67,7 @@ class Pair:
 
     def check(self, step: int, image: bytes) -> None:
         """The receiver holds exactly this, and pins nothing any more."""
-        held = [(slot, slot.manifest) for slot in self.far.server.contents(RUN)]
+        held = [(slot, slot.manifest) for slot in self.far.server.ring.contents(RUN_ID)]
         slot, manifest = next((slot, found) for slot, found in held if found is not None and found.step == step)
         assert bytes(slot.view()) == image
         manifest.verify(slot.view(), "the receiver")

@@ -296,7 +296,7 @@ def test_a_slow_bucket_does_not_slow_the_server_down(tmp_path: Path, allowed: bo
             store.bytes_per_s = nbytes / (200 * step_s)
 
         def newest() -> int:
-            held = [manifest.step for slot in bench.servers[FIRST].contents(RUN) if (manifest := slot.manifest)]
+            held = [manifest.step for slot in bench.servers[FIRST].ring.contents(RUN_ID) if (manifest := slot.manifest)]
             return max(held, default=0)
 
         measured = lags(lambda step: bench.save(step, nbytes=nbytes), newest, steps=500, step_s=step_s)

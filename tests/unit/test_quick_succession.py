@@ -10,7 +10,7 @@ import pytest
 
 from lightning_spot.server import reconcile
 from lightning_spot.server.slots import Slot
-from tests.support.server import RUN, RUN_ID, Bench
+from tests.support.server import RUN_ID, Bench
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G19")
@@ -26,7 +26,7 @@ class Quick(Bench):
         return super().open(session=TRAINER, **more)
 
     def newest(self) -> Slot:
-        return self.server.contents(RUN)[0]
+        return self.server.ring.contents(RUN_ID)[0]
 
     def keep_apart(self) -> None:
         """Save a first one that took the durable tier so long that it takes no other one in quick succession."""

@@ -96,7 +96,7 @@ def test_the_end_of_a_run_is_not_held_twice(make_bench: MakeBench) -> None:
     for step in (1, 2, 3):
         bench.save(step)
     bench.save(3, complete=True)
-    held = [manifest.name for slot in bench.server.contents(RUN) if (manifest := slot.manifest)]
+    held = [manifest.name for slot in bench.server.ring.contents(RUN_ID) if (manifest := slot.manifest)]
     assert held == [snapshot_name(3, 1, complete=True), snapshot_name(2, 1)]
 
 
@@ -301,7 +301,7 @@ def test_a_refused_snapshot_is_tried_again_once_its_trainer_dies(bench: Bench) -
     refused_of_a_live_trainer(bench)
     bench.server.end_session("trainer")
     until(lambda: bench.tier().survey().manifests, "it to be brought")
-    assert not bench.server.contents(RUN)[0].refused
+    assert not bench.server.ring.contents(RUN_ID)[0].refused
 
 
 def test_the_next_server_uploads_a_refused_snapshot_if_both_die(
@@ -312,7 +312,7 @@ def test_the_next_server_uploads_a_refused_snapshot_if_both_die(
     killed.die()
     monkeypatch.setattr(reconcile, "LEASE_S", 0.1)
     heir = make_bench(area=runtime_dir / "area")
-    assert [slot.manifest and slot.manifest.step for slot in heir.server.contents(RUN)] == [5]
+    assert [slot.manifest and slot.manifest.step for slot in heir.server.ring.contents(RUN_ID)] == [5]
     until(lambda: heir.tier().survey().manifests, "it to be brought")
 
 
@@ -409,7 +409,7 @@ def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:
     with pytest.raises(FencedError):
         bench.file("last.ckpt", 8, attempt=2, created_unix_s=60.0)
     assert len(bench.server.uploads) == 0
-    assert [slot.manifest for slot in bench.server.contents(RUN)] == [newest]
+    assert [slot.manifest for slot in bench.server.ring.contents(RUN_ID)] == [newest]
     assert bench.flush() == []
     assert (Path(bench.tier().url) / "last.ckpt").read_bytes() == image_of(9, 1000)
 
@@ -792,7 +792,7 @@ def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
         view[:] = image_of(1, 100)
     old = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100)
     bench.server.uploads.seal(upload.id, old)
-    assert [manifest.name for slot in bench.server.contents("run") if (manifest := slot.manifest)] == [old.name]
+    assert [manifest.name for slot in bench.server.ring.contents("run") if (manifest := slot.manifest)] == [old.name]
 
 
 def test_a_writer_without_a_bound_of_slots_has_a_few(make_bench: Callable[..., Bench]) -> None:
@@ -912,7 +912,7 @@ def test_opening_a_run_without_its_token_changes_nothing_of_it(bench: Bench) -> 
     for moved in (replace(known, durable_url="/elsewhere"), replace(known, location="file:///elsewhere")):
         with pytest.raises(SettingsError, match="/elsewhere"):
             bench.server.open_run(moved)
-    assert bench.server.ring.owed(bench.server.contents(RUN)[:1]) == [bench.tier().url]
+    assert bench.server.ring.owed(bench.server.ring.contents(RUN_ID)[:1]) == [bench.tier().url]
     assert bench.server.registry.find(RUN).info.keep == Keep(newest=7)
 
 
@@ -957,7 +957,7 @@ def test_a_tier_is_served_whatever_fails_beside_its_store(
         monkeypatch.setattr(each, name, fails_once(getattr(each, name), error))
     bench.save(1)
     assert bench.flush() == []
-    assert [slot.readers for slot in bench.server.contents(RUN)] == [0]
+    assert [slot.readers for slot in bench.server.ring.contents(RUN_ID)] == [0]
 
 
 def test_what_is_committed_is_so_whatever_fails_in_planning(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

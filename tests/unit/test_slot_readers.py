@@ -22,7 +22,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import Holdings
 from tests.distributed.test_restore import LARGE, restored
-from tests.support.server import RUN, Bench, MakeBench, image_of, manifest_of, sessions_of
+from tests.support.server import RUN, RUN_ID, Bench, MakeBench, image_of, manifest_of, sessions_of
 from tests.support.waiting import until
 
 
@@ -122,7 +122,7 @@ def test_shared_data_is_read_only_and_data_read_alone_not_copied(
     bench = make_bench()
     bench.open()
     manifest = bench.save(1)
-    (slot,) = bench.server.contents(RUN)
+    (slot,) = bench.server.ring.contents(RUN_ID)
     attached(bench)
     source = MemorySource("", RUN)
     snapshot = source.open(manifest, shared=True)
@@ -144,7 +144,7 @@ def test_a_slot_that_is_damaged_is_found_as_it_is_copied(
     bench = make_bench()
     bench.open()
     manifest = bench.save(1)
-    (slot,) = bench.server.contents(RUN)
+    (slot,) = bench.server.ring.contents(RUN_ID)
     with slot.view(1000) as view:
         view[500] ^= 1
     attached(bench)
