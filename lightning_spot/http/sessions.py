@@ -80,7 +80,7 @@ class Sessions:
         pidfd = open_pidfd(pid)
         process = ProcessId.of(pid) if pidfd is not None else None
         with ExitStack() as pins:
-            self._server.begin_session(session, process.to_json() if process is not None else "")
+            self._server.registry.begin_session(session, process.to_json() if process is not None else "")
             try:
                 lines = _Lines(connection, pidfd)
                 if lines.next():  # by then the answer of HTTP was read, and no more

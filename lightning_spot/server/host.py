@@ -209,7 +209,7 @@ class InProcessHost:
         self.memory_bytes = memory_bytes
         self.released: Callable[[mmap.mmap], None] | None = None  # never called: views keep the memory mapped
         self._server = SnapshotServer(slots=slots, memory_bytes=memory_bytes, open_store=open_store, allow=None)
-        self._server.begin_session(IN_PROCESS)
+        self._server.registry.begin_session(IN_PROCESS)
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""

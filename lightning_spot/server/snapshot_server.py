@@ -177,10 +177,6 @@ class SnapshotServer:
                     return found
                 self.ring.changed.wait(min(left_s, LOOK_S))
 
-    def begin_session(self, session: str, owner: str = "") -> None:
-        """A trainer on this host is connected, see :meth:`Registry.begin_session`."""
-        self.registry.begin_session(session, owner)
-
     def end_session(self, session: str) -> list[RunInfo]:
         """The connection of a rank has closed (it ended or was killed): its half-filled slots are freed.
 

@@ -47,7 +47,7 @@ class Ranks:
         self.bench, self.writers = Bench(root, slots=2), writers
         self.server = self.bench.server
         for rank in range(writers):
-            self.server.begin_session(f"rank-{rank}")
+            self.server.registry.begin_session(f"rank-{rank}")
         self.bench.open(session="rank-0", durable=False)
 
     def write(self, step: int, rank: int, **fields: object) -> Manifest:
@@ -167,7 +167,7 @@ def test_a_rank_that_ends_leaves_the_snapshot_to_the_next_one(ranks: Ranks) -> N
     with pytest.raises(SnapshotNotFoundError):
         ranks.server.uploads.find(upload.id)
     assert ranks.status(1)[0] is Status.ABORTED
-    ranks.server.begin_session("rank-2")
+    ranks.server.registry.begin_session("rank-2")
     for rank in range(3):
         ranks.write(2, rank)
     assert ranks.status(2)[0] is Status.COMMITTED

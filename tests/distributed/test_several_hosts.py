@@ -55,7 +55,7 @@ class Hosts:
         return replace(info, durable_url=self.tier, session=f"trainer-{host}", **{**plain, **self.more})
 
     def open(self, host: int, attempt: int = 1) -> None:
-        self.hosts[host].begin_session(f"trainer-{host}")
+        self.hosts[host].registry.begin_session(f"trainer-{host}")
         info = self.info(host, attempt)
         self.hosts[host].open_run(replace(info, apart=host if self.more.get("apart") else None))
 

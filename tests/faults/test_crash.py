@@ -459,7 +459,7 @@ def test_a_killed_trainers_unfinished_checksum_harms_no_other(tmp_path: Path) ->
         SnapshotServer(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)
     ) as server:
         outcome: list[Any] = []
-        server.begin_session("killed")
+        server.registry.begin_session("killed")
         attempt = server.open_run(run_info(tmp_path, session="killed")).attempt
         upload = server.uploads.lease("run", attempt, len(image), session="killed")
         with upload.slot.view(len(image)) as view:

@@ -121,7 +121,7 @@ def test_what_is_stored_is_known_to_the_next_server(make_bench: Callable[..., Be
 
 def test_a_run_is_stopped_once_its_trainer_has_gone(bench: Bench) -> None:
     """Its server on this host sees the connection close; another one waits until nobody asks for the run."""
-    bench.server.begin_session("trainer")
+    bench.server.registry.begin_session("trainer")
     bench.open(session="trainer")
     assert [run["state"] for run in bench.server.status()["runs"].values()] == ["training"]
     bench.server.end_session("trainer")

@@ -288,7 +288,7 @@ def use_server(root: Path, tell: Tell) -> None:
     except OSError:
         tell("refused", "server")  # the program ends then, and says why
         return
-    server.begin_session(_SESSION)
+    server.registry.begin_session(_SESSION)
     attempt = server.open_run(run_info(root, attempt=server.claimed("run") + 1, keep=1, session=_SESSION)).attempt
     for step in range(1, STEPS + 1):
         if _worked(tell, _seal, server, attempt, step):

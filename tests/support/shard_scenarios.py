@@ -73,7 +73,7 @@ def use_ranks(root: Path, tell: Tell) -> None:
         tell("refused", type(error).__name__)  # the trainer says why and ends
         return
     for rank in range(WRITERS):
-        server.begin_session(f"rank-{rank}")
+        server.registry.begin_session(f"rank-{rank}")
     server.open_run(run_info(root, session="rank-0"))
     for step in range(1, STEPS + 1):
         for rank in range(WRITERS):

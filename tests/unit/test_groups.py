@@ -374,7 +374,7 @@ def test_why_a_shard_failed_outlives_a_killed_server(make_bench: MakeBench, runt
 def test_an_orphan_keeps_no_server_of_a_complete_run(make_bench: MakeBench) -> None:
     """It lived for as long as a shard was put off that nobody waits for."""
     bench = make_bench()
-    bench.server.begin_session("rank 0")
+    bench.server.registry.begin_session("rank 0")
     bench.open(session="rank 0")
     sealed_first(bench)
     bench.server.end_session("rank 0")
@@ -386,7 +386,7 @@ def test_an_orphan_keeps_no_server_of_a_complete_run(make_bench: MakeBench) -> N
 def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: MakeBench) -> None:
     """Its server ended before it saw that another host had committed it, and left it in shared memory for a day."""
     bench = make_bench()
-    bench.server.begin_session("rank 0")
+    bench.server.registry.begin_session("rank 0")
     bench.open(session="rank 0", hosts=2)
     names = [shard_name(snapshot_name(9, 1, complete=True), writer) for writer in (0, 1)]
     first = apart_shard(9, 0, name=names[0], complete=True)

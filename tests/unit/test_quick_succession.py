@@ -22,7 +22,7 @@ class Quick(Bench):
     """A bench whose trainer is connected, and takes a snapshot every few moments."""
 
     def open(self, **more: Any) -> Any:
-        self.server.begin_session(TRAINER)
+        self.server.registry.begin_session(TRAINER)
         return super().open(session=TRAINER, **more)
 
     def newest(self) -> Slot:

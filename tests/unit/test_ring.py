@@ -222,7 +222,7 @@ def test_earlier_attempts_are_refused(bench: Bench) -> None:
 
 def test_a_refusal_of_one_attempt_is_not_reported_for_the_next(bench: Bench) -> None:
     """Its server may serve a run again that another host had taken over meanwhile."""
-    bench.server.begin_session("trainer")
+    bench.server.registry.begin_session("trainer")
     bench.open(attempt=1, session="trainer")
     bench.tier().fail(FencedError("a later one", current=2))
     bench.save(1)
@@ -239,7 +239,7 @@ def test_a_refusal_of_one_attempt_is_not_reported_for_the_next(bench: Bench) -> 
 def test_an_overtaken_attempt_is_logged_once(bench: Bench, session: str, caplog: pytest.LogCaptureFixture) -> None:
     """With a trainer of this host, whose snapshots are let go, and one of another, which may be gone."""
     if session:
-        bench.server.begin_session(session)
+        bench.server.registry.begin_session(session)
     bench.open(session=session)
     bench.tier().fail(FencedError("attempt 2 has taken over", current=2))
 
@@ -273,7 +273,7 @@ def test_what_came_before_the_fence_is_uploaded_for_this_one(bench: Bench) -> No
 
 def refused_of_a_live_trainer(bench: Bench) -> None:
     """A snapshot that its tier refuses, since another attempt has claimed the run there."""
-    bench.server.begin_session("trainer")
+    bench.server.registry.begin_session("trainer")
     bench.open(session="trainer")
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
@@ -357,9 +357,9 @@ def test_ranks_follow_to_the_identity_that_came_first(bench: Bench) -> None:
 
 
 def test_a_live_trainer_keeps_its_run(bench: Bench) -> None:
-    bench.server.begin_session("first")
+    bench.server.registry.begin_session("first")
     bench.open(session="first", pid=4711)
-    bench.server.begin_session("second")
+    bench.server.registry.begin_session("second")
     with pytest.raises(RunBusyError, match="4711"):
         bench.open(attempt=2, session="second")
     bench.open(session="second")  # its own trainer, which connected again
@@ -371,9 +371,9 @@ def test_a_killed_trainer_keeps_nothing_though_still_connected(bench: Bench) -> 
     """Who started it again in the moment after the kill was told that it lives, and ended."""
     with subprocess.Popen(["sleep", "60"]) as killed:
         process = ProcessId.of(killed.pid)
-        bench.server.begin_session("first", process.to_json())
+        bench.server.registry.begin_session("first", process.to_json())
         bench.open(session="first", pid=killed.pid)
-        bench.server.begin_session("second", ProcessId.of(os.getpid()).to_json())  # type: ignore[union-attr]
+        bench.server.registry.begin_session("second", ProcessId.of(os.getpid()).to_json())  # type: ignore[union-attr]
         with pytest.raises(RunBusyError, match=str(killed.pid)):
             bench.open(attempt=2, session="second")
         killed.kill()
@@ -386,7 +386,7 @@ def test_a_killed_trainer_keeps_nothing_though_still_connected(bench: Bench) -> 
 def test_one_of_two_trainers_that_begin_a_run_at_once_is_refused(bench: Bench) -> None:
     """Each has found nothing, and made an identity of its own: both trained, and the later one fenced the earlier."""
     for session in ("first", "second"):
-        bench.server.begin_session(session)
+        bench.server.registry.begin_session(session)
     first = RunInfo(name="x", id="1" * 12, location="file:///x", attempt=1, token="a", session="first", pid=4711)
     second = replace(first, id="2" * 12, token="b", session="second")
     bench.server.open_run(first)
