@@ -42,7 +42,6 @@ from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.run.survey import of_tier, scattered, survey
 from lightning_spot.server.tier import Listed
-from lightning_spot.snapshot.files import cut
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.store.fences import Rewind
 from lightning_spot.store.store import Holdings, put_together
@@ -533,14 +532,14 @@ def copy_files(snapshot: OpenSnapshot, target: Path, *, only_checkpoint: bool = 
     spans = manifest.spans[:1] if only_checkpoint else manifest.spans
     with _temporary(target) as temporary, transfer_bar(error_console()) as progress:
         task = progress.add_task(f"writing {target}", total=sum(span.nbytes for span in spans))
-        reader = snapshot.reader(whole=not only_checkpoint)
-        parts = _parts(reader, lambda nbytes: progress.update(task, advance=nbytes))
-        if only_checkpoint:
-            _write(temporary, parts)
-        else:
+        if not only_checkpoint:
             temporary.mkdir()
-            for span, data in cut(spans, parts):
-                _write(temporary / span.name, data)
+        reader = snapshot.reader(whole=True)
+        for span in spans:
+            reader.seek(span.offset)
+            parts = _parts(reader, span.nbytes, lambda nbytes: progress.update(task, advance=nbytes))
+            _write(temporary if only_checkpoint else temporary / span.name, parts)
+        if not only_checkpoint:
             _write(temporary / MANIFEST_FILE, [memoryview(manifest.to_json().encode())])
 
 
@@ -558,9 +557,10 @@ def _temporary(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _parts(reader: SnapshotReader, advance: Callable[[int], None]) -> Iterator[memoryview]:
-    while part := reader.read(PART_BYTES):  # which checks again what it reads
+def _parts(reader: SnapshotReader, nbytes: int, advance: Callable[[int], None]) -> Iterator[memoryview]:
+    while part := reader.read(min(PART_BYTES, nbytes)):  # which checks again what it reads
         yield memoryview(part)
+        nbytes -= len(part)
         advance(len(part))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_spot.errors import CorruptSnapshotError
@@ -118,29 +118,6 @@ def pieces(files: Sequence[FileSpan], start: int, stop: int) -> Iterator[tuple[F
         yield None, start, stop
 
 
-def cut(files: Sequence[FileSpan], parts: Iterable[memoryview]) -> Iterator[tuple[FileSpan, Iterator[memoryview]]]:
-    """Yield each file with its bytes, cut from consecutive parts of the image.
-
-    Args:
-        files: of the image.
-        parts: of the image, from its first byte; each is done with when the next one is asked for.
-
-    Yields:
-        the files, in order. The bytes of one must be taken to their end before the next file is asked for.
-
-    Raises:
-        CorruptSnapshotError: if a byte that is in no file is not zero: it would not be there when the image is read
-            again.
-    """
-    source = _Parts(iter(parts))
-    for file in files:
-        for piece in source.upto(file.offset):
-            check_zero(piece)
-        yield file, source.upto(file.stop)
-    for piece in source.upto(None):
-        check_zero(piece)
-
-
 def check_zero(gap: memoryview) -> None:
     """Check bytes between files.
 
@@ -151,26 +128,3 @@ def check_zero(gap: memoryview) -> None:
         piece = bytes(gap[start : start + _CHECKED_BYTES])
         if piece != bytes(len(piece)):
             raise CorruptSnapshotError("bytes that are in no file of the snapshot are not zero; it is not committed")
-
-
-class _Parts:
-    """Consecutive parts, taken up to one place after another."""
-
-    def __init__(self, parts: Iterator[memoryview]) -> None:
-        self._parts = parts
-        self._left = memoryview(b"")
-        self._place = 0
-
-    def upto(self, stop: int | None) -> Iterator[memoryview]:
-        """Yield what lies before ``stop``, or all that is left; ends earlier where the parts do."""
-        while stop is None or self._place < stop:
-            if not self._left:
-                part = next(self._parts, None)
-                if part is None:
-                    return
-                self._left = part
-            piece = self._left if stop is None else self._left[: stop - self._place]
-            self._left = self._left[len(piece) :]
-            self._place += len(piece)
-            if piece:
-                yield piece

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError, TierReason
 from lightning_spot.say import say
-from lightning_spot.snapshot.files import FileSpan, check_zero, cut, is_own_file, pieces
+from lightning_spot.snapshot.files import FileSpan, check_zero, is_own_file, pieces
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.snapshot.sealing import NotedParts
 from lightning_spot.snapshot.shards import (
@@ -181,7 +181,7 @@ class Store(Protocol):
         """
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
-        """Store a snapshot or file that never is in memory as a whole; like :meth:`put` otherwise.
+        """Store a snapshot, or file, of one file that never is in memory as a whole; like :meth:`put` otherwise.
 
         Args:
             manifest: without checksums; its ``nbytes`` is the sum of the parts.
@@ -580,6 +580,7 @@ class FileStore(ABC):
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
         """See :meth:`Store.put_parts`."""
+        assert not manifest.files
         self._check_fences(manifest, attempt)
         return self._commit(manifest, NotedParts(manifest, parts), attempt)
 
@@ -629,7 +630,7 @@ class FileStore(ABC):
 
         def ready() -> None:
             """The first file is about to become visible. What is not what was announced never does."""
-            sealed = manifest if manifest.files else seal()
+            sealed = seal()
             self.check_owner()  # again: it has taken its time
             if manifest.is_file:
                 self._check_fences(manifest, by[0])
@@ -641,12 +642,12 @@ class FileStore(ABC):
                 self._unnote(manifest)
 
         try:
-            if manifest.files:
-                ready()
-                self._write_several(manifest, data, by)
-            else:
+            if isinstance(data, NotedParts) or not manifest.files:
                 parts = data if isinstance(data, NotedParts) else slices(data, self._at_once_bytes)
                 self._write(manifest.data_path, parts, manifest.nbytes, by, ready)
+            else:
+                ready()
+                self._write_several(manifest, data, by)
             return seal()
         except BaseException:
             with contextlib.suppress(Exception):
@@ -655,11 +656,7 @@ class FileStore(ABC):
                         self._write_manifest(before, by)
             raise
 
-    def _write_several(self, manifest: Manifest, data: Image | NotedParts, by: Writer) -> None:
-        if isinstance(data, NotedParts):
-            for span, of_file in cut(manifest.spans, data):
-                self._write(manifest.path_of(span), of_file, span.nbytes, by)
-            return
+    def _write_several(self, manifest: Manifest, data: Image, by: Writer) -> None:
         for gap, start, stop in pieces(manifest.spans, 0, len(data)):
             if gap is None:
                 check_zero(data[start:stop])

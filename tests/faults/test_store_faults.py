@@ -75,14 +75,14 @@ class Run:
     def play(self) -> None:
         self._claim(1)
         for step in (1, 2):
-            self._put(step)
+            self._put(step, in_parts=step == 2)
         self._worked(lambda: retain(self.store, Keep(newest=1), manifest_of(2)))
         for step in (1, 2):
             if self._worked(lambda step=step: self.store.put(file_of(step), memoryview(image_of(step)), attempt=1)):  # type: ignore[misc]
                 self.file_step = step
         self._look()
         self._worked(lambda: self.store.fetch(manifest_of(2), memoryview(bytearray(NBYTES))))
-        self._put(3, in_parts=True)
+        self._put(3)
         self._worked(lambda: retain(self.store, Keep(newest=2), manifest_of(3)))
         self._claim(2)
         self._put(4, attempt=2)

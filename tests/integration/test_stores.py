@@ -152,16 +152,11 @@ def test_put_again_replaces(store: Store) -> None:
     assert fetched(store, newer) == data
 
 
-@pytest.mark.parametrize("in_parts", [False, True], ids=["put", "put_parts"])
-def test_a_snapshot_of_several_files(store: Store, in_parts: bool) -> None:
+def test_a_snapshot_of_several_files(store: Store) -> None:
     manifest, image = sharded(5)
     view = memoryview(image)
-    if in_parts:
-        parts = (view[start : start + 4096] for start in range(0, len(image), 4096))
-        assert replace(store.put_parts(replace(manifest, checksums=()), parts, attempt=1), run="run") == manifest
-    else:
-        store.put(manifest, view, attempt=1)
-        store.put(manifest, view, attempt=1)  # the server that takes over from a killed one does so
+    store.put(manifest, view, attempt=1)
+    store.put(manifest, view, attempt=1)  # the server that takes over from a killed one does so
     (found,) = store.survey().manifests
     assert replace(found, run="run") == manifest
     assert store.has(found)
@@ -193,15 +188,12 @@ def test_a_snapshot_of_several_files(store: Store, in_parts: bool) -> None:
 
 
 @pytest.mark.parametrize("store", FILES, indirect=True)
-@pytest.mark.parametrize("in_parts", [False, True], ids=["put", "put_parts"])
-def test_bytes_that_no_file_would_keep_are_refused(store: Store, in_parts: bool) -> None:
+def test_bytes_that_no_file_would_keep_are_refused(store: Store) -> None:
     manifest, image = sharded(5)
     damaged = image[:-1] + b"x"
     manifest = replace(manifest, checksums=()).sealed(memoryview(damaged))
-    put_it = store.put_parts if in_parts else store.put
-    given = (replace(manifest, checksums=()), [memoryview(damaged)]) if in_parts else (manifest, memoryview(damaged))
     with pytest.raises(CorruptSnapshotError, check=lambda error: error.part is None):
-        put_it(*given, attempt=1)  # type: ignore[operator]
+        store.put(manifest, memoryview(damaged), attempt=1)
     assert store.survey().manifests == []
 
 

@@ -246,7 +246,7 @@ rename of a log | state.loggers | loggers::no_row_is_lost_in_a_kill_while_a_colu
 -    temporary = file.with_name(f".{file.name}.tmp")
 +    temporary = file
 # a manifest stands without its bytes
-manifest last | store.store | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1] & stores::bytes_that_no_file_would_keep_are_refused[put-kept]
+manifest last | store.store | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[2-names1] & stores::bytes_that_no_file_would_keep_are_refused[kept]
 -            sealed = self._write_bytes(manifest, data, by)
 +            self._write_manifest(manifest, by)
 +            sealed = self._write_bytes(manifest, data, by)
