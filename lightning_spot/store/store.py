@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -585,7 +585,7 @@ class FileStore(ABC):
         return self._commit(manifest, NotedParts(manifest, parts), attempt)
 
     def _commit(self, manifest: Manifest, data: Image | NotedParts, attempt: int) -> Manifest:
-        """Write the bytes, then the manifest; whatever fails, a manifest never stands beside other bytes.
+        """Write the bytes, then the manifest; whatever fails, none with checksums stands beside other bytes.
 
         Args:
             manifest: of it, with no checksums yet if it comes in parts.
@@ -609,6 +609,7 @@ class FileStore(ABC):
                     why = f"{self.url} shows {size} of {span.nbytes} bytes of {what}: it is written again"
                     raise TierError(why, tier=self.url)
             self._write_manifest(sealed, by)
+            self._settle(manifest.name)
             try:
                 self.check_owner()
             except FencedError:  # of two starts at once, the other one has just taken the number, and keeps it
@@ -623,38 +624,38 @@ class FileStore(ABC):
         Raises:
             CorruptSnapshotError: if a byte that is in no file is not zero.
         """
-        replaced: list[Manifest] = []
+        if manifest.files and not isinstance(data, NotedParts):
+            self._make_way(manifest, by)
+            self._write_several(manifest, data, by)
+            return manifest
 
-        def seal() -> Manifest:
+        def sealed() -> Manifest:
             return data.sealed() if isinstance(data, NotedParts) else manifest
 
-        def ready() -> None:
-            """The first file is about to become visible. What is not what was announced never does."""
-            sealed = seal()
-            self.check_owner()  # again: it has taken its time
-            if manifest.is_file:
-                self._check_fences(manifest, by[0])
-            noted = self._noted(manifest)
-            if noted is None and manifest.is_file and self._is_lent:
-                self._check_ours(sealed)
-            if noted is not None and noted != sealed:  # the very same, once more, stays durable meanwhile
-                replaced.extend([noted] if isinstance(noted, Manifest) else [])
-                self._unnote(manifest)
+        parts = data if isinstance(data, NotedParts) else slices(data, self._at_once_bytes)
+        self._write(manifest.data_path, parts, manifest.nbytes, by, lambda: self._make_way(sealed(), by))
+        return sealed()
 
-        try:
-            if isinstance(data, NotedParts) or not manifest.files:
-                parts = data if isinstance(data, NotedParts) else slices(data, self._at_once_bytes)
-                self._write(manifest.data_path, parts, manifest.nbytes, by, ready)
-            else:
-                ready()
-                self._write_several(manifest, data, by)
-            return seal()
-        except BaseException:
-            with contextlib.suppress(Exception):
-                for before in replaced:  # a user's file that is there still has its manifest again
-                    if self._has_the_bytes(before):
-                        self._write_manifest(before, by)
-            raise
+    def _make_way(self, manifest: Manifest, by: Writer) -> None:
+        """The first file is about to become visible: have no manifest of other bytes stand beside it.
+
+        Beside a user's file there is always one, so that it is known as ours whatever fails next: without checksums
+        until its bytes are there.
+        """
+        self.check_owner()  # again: it has taken its time
+        if manifest.is_file:
+            self._check_fences(manifest, by[0])
+        noted = self._noted(manifest)
+        if noted is None and manifest.is_file and self._is_lent and self._size(manifest.name) is not None:
+            what = f"{self.url}/{manifest.name}"
+            why = f"{what} was not saved by lightning_spot: it stays as it is. Save under another name"
+            raise FencedError(why, current=manifest.attempt)
+        if noted == manifest:  # the very same, once more, stays durable meanwhile
+            return
+        if manifest.is_file:
+            self._write_manifest(replace(manifest, checksums=()), by)
+        elif noted is not None:
+            self._unnote(manifest)
 
     def _write_several(self, manifest: Manifest, data: Image, by: Writer) -> None:
         for gap, start, stop in pieces(manifest.spans, 0, len(data)):
@@ -666,26 +667,12 @@ class FileStore(ABC):
     def _write_manifest(self, manifest: Manifest, by: Writer) -> None:
         text = memoryview(manifest.to_json().encode())
         self._write(manifest.manifest_path, [text], len(text), by)
-        self._settle(manifest.name)
 
     def _unnote(self, manifest: Manifest) -> None:
         """Remove a manifest; it is gone also after a loss of power."""
         folder, _, name = manifest.manifest_path.rpartition("/")
         self._remove(folder, [name])
         self._settle(manifest.manifest_path)
-
-    def _check_ours(self, manifest: Manifest) -> None:
-        """Refuse to replace a file that has no manifest of ours on behalf of others.
-
-        One with the very bytes that are to be there is what a writer left that was killed before it noted it.
-
-        Raises:
-            FencedError: in that case.
-        """
-        if self._size(manifest.name) is not None and not self._has_the_bytes(manifest):
-            what = f"{self.url}/{manifest.name}"
-            why = f"{what} was not saved by lightning_spot: it stays as it is. Save under another name"
-            raise FencedError(why, current=manifest.attempt)
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""

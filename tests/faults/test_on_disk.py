@@ -111,7 +111,7 @@ def test_no_old_manifest_stands_beside_new_bytes(tmp_path: Path, calls: list[str
     put(store, 3, replace(mine, step=3))
     noted = Path(mine.manifest_path).name
     assert calls == [
-        *("fsync temporary", f"unlink {noted}", "fsync .lightning_spot"),
+        *("fsync temporary", "fsync temporary", f"replace temporary {noted}", "fsync .lightning_spot"),
         *("replace temporary mine.ckpt", "fsync run"),
         *("fsync temporary", f"replace temporary {noted}", "fsync .lightning_spot", "fsync run"),
     ]

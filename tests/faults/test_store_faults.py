@@ -165,8 +165,8 @@ class Run:
             steps = [step for step in (1, 2) if image_of(step) == path.read_bytes()]
             assert steps, "the user's file is not whole"
             assert steps[0] >= self.file_step, "the user's file is too old"
-        if noted.exists():
-            Manifest.from_json(noted.read_bytes()).verify(memoryview(path.read_bytes()), "its manifest")
+        if noted.exists() and (manifest := Manifest.from_json(noted.read_bytes())).checksums:
+            manifest.verify(memoryview(path.read_bytes()), "its manifest")
 
 
 @pytest.fixture(autouse=True)

@@ -215,17 +215,29 @@ def test_verification_reads_so_that_a_failing_disk_is_an_error(store: LocalStore
     assert fetched(store, manifest) == snapshot(1)[1]
 
 
-@pytest.mark.parametrize(("kind", "call", "span"), [("ENOSPC", "fsync", 0), ("EIO", "replace", 1)])
-def test_a_save_that_fails_leaves_the_file_with_its_manifest(
-    store: LocalStore, kind: str, call: str, span: int
-) -> None:
-    first = put(store, 1, name="last.ckpt", file="")
-    second, image = snapshot(2, name="last.ckpt", file="")
-    with faulty_calls(Plan(kind, span=span, only=(call,)), store.root), pytest.raises(TierError):
-        store.put(second, memoryview(image), attempt=1)
-    assert store.has(first)
-    assert fetched(store, first) == snapshot(1)[1]
-    assert not [path for path in store.root.iterdir() if "tmp" in path.name]
+@pytest.mark.parametrize("is_first", [True, False], ids=["first save", "later save"])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_save_that_fails_leaves_a_file_that_is_known_as_ours(tmp_path: Path, call: str, is_first: bool) -> None:
+    """Where the file was there and its manifest was not, a server refused all later saves and the deletion."""
+    for at in range(1, 20):
+        store, fault = LocalStore(tmp_path / str(at)), Plan("EIO", at=at, span=1, only=(call,))
+        first = put(store, 1, name="last.ckpt", file="") if not is_first else None
+        second, image = snapshot(2, name="last.ckpt", file="")
+        with faulty_calls(fault, store.root), contextlib.suppress(TierError):
+            store.put(second, memoryview(image), attempt=1)
+        held = (tmp_path / str(at) / "last.ckpt").read_bytes() if store._size("last.ckpt") is not None else None
+        assert held in (image, snapshot(1)[1] if first is not None else None), "the file is not whole"
+        assert not store.has(second) or held == image
+        assert first is None or not store.has(first) or held != image
+        lent = LocalStore(store.url, beneath=[str(tmp_path)])
+        third = put(lent, 3, name="last.ckpt", file="")
+        assert fetched(lent, third) == snapshot(3)[1]
+        lent.delete(third)
+        assert store._size("last.ckpt") is None
+        if not fault.struck:
+            assert at > 3
+            return
+    raise AssertionError("it does not end")
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
