@@ -128,8 +128,8 @@ class LocalStore(FileStore):
         place, is_users = self.made() / below, "/" not in below
         self._write_aside(place.parent / OWN_DIR if is_users else place.parent, {place: parts}, by, ready)
 
-    def _write_image(self, contents: Mapping[str, Image], by: Writer) -> None:
-        """See :meth:`FileStore._write_image`. None is in its place before all are on the disk."""
+    def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
+        """See :meth:`FileStore._write_all`. None is in its place before all are on the disk."""
         places = {self.made() / below: slices(data, self._at_once_bytes) for below, data in contents.items()}
         self._write_aside(next(iter(places)).parent, places, by)
 

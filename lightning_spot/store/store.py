@@ -359,14 +359,9 @@ class FileStore(ABC):
             ready: see :data:`Ready`.
         """
 
+    @abstractmethod
     def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
-        """Write several files, each as by :meth:`_write`. A disk writes faster at one place."""
-        for below, data in contents.items():
-            self._write(below, slices(data, self._at_once_bytes), len(data), by)
-
-    def _write_image(self, contents: Mapping[str, Image], by: Writer) -> None:
-        """Write the files of an image; on a disk all of them, or none where it is full."""
-        self._write_all(contents, by)
+        """Write several files of one folder, each as by :meth:`_write`; on a disk all, or none where it is full."""
 
     @abstractmethod
     def _create(self, below: str, data: bytes, by: Writer) -> None:
@@ -662,7 +657,7 @@ class FileStore(ABC):
             if gap is None:
                 check_zero(data[start:stop])
         files = {manifest.path_of(span): cut_out(data, span.offset, span.stop) for span in manifest.spans}
-        self._write_image(files, by)
+        self._write_all(files, by)
 
     def _write_manifest(self, manifest: Manifest, by: Writer) -> None:
         text = memoryview(manifest.to_json().encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_spot.store import commit
 from lightning_spot.store.commit import Look, Shard, commit_left, look, put_shards
 from lightning_spot.store.fences import Claim, Owner, digest_of
 from lightning_spot.store.store import Folder, Store
+from tests.support.faulty import Plan, faulty_calls
 from tests.support.oracle import claim_of
 from tests.support.server import RUN_ID
 from tests.support.shards import apart_shard, checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
@@ -191,6 +193,21 @@ def test_shards_that_do_not_fit_are_no_snapshot(store: Store) -> None:
     seen = survey(Location.of(store.url, local_server=False))
     assert seen.durable is not None  # a resume that commits what was left finds the others all the same
     assert seen.durable.manifests == []
+
+
+def test_of_shards_that_do_not_fit_on_a_disk_none_stays(tmp_path: Path) -> None:
+    """What stayed of each snapshot kept a full disk full."""
+    for at in range(1, 30):
+        store, shards = open_store(str(tmp_path / str(at))), shards_of(0, 1, 2)
+        fault = Plan("ENOSPC", at=at, span=0, only=("fsync",))
+        with faulty_calls(fault, tmp_path / str(at)), contextlib.suppress(TierError):
+            put_shards(store, shards, attempt=1)
+        there = {span.name in sizes(store) for each, _ in shards for span in each.files}
+        assert len(there) == 1, f"some of them stay, at {at}"
+        if not fault.struck:
+            assert at > 3
+            return
+    raise AssertionError("it does not end")
 
 
 def test_a_later_attempt_fences(store: Store) -> None:
