@@ -332,36 +332,22 @@ def _commit(store: Store, folder: Folder, found: Look, *, attempt: int | None) -
     now = look(store, manifest.name, found.notes)
     if now.manifest is not None or now.why_aborted or not _has_notes(now, found.notes):
         return now.manifest
+    notes = [name for name in now.sizes if is_note(name)]
+    if attempt is not None:
+        check_fence(manifest.run_id, attempt, now.claimed)
     try:
-        if attempt is not None:
-            check_fence(manifest.run_id, attempt, now.claimed)
-            _check_owner(store, folder, now)
-        data = manifest.to_json().encode()
-        folder.write(MANIFEST_FILE, memoryview(data))
-        if attempt is not None:
-            _check_owner(store, folder, now, data)
+        folder.note(manifest)
+    except FencedError:  # nobody else commits it; where the other one of two starts has the same shards, it notes them
+        _remove(folder, notes)
+        raise
     except TierError as error:
         if attempt is not None:
             raise
         text = "all shards of {about} are at {url}, but it cannot be committed there: {error}. A resume commits it."
         say(logging.WARNING, "commit-failed", text, about=manifest.name, url=store.url, error=error)
         return manifest
-    _remove(folder, [name for name in now.sizes if is_note(name)])
+    _remove(folder, notes)
     return manifest
-
-
-def _check_owner(store: Store, folder: Folder, found: Look, committed: bytes = b"") -> None:
-    """If the other one of two starts at once has taken the number, nobody commits this snapshot, or sees it committed.
-
-    Where the other one has noted the same shards, it notes them once more.
-    """
-    try:
-        store.check_owner()
-    except FencedError:
-        _remove(folder, [name for name in found.sizes if is_note(name)])
-        if committed and folder.read(MANIFEST_FILE) == committed:
-            folder.remove([MANIFEST_FILE])
-        raise
 
 
 def _remove(folder: Folder, names: Sequence[str]) -> None:

@@ -591,27 +591,40 @@ class FileStore(ABC):
         with self._errors():
             sealed = self._write_bytes(manifest, data, by)
 
-            def still_may() -> None:
-                if manifest.is_file:  # it stands already: without a manifest nobody would know it
-                    self.check_owner()
-                else:
-                    self._check_fence(manifest.run, attempt)
-
-            sizes, _ = self._all([lambda: self._sizes_of(manifest), still_may])
+            # A file of the user's stands already: without its manifest nobody would know it.
+            sizes, claimed = self._all(
+                [lambda: self._sizes_of(manifest), lambda: 0 if manifest.is_file else self.claimed()]
+            )
+            check_fence(manifest.run, attempt, claimed)
             for span, size in zip(manifest.spans, sizes, strict=True):
                 if size != span.nbytes:
                     what = manifest.path_of(span)
                     why = f"{self.url} shows {size} of {span.nbytes} bytes of {what}: it is written again"
                     raise TierError(why, tier=self.url)
-            self._write_manifest(sealed, by)
+        self.note(sealed, attempt=attempt)
+        return sealed
+
+    def note(self, manifest: Manifest, *, attempt: int) -> None:
+        """Write the manifest of what is there; of two starts at once, that of the one that keeps the number stays.
+
+        Args:
+            manifest: sealed.
+            attempt: on whose behalf.
+
+        Raises:
+            FencedError: if the other one has taken the number, even just now.
+            TierError: if it could not be written.
+        """
+        with self._errors():
+            self.check_owner()
+            self._write_manifest(manifest, (attempt, manifest.run_id))
             self._settle(manifest.name)
             try:
                 self.check_owner()
-            except FencedError:  # of two starts at once, the other one has just taken the number, and keeps it
-                if not manifest.is_file and self._noted(manifest) == sealed:
+            except FencedError:
+                if not manifest.is_file and self._noted(manifest) == manifest:
                     self._unnote(manifest)  # the other one may write the same files: they are swept
                 raise
-            return sealed
 
     def _write_bytes(self, manifest: Manifest, data: Image | NotedParts, by: Writer) -> Manifest:
         """Write the files of an image, with no manifest of other bytes beside them; the sealed manifest.
@@ -741,6 +754,10 @@ class Folder:
         """Write several files, by name, each as by :meth:`write`; side by side in an object store."""
         with self._store._errors():
             self._store._write_all({f"{self._name}/{name}": data for name, data in contents.items()}, self._by)
+
+    def note(self, manifest: Manifest) -> None:
+        """Write the manifest of what is there, see :meth:`FileStore.note`."""
+        self._store.note(manifest, attempt=self._by[0])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Some of a file, by default all of it.

@@ -26,7 +26,7 @@ from tests.support.faulty import Plan, faulty_calls
 from tests.support.oracle import claim_of
 from tests.support.server import RUN_ID
 from tests.support.shards import apart_shard, checkpoint_of, failed_shard, sealed_apart, sealed_shard, shard_image
-from tests.support.store import fetched
+from tests.support.store import Kept, fetched
 
 pytestmark = pytest.mark.guarantee("G3")
 
@@ -159,7 +159,7 @@ def test_strangers_notes_cost_no_more_than_some_bytes(tmp_path: Path, monkeypatc
 def test_who_cannot_write_there_knows_that_all_of_it_is_there(
     store: Store, left: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for method in ("write", "write_all", "remove"):
+    for method in ("note", "write_all", "remove"):
         monkeypatch.setattr(Folder, method, _fails)
     assert commit_left(store, NAME) == left
 
@@ -226,7 +226,7 @@ def test_the_loser_of_two_starts_leaves_nothing_to_commit(
     store.claim(claim_of(1, token="mine", run_id=RUN_ID))
     store.owner = Owner(1, digest_of("mine"))
     put_shards(store, shards_of(0, 1, 2), attempt=1)
-    write, write_all = Folder.write, Folder.write_all
+    pipe, write_all = Kept.pipe_file, Folder.write_all
 
     def taken() -> None:
         monkeypatch.undo()
@@ -240,12 +240,13 @@ def test_the_loser_of_two_starts_leaves_nothing_to_commit(
         if any(map(is_note, contents)):
             taken()
 
-    def committed(self: Folder, name: str, data: Image) -> None:
-        write(self, name, data)
-        taken()
+    def committed(self: Kept, path: str, value: bytes, **more: Any) -> None:
+        pipe(self, path, value, **more)
+        if path.endswith(MANIFEST_FILE):
+            taken()
 
-    patched = ("write_all", noted) if when == "before the manifest" else ("write", committed)
-    monkeypatch.setattr(Folder, *patched)
+    patched = (Folder, "write_all", noted) if when == "before the manifest" else (Kept, "pipe_file", committed)
+    monkeypatch.setattr(*patched)
     with pytest.raises(FencedError):
         put_shards(store, shards_of(3), attempt=1)
     assert not any(map(is_note, sizes(store)))
