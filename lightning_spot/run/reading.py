@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
 from lightning_spot.config import format_bytes
-from lightning_spot.errors import CorruptSnapshotError, SpotError, TierError
+from lightning_spot.errors import SpotError, TierError
 from lightning_spot.protocol.slot import available_bytes, memory_file, seal_memory
 from lightning_spot.say import say
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.parts import checksum
+from lightning_spot.snapshot.parts import read_at
 from lightning_spot.snapshot.shards import Image, JoinedImage, Section
 from lightning_spot.store.store import Target
 
@@ -192,11 +192,11 @@ class SnapshotReader(io.BufferedIOBase):
         start = index * size
         nbytes = min(size, self._manifest.nbytes - start)
         if within == 0 and len(into) >= nbytes and index not in self._parts:
-            self._read_part(index, start, into[:nbytes])
+            self._read_part(start, into[:nbytes])
             return nbytes
         if index not in self._parts:
             part = memoryview(bytearray(nbytes))
-            self._read_part(index, start, part)
+            self._read_part(start, part)
             self._parts[index] = part
             if len(self._parts) > self._kept_parts:
                 self._parts.popitem(last=False)
@@ -205,33 +205,15 @@ class SnapshotReader(io.BufferedIOBase):
         into[:count] = self._parts[index][within : within + count]
         return count
 
-    def _read_part(self, index: int, start: int, into: memoryview) -> None:
+    def _read_part(self, start: int, into: memoryview) -> None:
         self._fill(start, into)
-        if checksum(into) != self._manifest.checksums[index]:
-            raise CorruptSnapshotError(
-                f"{self._where}: part {index} (from byte {start}) is not what was committed",
-                where=self._where,
-                part=index,
-            )
+        self._manifest.verify_range(start, into, self._where)
 
     def _fill(self, start: int, into: memoryview) -> None:
         stop, done = start + len(into), 0
         for number, first, last in self._joined.pieces(start, stop) if self._joined is not None else [(0, start, stop)]:
-            self._fill_from(self._fds[number], first, into[done : done + last - first])
+            read_at(self._fds[number], first, into[done : done + last - first], self._where)
             done += last - first
-
-    def _fill_from(self, fd: int, start: int, into: memoryview) -> None:
-        got = 0
-        while got < len(into):
-            try:
-                count = os.preadv(fd, [into[got:]], start + got)
-            except OSError as error:
-                raise TierError(
-                    f"{self._where} cannot be read at byte {start + got} ({error.strerror})", tier=self._where
-                ) from error
-            if count == 0:
-                raise CorruptSnapshotError(f"{self._where} was cut short at byte {start + got}", where=self._where)
-            got += count
 
 
 class ReadImage:

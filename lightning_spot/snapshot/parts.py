@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from lightning_spot.errors import CorruptSnapshotError, TierError
+from lightning_spot.threads import in_turn
 
 if TYPE_CHECKING:
     from lightning_spot.snapshot.shards import Image
@@ -80,41 +80,43 @@ def verify_file(
         CorruptSnapshotError: at a part that differs, or if the file is shorter.
         TierError: if it cannot be read.
     """
-    parts = -(-nbytes // part_bytes)
-    if parts != len(checksums):
-        raise CorruptSnapshotError(f"{where}: {parts} parts found, {len(checksums)} expected", where=where)
+    ranges = list(part_ranges(nbytes, part_bytes))
+    if len(ranges) != len(checksums):
+        raise CorruptSnapshotError(f"{where}: {len(ranges)} parts found, {len(checksums)} expected", where=where)
+    left = iter(range(len(ranges)))
 
-    def check(first: int) -> None:
-        buffer = memoryview(bytearray(min(_READ_BYTES, part_bytes, nbytes)))
-        for index in range(first, parts, threads):
-            start, stop = index * part_bytes, min((index + 1) * part_bytes, nbytes)
-            digest, place = xxhash.xxh3_128(), start
-            while place < stop:
-                count = _read(fd, buffer[: stop - place], place, nbytes, where)
-                digest.update(buffer[:count])
-                place += count
-                if progress is not None:
-                    progress(count)
-            if digest.hexdigest() != checksums[index]:
-                raise _damaged(where, start, stop, index)
+    def check(index: int) -> None:
+        (start, stop), digest = ranges[index], xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
+        for place in range(start, stop, _READ_BYTES):
+            data = buffer[: stop - place]
+            read_at(fd, place, data, where)
+            digest.update(data)
+            if progress is not None:
+                progress(len(data))
+        if digest.hexdigest() != checksums[index]:
+            raise _damaged(where, start, stop, index)
 
-    if threads == 1:
-        check(0)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(check, range(threads)))
+    in_turn(lambda: next(left, None), check, threads, "spot-verify")
 
 
-def _read(fd: int, into: memoryview, place: int, nbytes: int, where: str) -> int:
-    try:
-        count = os.preadv(fd, [into], place)
-    except OSError as error:
-        raise TierError(
-            f"{where} cannot be read at byte {place}: {error.strerror}; another copy is needed", tier=where
-        ) from error
-    if count == 0:
-        raise CorruptSnapshotError(f"{where} is cut short: {place} of {nbytes} bytes are there", where=where)
-    return count
+def read_at(fd: int, place: int, into: memoryview, where: str) -> None:
+    """Fill memory from a file, from one byte on; the file's position is neither used nor moved.
+
+    Raises:
+        CorruptSnapshotError: if the file ends before.
+        TierError: if it cannot be read.
+    """
+    while into:
+        try:
+            count = os.preadv(fd, [into], place)
+        except OSError as error:
+            raise TierError(
+                f"{where} cannot be read at byte {place}: {error.strerror}; another copy is needed", tier=where
+            ) from error
+        if count == 0:
+            raise CorruptSnapshotError(f"{where} is cut short at byte {place}", where=where)
+        into, place = into[count:], place + count
 
 
 def _damaged(where: str, start: int, stop: int, index: int) -> CorruptSnapshotError:

@@ -424,13 +424,18 @@ class _Daemons(ThreadPoolExecutor):
         return future
 
 
-CONNECTIONS = 16
+_CONNECTIONS = 16
 """Over which parts move at once: S3 gives 45–90 MB/s to each. With parts of 8 MiB, 128 MiB are under way."""
 
 REQUESTS = 32
 """At once, with those that ask beside."""
 
 _IN_FLIGHT_BYTES = 128 * 1024 * 1024
+
+
+def connections(part_bytes: int) -> int:
+    """Over how many connections parts of at most so many bytes move at once."""
+    return max(1, min(_CONNECTIONS, _IN_FLIGHT_BYTES // max(1, part_bytes)))
 
 
 def move(jobs: Iterable[Callable[[], None]], part_bytes: int) -> None:
@@ -445,6 +450,5 @@ def move(jobs: Iterable[Callable[[], None]], part_bytes: int) -> None:
     Raises:
         Exception: the first error of a job, or of ``jobs`` itself; what was not begun is not done then.
     """
-    most = max(1, min(CONNECTIONS, _IN_FLIGHT_BYTES // max(1, part_bytes)))
     left = iter(jobs)
-    in_turn(lambda: next(left, None), lambda job: job(), most, "spot-transfer")
+    in_turn(lambda: next(left, None), lambda job: job(), connections(part_bytes), "spot-transfer")

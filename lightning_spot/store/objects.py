@@ -15,8 +15,16 @@ from lightning_spot.say import say
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Image, slices
 from lightning_spot.store import s3, store
-from lightning_spot.store.fsspec_client import REQUESTS, check_bucket, is_s3, move, open_filesystem, tier_errors
-from lightning_spot.store.store import FileStore, Holdings, Parts, Progress, Ready, Target, Writer
+from lightning_spot.store.fsspec_client import (
+    REQUESTS,
+    check_bucket,
+    connections,
+    is_s3,
+    move,
+    open_filesystem,
+    tier_errors,
+)
+from lightning_spot.store.store import FileStore, Holdings, Parts, Progress, Ready, Target, Writer, fetch_ranges
 from lightning_spot.threads import all_at_once
 
 _WRITE_BYTES = 32 * 1024 * 1024
@@ -55,21 +63,13 @@ class ObjectStore(FileStore):
     def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`; by several requests at once."""
 
-        def bring(start: int, stop: int) -> None:
-            """Read and check a range; once more if it is not what was committed, perhaps on its way."""
-            for is_last in (False, True):
-                try:
-                    part = memoryview(bytearray(stop - start))
-                    self._read_image(manifest, start, part)
-                    manifest.verify_range(start, part, self.url)
-                    into[start:stop] = part
-                    break
-                except CorruptSnapshotError as error:
-                    if is_last:
-                        raise
-                    say(logging.INFO, "read-again", "read once more: {error}", error=error)
-            if progress is not None:
-                progress(stop - start)
+        def read(start: int, part: memoryview) -> None:
+            """Read a range; once more if it is not what was committed, perhaps on its way."""
+            try:
+                self._read_checked(manifest, start, part)
+            except CorruptSnapshotError as error:
+                say(logging.INFO, "read-again", "read once more: {error}", error=error)
+                self._read_checked(manifest, start, part)
 
         size = max(PART_BYTES, manifest.part_bytes)
         with tier_errors(self.url, reading=True):
@@ -78,8 +78,7 @@ class ObjectStore(FileStore):
                     where = f"{self.url}/{manifest.path_of(span)}"
                     why = f"{where} is cut short: {nbytes} of {span.nbytes} bytes are there"
                     raise CorruptSnapshotError(why, where=where)
-            ranges = manifest.ranges(size)
-            move((functools.partial(bring, start, stop) for start, stop in ranges), size)
+            fetch_ranges(read, manifest.ranges(size), into, progress, connections(size))
 
     def sweep_files(self) -> None:
         """See :meth:`Store.sweep_files`. In a bucket nothing is written aside."""

@@ -503,12 +503,19 @@ class FileStore(ABC):
 
         self._all([partial(fill, *piece) for piece in pieces(manifest.spans, start, start + len(into))])
 
+    def _read_checked(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        """Read one of ``manifest.ranges()``.
+
+        Raises:
+            CorruptSnapshotError: if it is not what was committed.
+        """
+        self._read_image(manifest, start, into)
+        manifest.verify_range(start, into, self.url)
+
     def _has_the_bytes(self, manifest: Manifest) -> bool:
         try:
             for start, stop in manifest.ranges():
-                part = memoryview(bytearray(stop - start))
-                self._read_image(manifest, start, part)
-                manifest.verify_range(start, part, self.url)
+                self._read_checked(manifest, start, memoryview(bytearray(stop - start)))
         except (SpotError, OSError):  # what cannot be read is written anew
             return False
         return True
