@@ -76,7 +76,7 @@ class OpenSnapshot:
                 lengths[section.writer] = max(lengths[section.writer], section.offset + section.nbytes)
             mapped = zip(self.fds, lengths, strict=True)
             images = [memoryview(mmap.mmap(fd, length, prot=mmap.PROT_READ)) for fd, length in mapped]
-            yield JoinedImage.of(self.sections, images) if self.sections else images[0]
+            yield JoinedImage(self.sections, images) if self.sections else images[0]
         else:
             kept = max(_KEPT_PARTS, min(len(self.manifest.files), _MOST_KEPT_PARTS))
             with SnapshotReader(self.fds, self.manifest, self.url, kept_parts=kept) as reader:
@@ -127,7 +127,7 @@ class SnapshotReader(io.BufferedIOBase):
         self._nbytes = manifest.nbytes if nbytes is None else nbytes
         self.problem: SpotError | None = None
         self._fds = fds
-        self._joined = JoinedImage.of(sections, ()) if sections else None
+        self._joined = JoinedImage(sections, ()) if sections else None
         self._manifest = manifest
         self._where = where
         self._check, self._kept_parts = check, kept_parts

@@ -297,7 +297,7 @@ class ShardReader:
                 self._places.setdefault(shard.name, []).append(place)
         check_whole(manifest, shards.values())
         self._shards = sorted(shards.values(), key=lambda shard: shard.name)
-        self._image = JoinedImage(self._shards, ())
+        self._image = JoinedImage(sections(self._shards), ())
 
     def fetch(self, into: Target, progress: Progress | None) -> None:
         """See :meth:`Store.fetch`; all places are read at the same time."""

@@ -22,6 +22,7 @@ from lightning_spot.snapshot.shards import (
     Status,
     is_evictable,
     registers_of,
+    sections,
     status,
     why_aborted,
 )
@@ -360,14 +361,14 @@ class Held:
     def image(self) -> Image:
         """Its bytes. The caller must have it pinned."""
         views = [slot.view(manifest.nbytes) for slot, manifest in self.each()]
-        return views[0] if len(views) == 1 else JoinedImage(self.manifests, views)
+        return views[0] if len(views) == 1 else JoinedImage(sections(self.manifests), views)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
         """Yield ``(slot, start, stop)`` of what lies in a range of its image: in which slot, and where there."""
         if len(self.slots) == 1:
             yield self.slots[0], start, stop
             return
-        for writer, first, last in JoinedImage(self.manifests, ()).pieces(start, stop):
+        for writer, first, last in JoinedImage(sections(self.manifests), ()).pieces(start, stop):
             yield self.slots[writer], first, last
 
 

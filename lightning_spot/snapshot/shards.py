@@ -228,30 +228,18 @@ class Image(Protocol):
 
 
 class JoinedImage:
-    """The image of a snapshot whose shards lie apart, or some of it. Implements :class:`Image`.
+    """An image that some sections make, one after the other, wherever they lie. Implements :class:`Image`.
 
     Args:
-        shards: manifests of all writers' shards.
-        images: the bytes of each, by the number of its writer.
-
-    Raises:
-        CorruptSnapshotError: see :func:`sections`.
+        found: the sections; see :func:`sections` for those of a snapshot.
+        images: the bytes of each writer's shard, by the number of the writer.
     """
 
-    def __init__(self, shards: Iterable[Manifest], images: Mapping[int, Image] | Sequence[Image]) -> None:
-        self._sections, self._images = sections(shards), images
-        self._places = [section.place for section in self._sections]
-
-    @classmethod
-    def of(cls, found: Iterable[Section], images: Mapping[int, Image] | Sequence[Image]) -> JoinedImage:
-        """The image that some sections make, one after the other."""
-        joined = cls.__new__(cls)
-        joined._sections, joined._images, joined._places = [], images, []
+    def __init__(self, found: Iterable[Section], images: Mapping[int, Image] | Sequence[Image]) -> None:
+        self._sections: list[Section] = []
+        self._images = images
         for section in found:
-            place = len(joined)
-            joined._sections.append(section._replace(place=place))
-            joined._places.append(place)
-        return joined
+            self._sections.append(section._replace(place=len(self)))
 
     def __len__(self) -> int:
         return sum(self._sections[-1][:2]) if self._sections else 0
@@ -264,7 +252,7 @@ class JoinedImage:
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield ``(writer, start, stop)`` of what lies in a range of the image: in whose shard, and where there."""
-        index = max(0, bisect_right(self._places, start) - 1)
+        index = max(0, bisect_right(self._sections, start, key=lambda section: section.place) - 1)
         for section in self._sections[index:]:
             if section.place >= stop:
                 return
@@ -276,7 +264,7 @@ class JoinedImage:
     def cut_out(self, start: int, stop: int) -> JoinedImage:
         """A range of it, of which no byte is copied."""
         found = (Section(0, last - first, writer, first) for writer, first, last in self.pieces(start, stop))
-        return JoinedImage.of(found, self._images)
+        return JoinedImage(found, self._images)
 
     def slices(self, most: int) -> Iterator[memoryview]:
         """Yield all of it in order, in slices of at most so many bytes, none of which is a copy."""
@@ -315,7 +303,7 @@ def shared_file(shards: Iterable[Manifest], images: Mapping[int, Image]) -> Join
     ends = [0, *(start + nbytes for start, _, nbytes in ranges)]
     if not ranges or ranges[-1][1] != 0 or ends[:-1] != [start for start, _, _ in ranges]:
         return None
-    return JoinedImage.of((Section(start, nbytes, writer, 0) for start, writer, nbytes in ranges), images)
+    return JoinedImage((Section(start, nbytes, writer, 0) for start, writer, nbytes in ranges), images)
 
 
 def _all_of(shards: Iterable[Manifest]) -> list[Manifest]:

@@ -26,7 +26,7 @@ from lightning_spot.server.host import InProcessHost
 from lightning_spot.sharded.dtensors import box_of
 from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.snapshot.sealing import seal
-from lightning_spot.snapshot.shards import JoinedImage, assemble
+from lightning_spot.snapshot.shards import JoinedImage, assemble, sections
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
 from tests.support.filled import fill
@@ -126,7 +126,7 @@ def joined(shards: Sequence[tuple[Manifest, bytearray]]) -> tuple[bytearray, Man
     if shards[0][0].shard is None:
         return shards[0][1], shards[0][0]
     manifests = [manifest for manifest, _ in shards]
-    image = JoinedImage(manifests, [memoryview(data) for _, data in shards])
+    image = JoinedImage(sections(manifests), [memoryview(data) for _, data in shards])
     whole = assemble(manifests)
     data = bytearray(image[0 : len(image)])
     whole.verify(memoryview(data), "here")

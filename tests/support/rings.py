@@ -16,7 +16,7 @@ from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.sealing import seal
-from lightning_spot.snapshot.shards import JoinedImage, Status, assemble, failed, status, why_aborted
+from lightning_spot.snapshot.shards import JoinedImage, Status, assemble, failed, sections, status, why_aborted
 
 SLOTS = 3  # of each writer
 
@@ -50,7 +50,7 @@ class Registers:
         assert self.status(name)[0] is Status.COMMITTED
         found = self.there[name]
         manifests = [found[writer][0] for writer in sorted(found)]
-        image = JoinedImage(manifests, {writer: memoryview(data) for writer, (_, data) in found.items()})
+        image = JoinedImage(sections(manifests), {writer: memoryview(data) for writer, (_, data) in found.items()})
         data, whole = memoryview(bytes(image[0 : len(image)])), assemble(manifests)
         whole.verify(data, "here")
         return data, whole

@@ -22,6 +22,7 @@ from lightning_spot.snapshot.shards import (
     is_evictable,
     part_bytes_for,
     registers_of,
+    sections,
     status,
     why_aborted,
 )
@@ -220,7 +221,7 @@ def test_ranges_of_one_file_lie_one_after_another_in_the_image() -> None:
     shards = ranges_of_one_file()
     manifests = [manifest for manifest, _ in shards.values()]
     whole = assemble(reversed(manifests))
-    image = JoinedImage(manifests, {writer: data for writer, (_, data) in shards.items()})
+    image = JoinedImage(sections(manifests), {writer: data for writer, (_, data) in shards.items()})
     assert whole.name == NAME
     assert whole.shard is None
     assert not whole.is_sharded
@@ -238,7 +239,7 @@ def test_ranges_of_one_file_lie_one_after_another_in_the_image() -> None:
 
 def test_a_range_within_one_shard_is_read_in_place() -> None:
     shards = ranges_of_one_file()
-    image = JoinedImage([m for m, _ in shards.values()], {w: data for w, (_, data) in shards.items()})
+    image = JoinedImage(sections(m for m, _ in shards.values()), {w: data for w, (_, data) in shards.items()})
     assert image[10:20].obj is shards[1][1].obj
     crossing = image[3 * PART - 5 : 3 * PART + 5]
     assert crossing == bytes(shards[1][1][3 * PART - 5 : 3 * PART]) + bytes(shards[2][1][:5])
@@ -278,7 +279,7 @@ def test_any_shards_make_an_image_with_their_checksums(sizes: list[tuple[int, in
     shards.append(shard(0, writers, [FileSpan("model.ckpt", 0, end)], -(-end // PART) * PART, start, fill=9))
     manifests = [manifest for manifest, _ in shards]
     whole = assemble(manifests)
-    image = JoinedImage(manifests, {m.shard.writer: data for m, data in shards if m.shard is not None})
+    image = JoinedImage(sections(manifests), {m.shard.writer: data for m, data in shards if m.shard is not None})
     whole.verify(image[0 : len(image)], "the shards")
     assert whole.span_of("model.ckpt").nbytes == start + end
 
