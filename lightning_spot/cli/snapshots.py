@@ -14,6 +14,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
 from lightning_spot.cli.arguments import LATEST, add_run, check_given, location_of, split_run
 from lightning_spot.cli.output import (
     add_output,
@@ -37,7 +39,6 @@ from lightning_spot.errors import (
 )
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.run.progress_bar import transfer_bar
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.run.survey import of_tier, scattered, survey
@@ -479,8 +480,16 @@ def _open_somewhere(found: Found, name: str) -> OpenSnapshot:
     raise problem or CorruptSnapshotError(f"{name} is at no tier any more")
 
 
+def _bar() -> Progress:
+    """A bar with bytes, speed and the time left; none where standard error is no terminal."""
+    console = error_console()
+    can_draw = console.is_terminal and not console.is_dumb_terminal
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not can_draw)
+
+
 def _open(entry: Entry) -> OpenSnapshot:
-    with transfer_bar(error_console()) as progress:
+    with _bar() as progress:
         task = progress.add_task(plain(f"{entry.manifest.name} from {entry.source.tier}"), total=entry.manifest.nbytes)
         return entry.source.open(entry.manifest, lambda nbytes: progress.update(task, advance=nbytes))
 
@@ -530,7 +539,7 @@ def copy_files(snapshot: OpenSnapshot, target: Path, *, only_checkpoint: bool = 
     """
     manifest = snapshot.manifest
     spans = manifest.spans[:1] if only_checkpoint else manifest.spans
-    with _temporary(target) as temporary, transfer_bar(error_console()) as progress:
+    with _temporary(target) as temporary, _bar() as progress:
         task = progress.add_task(f"writing {target}", total=sum(span.nbytes for span in spans))
         if not only_checkpoint:
             temporary.mkdir()

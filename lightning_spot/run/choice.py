@@ -8,13 +8,15 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from lightning_spot import retry
+from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.retry import RetryPolicy, growing, retried
-from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.sources import Source
 from lightning_spot.run.survey import Survey, of_tier
@@ -150,18 +152,50 @@ def _try(
     """Open and use one snapshot; a tier that fails is tried again a few times in all, before an older one is taken."""
 
     def once() -> tuple[OpenSnapshot, T]:
-        with RestoreProgress(f"{manifest.name} from {source.tier}", manifest.nbytes) as progress:
-            snapshot = open_at(source, manifest, progress)
-            try:
-                return snapshot, use(snapshot)
-            finally:
-                snapshot.close()
+        snapshot = open_at(source, manifest, RestoreProgress(f"{manifest.name} from {source.tier}", manifest.nbytes))
+        try:
+            return snapshot, use(snapshot)
+        finally:
+            snapshot.close()
 
     def note(error: Exception, pause_s: float) -> None:
         text = "{error}. Retrying in {pause_s:.1f} s"
         say(logging.WARNING, "read-retried", text, about=source.tier, error=error, pause_s=pause_s)
 
     return retried(once, pauses, lambda error: isinstance(error, TierError), note)
+
+
+class RestoreProgress:
+    """Logs how far a restore is, once it takes long, and then now and then. Any thread may call it.
+
+    Args:
+        what: is restored.
+        nbytes: of it.
+        after_s: seconds after which the first line comes.
+        every_s: seconds between two lines.
+    """
+
+    def __init__(self, what: str, nbytes: int, *, after_s: float = 3.0, every_s: float = 10.0) -> None:
+        self._what, self._nbytes, self._every_s, self._done = what, nbytes, every_s, 0
+        self._lock, self._begun_s = threading.Lock(), time.monotonic()
+        self._due_s = self._begun_s + after_s
+
+    def __call__(self, nbytes: int) -> None:
+        """So many bytes more are there."""
+        with self._lock:
+            self._done += nbytes
+            if (now_s := time.monotonic()) < self._due_s:
+                return
+            self._due_s = now_s + self._every_s
+            say(
+                logging.INFO,
+                "restoring",
+                "restoring {about}: {done} of {size}, {speed}/s",
+                about=self._what,
+                done=format_bytes(self._done),
+                size=format_bytes(self._nbytes),
+                speed=format_bytes(int(self._done / max(1e-3, now_s - self._begun_s))),
+            )
 
 
 def say_what_is_left(found: Survey) -> None:

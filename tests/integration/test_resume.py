@@ -30,9 +30,8 @@ from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierError
 from lightning_spot.goodput import records
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.run.choice import open_newest
+from lightning_spot.run.choice import RestoreProgress, open_newest
 from lightning_spot.run.location import Location
-from lightning_spot.run.progress_bar import RestoreProgress
 from lightning_spot.run.reading import OpenSnapshot
 from lightning_spot.run.survey import ask_all, survey
 from lightning_spot.snapshot.manifest import Manifest
@@ -352,11 +351,22 @@ def test_the_reader_gives_the_very_bytes(run: Path) -> None:
 def test_a_restore_that_takes_long_says_how_far_it_is(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(RestoreProgress.__init__.__kwdefaults__, "after_s", 0.0)
     caplog.set_level("INFO")
+    open_newest(survey(Location.of(str(run), local_server=False)), lambda _: None)
+    assert "restoring" not in informed(caplog)
+    monkeypatch.setitem(RestoreProgress.__init__.__kwdefaults__, "after_s", 0.0)
     name = step_9(run).name
     open_newest(survey(Location.of(str(run), local_server=False)), lambda _: None)
     assert informed(caplog)["restoring"]["about"] == f"{name} from storage"
+
+
+@pytest.mark.parametrize(("every_s", "said"), [(0.0, ["2.00 MB", "4.00 MB"]), (1000.0, ["2.00 MB"])])
+def test_a_line_comes_now_and_then(caplog: pytest.LogCaptureFixture, every_s: float, said: list[str]) -> None:
+    caplog.set_level("INFO")
+    progress = RestoreProgress("step-1 from storage", 8_000_000, after_s=0.0, every_s=every_s)
+    for _ in range(2):
+        progress(2_000_000)
+    assert [record.spot_facts["done"] for record in caplog.records if record.spot_key == "restoring"] == said  # type: ignore[attr-defined]
 
 
 def test_a_server_is_asked_as_patiently_as_the_durable_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
