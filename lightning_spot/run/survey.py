@@ -57,8 +57,7 @@ class Survey:
     Attributes:
         location: that was asked about.
         identity: which run it is.
-        durable: what storage holds; ``None`` if it could not be read.
-        claim: newest claim there.
+        claim: newest claim in storage.
         runs: what servers hold of this very run, by tier.
         answers: the tiers that answered, nearest first, with what they hold.
         problems: the tiers that could not be read, with the reason.
@@ -66,11 +65,15 @@ class Survey:
 
     location: Location
     identity: Identity
-    durable: Holdings | None
     claim: Claim | None
     runs: dict[str, ServerRun] = field(default_factory=dict)
     answers: list[tuple[Source, Holdings]] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def durable(self) -> Holdings | None:
+        """What storage holds; ``None`` if it could not be read."""
+        return next((holdings for source, holdings in self.answers if source.tier == STORAGE), None)
 
     @property
     def candidates(self) -> list[tuple[Manifest, Source]]:
@@ -168,7 +171,6 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, begins: boo
     return Survey(
         location=location,
         identity=identity,
-        durable=durable.holdings if durable is not None else None,
         claim=durable.claim if durable is not None else None,
         runs=runs,
         answers=found_at,
@@ -191,9 +193,9 @@ def look_again(found: Survey) -> Survey:
         if source.tier != STORAGE and not isinstance(source, ScatteredSource)
     ]
     if answer is None:
-        return replace(found, durable=None, answers=others, problems={**found.problems, **problems})
+        return replace(found, answers=others, problems={**found.problems, **problems})
     found_at = [*others, (StoreSource(store, STORAGE), answer.holdings)]
-    return replace(found, durable=answer.holdings, claim=answer.claim, answers=[*found_at, *scattered(found_at)])
+    return replace(found, claim=answer.claim, answers=[*found_at, *scattered(found_at)])
 
 
 class _MissesTheNewest(TierError):

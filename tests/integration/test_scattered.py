@@ -91,7 +91,7 @@ def test_a_rank_of_another_host_reads_shards_of_several_servers(
     ranks, location = cast(Agreement, here), Location.of(str(tmp_path / "run"))
     restore = Restore(ranks, location, lambda _: {})
     found = Survey(
-        location, Identity(run_id=RUN_ID), None, None, answers=scattered([(s, s.survey()) for s in servers.sources])
+        location, Identity(run_id=RUN_ID), None, answers=scattered([(s, s.survey()) for s in servers.sources])
     )
     ((manifest, source),) = found.candidates
     with closing(restore.announce(found, source, manifest)):
