@@ -6,15 +6,19 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from lightning_spot.errors import CorruptSnapshotError
+from lightning_spot.untrusted import MOST_BYTES, FileName, whole
 
 MODEL_FILE = "model.ckpt"
 FILE_ALIGNMENT_BYTES = 4096
 """Each file begins at a multiple of this in the image, so that it is written past the page cache."""
 
 _CHECKED_BYTES = 1024 * 1024
-_MOST_FILES = 2**16
+MOST_FILES = 2**16
+"""Of one snapshot."""
+
 _NOTE = re.compile(r"(shard|failed)-\d{5}\.json", re.ASCII)
 _SHARDED_FILE = re.compile(r"\.metadata|meta\.pt|shards\.json|rank-\d{4,6}\.pt|__\d{1,6}_\d{1,6}\.distcp", re.ASCII)
 
@@ -52,9 +56,9 @@ class FileSpan:
         nbytes: its size.
     """
 
-    name: str
-    offset: int
-    nbytes: int
+    name: FileName
+    offset: Annotated[int, whole(0, MOST_BYTES)]
+    nbytes: Annotated[int, whole(0, MOST_BYTES)]
 
     @property
     def stop(self) -> int:
@@ -62,30 +66,12 @@ class FileSpan:
         return self.offset + self.nbytes
 
 
-def files_from_json(fields: object) -> tuple[FileSpan, ...]:
-    """Read the files of a manifest; see :func:`check_files`.
-
-    Raises:
-        CorruptSnapshotError: if they are not what they should be.
-    """
-    if not isinstance(fields, (list, tuple)):
-        raise CorruptSnapshotError("a manifest contradicts itself: files is no list")
-    try:
-        return tuple(FileSpan(**item) for item in fields)
-    except TypeError as error:
-        raise CorruptSnapshotError(f"a manifest contradicts itself: a file is incomplete ({error})") from error
-
-
 def check_files(files: Sequence[FileSpan], nbytes: int) -> str | None:
     """What is wrong with the files of an image of ``nbytes`` bytes; ``None`` if nothing is."""
-    if len(files) > _MOST_FILES:
-        return f"{len(files)} files are too many"
     end, names = 0, set()
     for file in files:
-        if not isinstance(file.name, str) or not is_data_file(file.name) or file.name in names:
+        if not is_data_file(file.name) or file.name in names:
             return f"{file.name!r} is no name of a snapshot's file, or it is there twice"
-        if type(file.offset) is not int or type(file.nbytes) is not int or file.nbytes < 0:
-            return f"the place of {file.name} is no number"
         if file.offset < end or file.offset % FILE_ALIGNMENT_BYTES:
             return f"{file.name} does not begin at a multiple of {FILE_ALIGNMENT_BYTES} behind the file before it"
         end = file.stop

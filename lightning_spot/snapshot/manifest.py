@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from lightning_spot import untrusted
 from lightning_spot.config import HIGHEST_ATTEMPT, MANIFEST_VERSION, PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, MalformedError
-from lightning_spot.snapshot.files import MODEL_FILE, FileSpan, check_files, files_from_json
+from lightning_spot.snapshot.files import MODEL_FILE, MOST_FILES, FileSpan, check_files
 from lightning_spot.snapshot.parts import checksum_parts, part_ranges, verify_parts
 from lightning_spot.untrusted import FileName, UnixSeconds
 
@@ -108,8 +108,8 @@ def manifest_path_of(file: str) -> str:
     return f"{OWN_DIR}/{file}.{MANIFEST_FILE}"
 
 
-def _files(fields: Mapping[str, Any], name: str, _default: object) -> tuple[FileSpan, ...]:
-    return files_from_json(fields[name])
+def _files(fields: Mapping[str, Any], name: str, default: object) -> tuple[FileSpan, ...]:
+    return tuple(untrusted.listed(FileSpan, MOST_FILES)(fields, name, default))
 
 
 def _checksums(fields: Mapping[str, Any], name: str, _default: object) -> tuple[str, ...]:

@@ -63,7 +63,6 @@ WRONG: dict[str, Any] = {
     "negative": [{"name": "meta.pt", "offset": 0, "nbytes": -1}],
     "no number": [{"name": "meta.pt", "offset": "0", "nbytes": 1}],
     "less": [{"name": "meta.pt"}],
-    "more": [{"name": "meta.pt", "offset": 0, "nbytes": 1, "mode": 7}],
     "no list": "meta.pt",
     "no object": ["meta.pt"],
 }
