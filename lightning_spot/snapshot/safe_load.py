@@ -15,6 +15,7 @@ and how many objects a walk through it meets.
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import decimal
 import functools
@@ -30,7 +31,7 @@ import reprlib
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, ClassVar, NoReturn
+from typing import IO, Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -269,8 +270,9 @@ class _SafeNames:
             return Placeholder(name), self._nested
         if name == _DETOUR:
             return Placeholder(name), self._detour
-        if name in _OURS or name.startswith(("numpy.ndarray", "numpy.dtype")):
-            return _CLASSES.get(name) or Placeholder(name), functools.partial(_made, name)
+        if name in _PLAIN or name.startswith(("numpy.ndarray", "numpy.dtype")):
+            plain_kind = _PLAIN.get(name, _Plain())
+            return plain_kind.value or Placeholder(name), functools.partial(_made, name, plain_kind.make)
         if name in self.users:
             return self.users[name], self.users[name]
         if name in self._torchs:
@@ -337,12 +339,12 @@ def _nbytes_of(value: Any) -> int:
     return len(value) if type(value) in (str, bytes, bytearray) else 0
 
 
-def _made(name: str, *arguments: Any) -> Any:
+def _made(name: str, make: Callable[..., Any] | None, *arguments: Any) -> Any:
     """A value of a plain kind; a placeholder, if its class does not write that."""
-    try:
-        return _VALUES[name](*arguments)
-    except Exception:  # whatever our checks, python's and numpy's raise, and what is not called: it stays inert
-        return Placeholder(name, arguments)
+    with contextlib.suppress(Exception):  # whatever our checks, python's and numpy's raise: it stays inert
+        if make is not None:
+            return make(*arguments)
+    return Placeholder(name, arguments)
 
 
 # -- plain kinds: each checks its arguments, and takes no size --------------------------------------------------------
@@ -447,41 +449,43 @@ def _scalar(dtype: np.dtype[Any], raw: bytes) -> Any:
     return _array(np.ndarray, None, None, (1, (), dtype, False, raw))[()]
 
 
-_VALUES: dict[str, Callable[..., Any]] = {
-    "builtins.bytes": _checked(bytes),
-    "builtins.frozenset": _checked(frozenset, list, least=1),
-    "builtins.range": _checked(range, int, int, int, least=3),
-    "builtins.slice": _checked(slice, object, object, object, least=3),
-    "collections.defaultdict": _defaultdict,
-    "collections.deque": _deque,
-    "datetime.date": _checked(_date, bytes, least=1),
-    "datetime.datetime": _checked(_datetime, bytes, least=1),
-    "datetime.timedelta": _checked(datetime.timedelta, int, int, int, least=3),
-    "decimal.Decimal": _checked(decimal.Decimal, str, least=1),
-    **{f"pathlib.{local}PosixPath": _path(pathlib.PosixPath) for local in ("", "_local.")},
-    **{f"pathlib.{local}PurePosixPath": _path(pathlib.PurePosixPath) for local in ("", "_local.")},
-    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
-}
-_STATED: dict[str, Callable[..., Any]] = {
-    "numpy.dtype": _dtype,
-    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
-}
-"""Plain kinds of which the state tells all."""
+class _Plain(NamedTuple):
+    """What a name of a plain kind stands for.
 
-_CLASSES: dict[str, type] = {
-    **{f"builtins.{kind.__name__}": kind for kind in (bool, bytes, dict, float, frozenset, int, list)},
-    **{f"builtins.{kind.__name__}": kind for kind in (range, slice, str, tuple)},
-    **{f"collections.{kind.__name__}": kind for kind in (collections.defaultdict, collections.deque)},
-    **{f"datetime.{kind.__name__}": kind for kind in (datetime.date, datetime.datetime, datetime.timedelta)},
-    "decimal.Decimal": decimal.Decimal,
-    **{f"pathlib.{local}PosixPath": pathlib.PosixPath for local in ("", "_local.")},
-    **{f"pathlib.{local}PurePosixPath": pathlib.PurePosixPath for local in ("", "_local.")},
-    "numpy.dtype": np.dtype,
-    "numpy.ndarray": np.ndarray,
-}
-"""Classes that are values themselves, such as a hyperparameter ``kind=float``."""
+    Attributes:
+        value: the class, where it is a value itself, such as a hyperparameter ``kind=float``.
+        make: makes a value of the arguments of a call.
+        make_stated: makes it of these and of the state that follows, which tells all.
+    """
 
-_OURS = frozenset([*_VALUES, *_STATED, *_CLASSES])
+    value: type | None = None
+    make: Callable[..., Any] | None = None
+    make_stated: Callable[..., Any] | None = None
+
+
+_PLAIN: dict[str, _Plain] = {
+    **{f"builtins.{kind.__name__}": _Plain(kind) for kind in (bool, dict, float, int, list, str, tuple)},
+    "builtins.bytes": _Plain(bytes, _checked(bytes)),
+    "builtins.frozenset": _Plain(frozenset, _checked(frozenset, list, least=1)),
+    "builtins.range": _Plain(range, _checked(range, int, int, int, least=3)),
+    "builtins.slice": _Plain(slice, _checked(slice, object, object, object, least=3)),
+    "collections.defaultdict": _Plain(collections.defaultdict, _defaultdict),
+    "collections.deque": _Plain(collections.deque, _deque),
+    "datetime.date": _Plain(datetime.date, _checked(_date, bytes, least=1)),
+    "datetime.datetime": _Plain(datetime.datetime, _checked(_datetime, bytes, least=1)),
+    "datetime.timedelta": _Plain(datetime.timedelta, _checked(datetime.timedelta, int, int, int, least=3)),
+    "decimal.Decimal": _Plain(decimal.Decimal, _checked(decimal.Decimal, str, least=1)),
+    **{
+        f"pathlib.{local}{kind.__name__}": _Plain(kind, _path(kind))
+        for kind in (pathlib.PosixPath, pathlib.PurePosixPath)
+        for local in ("", "_local.")
+    },
+    "numpy.dtype": _Plain(np.dtype, None, _dtype),
+    "numpy.ndarray": _Plain(np.ndarray),
+    **{f"numpy.{core}.multiarray.scalar": _Plain(None, _scalar) for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": _Plain(None, None, _array) for core in ("core", "_core")},
+}
+"""Kinds of which we make values ourselves; numbers and the like have opcodes of their own."""
 
 
 # -- the unpickler ----------------------------------------------------------------------------------------------------
@@ -586,7 +590,8 @@ class _Unpickler(pickle._Unpickler):
 
     def _replace(self, placeholder: Placeholder) -> None:
         """Put a value in the place of what stood for it until its state was known."""
-        if (make := _STATED.get(placeholder._kind)) is None or len(placeholder._parts) != 2:
+        make = _PLAIN.get(placeholder._kind, _Plain()).make_stated
+        if make is None or len(placeholder._parts) != 2:
             return
         arguments, state = placeholder._parts
         self.names.spend(state if type(state) is tuple else ())
