@@ -30,7 +30,6 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import WIDTHS, Floats
-from lightning_spot.snapshot.sealing import seal
 from lightning_spot.snapshot.shards import Image
 
 logger = logging.getLogger(__name__)
@@ -243,7 +242,7 @@ class Approximation:
         memory = memoryview(self._memory)
         changes = dict(threads.map(functools.partial(self._advance, image, memory), parts))
         _clear(memory, exact, before)
-        self._manifest = seal(exact.inexact(), memory[:nbytes])
+        self._manifest = exact.inexact().sealed(memory[:nbytes])
         self._since_exact += 1
         return self._manifest, memory[:nbytes], changes
 

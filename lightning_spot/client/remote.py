@@ -29,11 +29,10 @@ from lightning_spot.server.tier import Listed, Sent
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.snapshot.ranges import Floats
-from lightning_spot.snapshot.sealing import NotedParts
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fences import Claim, Owner
 from lightning_spot.store.retention import Keep
-from lightning_spot.store.store import Holdings, Progress, Target, fetch_ranges
+from lightning_spot.store.store import Holdings, NotedParts, Progress, Target, fetch_ranges
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
 logger = logging.getLogger(__name__)

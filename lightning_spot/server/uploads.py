@@ -36,7 +36,6 @@ from lightning_spot.server.slots import Making, Slot
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import Floats
-from lightning_spot.snapshot.sealing import seal
 from lightning_spot.store.fences import check_fence
 
 logger = logging.getLogger(__name__)
@@ -408,7 +407,7 @@ class Uploads:
             upload.sealing, upload.slot.commit.floats = True, floats
         try:
             began_s = time.monotonic()
-            sealed = seal(manifest, upload.slot.view(manifest.nbytes))
+            sealed = manifest.sealed(upload.slot.view(manifest.nbytes))
             upload.slot.buffer.checked_s = began_s
             self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
         finally:

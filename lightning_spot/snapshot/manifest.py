@@ -271,9 +271,14 @@ class Manifest:
         name = shard_name(name, self.shard.writer) if self.shard is not None else name
         return replace(self, name=name, exact=False, checksums=())
 
-    def sealed(self, image: memoryview) -> Manifest:
-        """Return this manifest with the checksums of ``image``, which must be the whole file."""
-        return replace(self, checksums=checksum_parts(image, self.part_bytes), nbytes=len(image))
+    def sealed(self, image: memoryview, threads: int | None = None) -> Manifest:
+        """This manifest with the checksums of its image's parts.
+
+        Args:
+            image: all of it.
+            threads: on which they are computed, see :func:`checksum_parts`.
+        """
+        return replace(self, checksums=checksum_parts(image, self.part_bytes, threads), nbytes=len(image))
 
     def verify(self, image: Image, where: str) -> None:
         """Check the whole file against this manifest.

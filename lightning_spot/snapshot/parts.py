@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from lightning_spot.errors import CorruptSnapshotError, TierError
-from lightning_spot.threads import in_turn
+from lightning_spot.threads import in_turn, processors
 
 if TYPE_CHECKING:
     from lightning_spot.snapshot.shards import Image
 
+_FEW, _MOST_THREADS = 4, 16
 _READ_BYTES = 512 * 1024  # stays in the processor's cache until it is checksummed
 
 
@@ -28,9 +29,31 @@ def checksum(data: memoryview | bytes | bytearray) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def checksum_parts(image: memoryview, part_bytes: int) -> tuple[str, ...]:
-    """Checksum of every part of ``image``."""
-    return tuple(checksum(image[start:stop]) for start, stop in part_ranges(len(image), part_bytes))
+def checksum_parts(image: memoryview, part_bytes: int, threads: int | None = None) -> tuple[str, ...]:
+    """Checksum of every part of ``image``.
+
+    A training that computes on all processors waits for the one that is busy with something else: where one thread
+    computes checksums, it loses the time of that thread, and where all processors do, their share of it. Where a host
+    has many, training is on GPUs, whose snapshots are large: one is to be sealed before the next one comes.
+
+    Args:
+        image: the whole file.
+        part_bytes: size of a part.
+        threads: that compute, the calling one among them; ``None`` for one for each of this host's processors, up to a
+            few; of many processors half.
+    """
+    if threads is None:
+        threads = min(processors(), max(_FEW, processors() // 2), _MOST_THREADS)
+    parts = list(part_ranges(len(image), part_bytes))
+    checksums = [""] * len(parts)
+    left = iter(range(len(parts)))
+
+    def compute(index: int) -> None:
+        start, stop = parts[index]
+        checksums[index] = checksum(image[start:stop])
+
+    in_turn(lambda: next(left, None), compute, max(1, min(threads, len(parts))), "spot-seal")
+    return tuple(checksums)
 
 
 def verify_parts(image: Image, checksums: tuple[str, ...], part_bytes: int, where: str, first: int = 0) -> None:

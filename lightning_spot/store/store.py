@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, 
 from lightning_spot.say import say
 from lightning_spot.snapshot.files import FileSpan, check_zero, is_own_file, pieces
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_order
-from lightning_spot.snapshot.sealing import NotedParts
+from lightning_spot.snapshot.parts import checksum, part_ranges
 from lightning_spot.snapshot.shards import (
     Image,
     Status,
@@ -290,6 +290,41 @@ def fetch_ranges(
             progress(stop - start)
 
     in_turn(lambda: next(left, None), fetch, threads, "spot-fetch")
+
+
+class NotedParts:
+    """Parts on their way through :meth:`Store.put_parts`, their checksums noted for the manifest.
+
+    Args:
+        manifest: not sealed.
+        parts: of its file, in order; each is valid until the next one is asked for.
+    """
+
+    def __init__(self, manifest: Manifest, parts: Iterable[memoryview]) -> None:
+        self._manifest, self._parts = manifest, parts
+        self._checksums: list[str] = []
+        self._sizes: list[int] = []
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for part in self._parts:
+            self._checksums.append(checksum(part))
+            self._sizes.append(len(part))
+            yield part
+
+    def sealed(self) -> Manifest:
+        """The manifest, once all parts have passed.
+
+        Raises:
+            CorruptSnapshotError: if the parts are not those that the manifest announced.
+        """
+        manifest, sizes = self._manifest, self._sizes
+        wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
+        if sizes != wanted:
+            raise CorruptSnapshotError(
+                f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
+                f" {len(wanted)}; it is not committed"
+            )
+        return replace(manifest, checksums=tuple(self._checksums))
 
 
 class FileStore(ABC):

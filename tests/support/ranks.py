@@ -25,7 +25,6 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.sharded.dtensors import box_of
 from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
-from lightning_spot.snapshot.sealing import seal
 from lightning_spot.snapshot.shards import JoinedImage, assemble, sections
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
@@ -118,7 +117,7 @@ def manifest_of(rank: int = 0, writers: int = 1, step: int = 1) -> Manifest:
 def sealed(laid: Laid) -> tuple[Manifest, bytearray]:
     """What a rank has written, in a slot with old bytes."""
     image = fill(laid.layout)
-    return seal(laid.manifest, memoryview(image), 2), image
+    return laid.manifest.sealed(memoryview(image), 2), image
 
 
 def joined(shards: Sequence[tuple[Manifest, bytearray]]) -> tuple[bytearray, Manifest]:

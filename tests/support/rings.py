@@ -6,7 +6,7 @@ import itertools
 import mmap
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
@@ -15,7 +15,6 @@ from lightning_spot.server.slots import Making
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
-from lightning_spot.snapshot.sealing import seal
 from lightning_spot.snapshot.shards import JoinedImage, Status, assemble, failed, sections, status, why_aborted
 
 SLOTS = 3  # of each writer
@@ -114,7 +113,7 @@ class RankRing:
         self._ask()
         image = bytes(lease.map[: lease.nbytes])
         assert manifest.nbytes == lease.nbytes
-        sealed = seal(replace(manifest, nbytes=lease.nbytes), memoryview(image), 1)
+        sealed = manifest.sealed(memoryview(image), 1)
         assert sealed == Manifest.from_json(sealed.to_json())
         with self._lock:
             del self._leased[lease.id]
