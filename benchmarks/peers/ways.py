@@ -30,7 +30,7 @@ from benchmarks.peers.seam_watch import SeamWatch
 from benchmarks.peers.sightings import Sightings
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture.partitions import MODES
-from lightning_spot.client.stores import open_store
+from lightning_spot.client.stores import open_tier
 from lightning_spot.run.sources import StoreSource
 
 BASELINES: dict[str, type[Baseline]] = {
@@ -270,7 +270,7 @@ def _memory_node(shm: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 def _restored(url: str) -> tuple[int, dict[str, Any]]:
-    source = StoreSource(open_store(url), url)
+    source = StoreSource(open_tier(url), url)
     manifest = max(source.survey().manifests, key=lambda manifest: (manifest.attempt, manifest.step))
     snapshot = source.open(manifest)
     try:

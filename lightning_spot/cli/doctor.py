@@ -19,8 +19,9 @@ from rich.text import Text
 
 from lightning_spot.cli.arguments import add_servers, location_of
 from lightning_spot.cli.output import add_output, error_console, print_answer, warning
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import start
-from lightning_spot.client.stores import open_store
+from lightning_spot.client.stores import open_store, open_tier
 from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
 from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
 from lightning_spot.http.flags import add_time
@@ -116,7 +117,7 @@ def _speeds(location: Location, scratch: str, sample: int, problems: list[str], 
     for url, where in places.items():
         error_console().print(f"writing {format_bytes(sample)} to {url} …")
         try:
-            tiers[url] = store_speed(open_store(where), sample)
+            tiers[url] = store_speed(open_tier(where), sample)
         except SpotError as error:
             problems.append(_problem(url, where, error))
     try:
@@ -160,7 +161,7 @@ def _ask(url: str) -> Holdings:
     return unless_silent(ask, heard, DEFAULT_POLICY.silent_s, url)
 
 
-def store_speed(store: Store, nbytes: int) -> float:
+def store_speed(store: Store | ServerStore, nbytes: int) -> float:
     """Bytes per second at which a tier stores a snapshot durably; what was written is deleted again."""
     image = memoryview(os.urandom(1 << 20) * (nbytes >> 20 or 1))[:nbytes]
     unsealed = Manifest(run="doctor", name=snapshot_name(0, 1), step=0, attempt=1, nbytes=len(image))

@@ -32,7 +32,7 @@ from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind, files_of_attempts
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.posix import remove_if_empty
 from lightning_spot.store.retention import Keep, expired
-from lightning_spot.store.store import FileStore, Folder, Holdings, Store
+from lightning_spot.store.store import Folder, Holdings, Store
 
 SILENT_S = 60.0
 """A trainer that gave no sign of life for so long counts as gone: it gives one every 10 s."""
@@ -119,7 +119,6 @@ class _Run:
     @property
     def attempts(self) -> Folder:
         """The folder with claims and rewinds."""
-        assert isinstance(self.store, FileStore)
         return self.store.folder(ATTEMPTS_DIR, attempt=0, run_id="")
 
     def check_idle(self) -> None:
@@ -291,7 +290,6 @@ def _begin(run: _Run, known: ServerRun) -> RunInfo:
 
 def _remove_rest(run: _Run) -> None:
     """Remove what a run has besides snapshots: unfinished ones, then records and claims, the newest claim last."""
-    assert isinstance(run.store, FileStore)
     for name in run.held.unreadable:
         run.store.folder(name, attempt=0, run_id="").remove([MANIFEST_FILE])
     last, run_id = run.attempt + 1, run.seen.identity.run_id  # after which nothing is on its way any more

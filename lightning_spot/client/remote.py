@@ -1,11 +1,11 @@
-"""A snapshot server as a store: the local server sends to it, and a trainer recovers from it."""
+"""A snapshot server: the local server sends to it, and a trainer recovers from it."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, replace
 from typing import Any
@@ -30,9 +30,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Image
-from lightning_spot.store.fences import Claim, Owner
-from lightning_spot.store.retention import Keep
-from lightning_spot.store.store import Holdings, NotedParts, Progress, Target, fetch_ranges
+from lightning_spot.store.store import Holdings, Progress, Target, fetch_ranges
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
 logger = logging.getLogger(__name__)
@@ -47,7 +45,7 @@ ONLY_NEAR = ("servers", "replicas", "apart", "session", "is_claimed")
 
 
 class ServerStore:
-    """Snapshots of one run at a server; implements :class:`~lightning_spot.store.store.Store`.
+    """Snapshots of one run at a server; implements :class:`~lightning_spot.server.tier.ServerTier`.
 
     Args:
         url: ``spot://host:port/NAME@ID``, or ``…/NAME`` where only one run has that name.
@@ -55,8 +53,6 @@ class ServerStore:
     Attributes:
         sent: how the parts of snapshots went which were committed there.
     """
-
-    owner: Owner | None = None
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -68,28 +64,16 @@ class ServerStore:
         self._approximation = Approximation()
         self._info: RunInfo | None = None
 
-    # -- as a store -----------------------------------------------------------------------------------------------
+    # -- what is there ----------------------------------------------------------------------------------------------
 
     def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
         """See :meth:`Store.put`; the server must have a slot within 30 s."""
         self.send(manifest, image[: len(image)], attempt=attempt)
 
-    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
-        """See :meth:`Store.put_parts`."""
-        noted = NotedParts(self._named(manifest), parts)
-        image = b"".join(map(bytes, noted))  # nobody sends to a server what fits no memory
-        sealed = noted.sealed()
-        self.put(sealed, memoryview(image), attempt=attempt)
-        return sealed
-
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
         attempt, listed = self._asked()
         return Holdings.of_memory([item.manifest for item in listed], attempt)
-
-    def has(self, manifest: Manifest) -> bool:
-        """See :meth:`Store.has`."""
-        return any(replace(item.manifest, run=manifest.run) == manifest for item in self.listing())
 
     def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""
@@ -112,41 +96,7 @@ class ServerStore:
         except SnapshotNotFoundError:
             return
 
-    def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
-        """Nothing to do: a server frees unfinished uploads by itself."""
-
-    def sweep_files(self) -> None:
-        """See :meth:`sweep`."""
-
-    def claimed(self) -> int:
-        """See :meth:`Store.claimed`."""
-        return self._asked()[0]
-
-    def newest_claim(self) -> Claim | None:
-        """A server keeps the number of the attempt that holds a run, and no claim."""
-        attempt = self.claimed()
-        return Claim(attempt=attempt, run_id="", digest="", location="", started_unix_s=0.0) if attempt else None
-
-    def check_owner(self) -> None:
-        """Nothing to do: a server knows who has opened a run."""
-
-    def claim(self, claim: Claim) -> None:
-        """See :meth:`Store.claim`."""
-        name, identity = parse_run(self.run)
-        self.open_run(
-            RunInfo(
-                name=name,
-                id=identity,
-                location=claim.location,
-                attempt=claim.attempt,
-                token=claim.digest,
-                keep=Keep(newest=max(1, claim.keep)),
-                pid=claim.pid,
-                host=claim.host,
-            )
-        )
-
-    # -- as a server that carries snapshots on -----------------------------------------------------------------------
+    # -- what goes there -------------------------------------------------------------------------------------------
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`ServerTier.open_run`."""

@@ -1,4 +1,4 @@
-"""Opens the right store for a tier's URL."""
+"""Opens what is at a tier's URL."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import SERVER_SCHEMES, directory_of, scheme_of
+from lightning_spot.server.tier import as_storage
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.store import Store
 
 
 def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
-    """The store of a run's URL: a directory, ``spot://host:port/run``, or a URL in a bucket.
+    """The storage of a run: a directory, or a URL in a bucket.
 
     Args:
         url: of the run.
@@ -24,7 +25,12 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
     """
     scheme = scheme_of(url)
     if scheme in SERVER_SCHEMES:
-        return ServerStore(url)
+        return as_storage(ServerStore(url), url)
     if not scheme:
         return LocalStore(directory_of(url), beneath)
     return ObjectStore(url, is_lent=beneath is not None)
+
+
+def open_tier(url: str, beneath: Sequence[str] | None = None) -> Store | ServerStore:
+    """The storage of a run, see :func:`open_store`, or a snapshot server, for ``spot://host:port/run``."""
+    return ServerStore(url) if scheme_of(url) in SERVER_SCHEMES else open_store(url, beneath)

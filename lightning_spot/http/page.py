@@ -34,7 +34,6 @@ from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.fences import ATTEMPTS_DIR
-from lightning_spot.store.store import FileStore
 from lightning_spot.threads import in_background
 from lightning_spot.untrusted import plain
 
@@ -294,10 +293,7 @@ def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:
         SpotError: if its storage fails.
     """
     storage = server.storage(info)
-    record = None
-    if isinstance(storage, FileStore):
-        record = newest_in(storage.folder(ATTEMPTS_DIR, attempt=0, run_id=info.id))
-    if record is None:
+    if storage is None or (record := newest_in(storage.folder(ATTEMPTS_DIR, attempt=0, run_id=info.id))) is None:
         return {}
     before = record.earlier or Account()
     attempts, sum_, goodput = [*before.latest, record], before.closed, []

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from lightning_spot.client.stores import open_store
+from lightning_spot.client.stores import open_store, open_tier
 from lightning_spot.config import (
     Environment,
     directory_of,
@@ -142,7 +142,7 @@ async def _serve(
         slots=settings.slots,
         memory_bytes=settings.memory_bytes,
         run_memory_bytes=settings.run_memory_bytes,
-        open_store=partial(open_store, beneath=beneath),
+        open_store=partial(open_tier, beneath=beneath),
         flush_to=settings.flush_to,
         area=_area(settings, environment.shm_dir),
         allow=settings.allow if is_lent else None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_spot.client.starting import start
-from lightning_spot.client.stores import open_store
+from lightning_spot.client.stores import open_store, open_tier
 from lightning_spot.config import (
     MOST_SERVERS,
     SERVER_SCHEMES,
@@ -151,7 +151,7 @@ class Location:
                     about=self.url,
                     error=error,
                 )
-        return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_store)
+        return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_tier)
 
 
 _LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))

@@ -32,7 +32,6 @@ from lightning_spot.snapshot.shards import JoinedImage, sections
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.posix import open_regular
 from lightning_spot.store.store import (
-    FileStore,
     Holdings,
     Progress,
     Store,
@@ -188,7 +187,7 @@ class StoreSource:
         tier: what to call it.
     """
 
-    def __init__(self, store: Store, tier: str) -> None:
+    def __init__(self, store: Store | ServerStore, tier: str) -> None:
         self.store = store
         self.tier = tier
 
@@ -227,7 +226,6 @@ class StoreSource:
 
 def _read_stored(store: Store, manifest: Manifest, start: int, into: memoryview) -> None:
     """Read a shard of a snapshot in storage that is not committed there: files beside each other."""
-    assert isinstance(store, FileStore)
     assert manifest.shard is not None
     folder = store.folder(manifest.snapshot, attempt=manifest.attempt, run_id=manifest.run_id)
     for span, first, last in pieces(manifest.files, start, start + len(into)):

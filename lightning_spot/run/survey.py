@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_spot import retry
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
@@ -41,7 +42,7 @@ from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.store.commit import commit_left, look
 from lightning_spot.store.fences import Claim, Rewind
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.store import FileStore, Holdings
+from lightning_spot.store.store import Holdings, Store
 from lightning_spot.threads import both, in_background
 from lightning_spot.untrusted import file_name, flag, integer, line
 
@@ -211,7 +212,7 @@ class _Durable:
     inode: int
 
     @classmethod
-    def ask(cls, store: Any, policy: RetryPolicy, *, commits: bool) -> _Durable:
+    def ask(cls, store: Store, policy: RetryPolicy, *, commits: bool) -> _Durable:
         """Ask, again as the policy says, until all of it could be read."""
         answers: list[_Durable] = []
 
@@ -235,10 +236,10 @@ class _Durable:
             raise
 
     @classmethod
-    def _once(cls, store: Any, heard: threading.Event, *, commits: bool) -> _Durable:
+    def _once(cls, store: Store, heard: threading.Event, *, commits: bool) -> _Durable:
         def newest_claim() -> Claim | None:
             try:
-                return store.newest_claim()  # type: ignore[no-any-return] # any store
+                return store.newest_claim()
             except CorruptSnapshotError as error:
                 text = "{error}. The run is known by its directory only"
                 say(logging.WARNING, "claims-damaged", text, about=store.url, error=error)
@@ -247,7 +248,7 @@ class _Durable:
                 heard.set()  # to list snapshots, and to read all manifests, may take longer
 
         holdings, claim = both(store.survey, newest_claim, "spot-survey")
-        for name in _left_of(holdings) if isinstance(store, FileStore) else ():
+        for name in _left_of(holdings):
             found = _committed(store, name) if commits else None
             if found is not None:
                 holdings.manifests.insert(0, found)
@@ -257,7 +258,7 @@ class _Durable:
         return cls(holdings, claim, store.inode() if isinstance(store, LocalStore) else 0)
 
 
-def _committed(store: Any, left: str) -> Manifest | None:
+def _committed(store: Store, left: str) -> Manifest | None:
     """Commit a snapshot of which storage has all shards, if nobody was left to do so; ``None`` if it was not."""
     try:
         found = commit_left(store, left)
@@ -329,7 +330,7 @@ def _server_source(location: Location, tier: str, run: ServerRun) -> Source:
     text = f"{run.name}@{run.id}"
     if tier == HOST:
         return MemorySource(location.url, text)
-    return StoreSource(open_store(f"{tier}/{text}"), tier)
+    return StoreSource(ServerStore(f"{tier}/{text}"), tier)
 
 
 def scattered(found_at: list[tuple[Source, Holdings]]) -> list[tuple[Source, Holdings]]:

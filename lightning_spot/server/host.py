@@ -11,12 +11,11 @@ from lightning_spot.config import SERVER_CALL_TIMEOUT_S
 from lightning_spot.server.runs import Figures, Opened, RunInfo
 from lightning_spot.server.slots import Making
 from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
-from lightning_spot.server.tier import TierHealth
+from lightning_spot.server.tier import Tier, TierHealth
 from lightning_spot.server.uploads import writer_of
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Status, failed
-from lightning_spot.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ class InProcessHost:
 
     server_call_timeout_s = SERVER_CALL_TIMEOUT_S
 
-    def __init__(self, *, slots: int, memory_bytes: int, open_store: Callable[[str], Store]) -> None:
+    def __init__(self, *, slots: int, memory_bytes: int, open_store: Callable[[str], Tier]) -> None:
         self.run = ""
         self.attempt = 0
         self.memory_bytes = memory_bytes

@@ -34,11 +34,10 @@ from lightning_spot.server.reconcile import (
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, key_of
 from lightning_spot.server.slots import Held, Mark, Slot
-from lightning_spot.server.tier import Listed, ServerTier, TierHealth
+from lightning_spot.server.tier import Listed, ServerTier, Tier, TierHealth, as_storage
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Status, by_snapshot
 from lightning_spot.store import commit
-from lightning_spot.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,10 @@ class Observations:
         servers: that each run may be kept at, by its key.
     """
 
-    def __init__(
-        self, ring: Ring, open_store: Callable[[str], Store], info_of: Callable[[str], RunInfo | None]
-    ) -> None:
+    def __init__(self, ring: Ring, open_store: Callable[[str], Tier], info_of: Callable[[str], RunInfo | None]) -> None:
         self.servers: dict[str, Servers] = {}
         self._ring, self._open_store, self._info_of = ring, open_store, info_of
-        self._stores: dict[str, Store] = {}
+        self._stores: dict[str, Tier] = {}
         self._destinations: dict[str, Destination] = {}
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
         self._leaves_s: float | None = None
@@ -111,7 +108,7 @@ class Observations:
         """What was seen at a destination. Call it under the lock."""
         return self._destinations.setdefault(url, Destination(url))
 
-    def store(self, url: str) -> Store:
+    def store(self, url: str) -> Tier:
         """The store of a tier; of a server it is one for all, since it learns how fast that is."""
         found = self._stores.get(url) or self._open_store(url)
         if isinstance(found, ServerTier):
@@ -249,7 +246,7 @@ class Questions:
     def _ask_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str, server: Server) -> None:
         """A snapshot left the server's memory: because it is durable, or because the server lost it."""
         try:
-            store = self._seen.store(durable_url)
+            store = as_storage(self._seen.store(durable_url), durable_url)
             if manifest.shard is None:
                 is_durable = store.has(manifest)
             else:

@@ -21,7 +21,7 @@ from lightning_spot.server.registry import MOST_RUNS, Registry
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import Figures, Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
 from lightning_spot.server.slots import Tiers
-from lightning_spot.server.tier import TierHealth
+from lightning_spot.server.tier import Tier, TierHealth, as_storage
 from lightning_spot.server.uploads import LOOK_S, Uploads
 from lightning_spot.server.worker import Reconciler
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
@@ -54,7 +54,7 @@ class SnapshotServer:
         *,
         slots: int | None,
         memory_bytes: int,
-        open_store: Callable[[str], Store],
+        open_store: Callable[[str], Tier],
         flush_to: str | None = None,
         area: Path | None = None,
         allow: Sequence[str] | None = (),
@@ -399,14 +399,14 @@ class SnapshotServer:
             return
         standing = self._standing(key, info.durable_url)
         if self._allow is not None and standing.is_lent:
-            store = self._open_store(info.durable_url)
+            store = as_storage(self._open_store(info.durable_url), info.durable_url)
             store.owner = standing.owner
             store.check_owner()
 
     def _claimed(self, info: RunInfo) -> int:
         """Highest attempt that has claimed a run, as far as this server may look; 0 if that is not known here."""
         url = self._own_tier(info)
-        return self._open_store(url).claimed() if url is not None else 0
+        return as_storage(self._open_store(url), url).claimed() if url is not None else 0
 
     def durable(self, info: RunInfo) -> str | None:
         """URL of the directory where what has left memory lies; ``None`` if nobody has said one."""
@@ -422,7 +422,7 @@ class SnapshotServer:
             return None
         if url == info.durable_url:
             self.check_owner(info.key)
-        return self._open_store(url)
+        return as_storage(self._open_store(url), url)
 
     def route(self, key: str) -> dict[str, Any]:
         """Where a run goes, as JSON-ready values."""

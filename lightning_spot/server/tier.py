@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lightning_spot.config import names_server
-from lightning_spot.errors import FencedError
+from lightning_spot.errors import FencedError, SettingsError
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
+from lightning_spot.store.store import Store
 from lightning_spot.untrusted import texts
 
 
@@ -117,6 +118,24 @@ class ServerTier(Protocol):
 
     def flush(self, wait_s: float) -> list[str]:
         """Have everything of the run brought further down; what was not reached in time, one line each."""
+
+    def delete(self, manifest: Manifest) -> None:
+        """Remove what it holds of that name. Nothing happens if that is gone."""
+
+
+Tier = Store | ServerTier
+"""Where snapshots go from a ring."""
+
+
+def as_storage(tier: Tier, url: str) -> Store:
+    """What is to be the storage of a run.
+
+    Raises:
+        SettingsError: if it is a server.
+    """
+    if isinstance(tier, ServerTier):
+        raise SettingsError(f"{url} is at a snapshot server: it is no storage. Give a directory, or a URL of a bucket")
+    return tier
 
 
 _SMOOTHING = 0.3

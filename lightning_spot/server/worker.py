@@ -42,13 +42,13 @@ from lightning_spot.server.reconcile import (
 from lightning_spot.server.ring import Ring, glance
 from lightning_spot.server.runs import RunInfo, key_of
 from lightning_spot.server.slots import ORPHANED_S, Held, Mark
-from lightning_spot.server.tier import ServerTier
+from lightning_spot.server.tier import ServerTier, Tier
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
 from lightning_spot.store import commit
 from lightning_spot.store.fences import Standing
 from lightning_spot.store.retention import retain
-from lightning_spot.store.store import Store, check_claimed, on_behalf
+from lightning_spot.store.store import Result, Store, check_claimed, on_behalf
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Reconciler(Observations):
     def __init__(
         self,
         ring: Ring,
-        open_store: Callable[[str], Store],
+        open_store: Callable[[str], Tier],
         info_of: Callable[[str], RunInfo | None],
         standing: Callable[[str, str], Standing] = lambda _run, _url: Standing(),
     ) -> None:
@@ -296,7 +296,7 @@ class Reconciler(Observations):
     def _work(self, lane: Lane) -> None:
         """Do what is to be done at a destination, whatever fails: nothing would be safe after that."""
         url, asks = lane
-        store: Store | None = None
+        store: Tier | None = None
         while True:
             try:
                 if (found := self._next(lane)) is None:
@@ -373,7 +373,7 @@ class Reconciler(Observations):
 
     # -- one thing ------------------------------------------------------------------------------------------------
 
-    def _work_on(self, action: Action, store: Store | None) -> Store | None:
+    def _work_on(self, action: Action, store: Tier | None) -> Tier | None:
         """Do one thing; the tier's store, opened if it was not, is given back."""
         attempt = action.about.attempt
         try:
@@ -404,24 +404,30 @@ class Reconciler(Observations):
         info = self.info(action.run)
         return max(info.attempt if info is not None else 0, action.about.attempt)
 
-    def _do(self, store: Store, action: Action, attempt: int) -> None:
+    def _do(self, store: Tier, action: Action, attempt: int) -> None:
         url, run = action.url, action.run
         started_s, standing, info = time.monotonic(), self._standing(run, url), self.info(run)
+        storage = None if isinstance(store, ServerTier) else store
+
+        def on_its_behalf(action: Callable[[], Result]) -> Result:
+            return on_behalf(storage, standing, action) if storage is not None else action()
+
         if isinstance(store, ServerTier) and info is not None:
             store.know(self.told(info, url))
         if action.kind is Kind.DELETE:
-            on_behalf(store, standing, lambda: store.delete(action.about))
+            on_its_behalf(lambda: store.delete(action.about))
         elif action.kind is Kind.RETAIN:
-            if info is None:  # it was forgotten just now: the retention waits until the run is opened again
+            if info is None or storage is None:  # the run was just forgotten: retention waits until it is opened again
                 return
             keep = info.keep
-            if unseen := on_behalf(store, standing, lambda: retain(store, keep, action.about)):
+            if unseen := on_its_behalf(lambda: retain(storage, keep, action.about)):
                 facts: dict[str, Any] = {"why": unseen, "snapshot": action.name}
                 say(logging.WARNING, "upload-not-listed", "{why} ({snapshot})", about=f"{run} {unseen}", **facts)
         else:
-            if standing.owner is not None and standing.is_lent and action.about.attempt != standing.owner.attempt:
-                check_claimed(store, action.about.attempt)
-            put = on_behalf(store, standing, lambda: self._upload.put(store, action, attempt))
+            owner = standing.owner
+            if storage is not None and owner is not None and standing.is_lent and action.about.attempt != owner.attempt:
+                check_claimed(storage, action.about.attempt)
+            put = on_its_behalf(lambda: self._upload.put(store, action, attempt))
             with self._ring.changed:
                 if put is None:
                     self.destination(url).dropped(action)
@@ -456,7 +462,7 @@ class Reconciler(Observations):
             destination.health.failures_total += 1
         self._heard(action, error)
 
-    def _put_off(self, store: Store | None, action: Action, error: PutOff) -> None:
+    def _put_off(self, store: Tier | None, action: Action, error: PutOff) -> None:
         """An upload waits for the shards that others bring. In the end it is given up there."""
         with self._ring.changed:
             now_s = time.monotonic()
@@ -464,7 +470,7 @@ class Reconciler(Observations):
             waited_s = now_s - max(since_s, self.desired(action.run).expires_s)
         self._say_works(action.url)
         is_over = waited_s >= ORPHANED_S
-        if waited_s >= SURPASSED_S and store is not None and not is_over:
+        if waited_s >= SURPASSED_S and isinstance(store, Store) and not is_over:
             try:
                 is_over = has_newer(store, action.about)
             except SpotError as failure:  # it is looked at again
@@ -525,7 +531,7 @@ class TierUpload:
         self._seen, self._ring = seen, ring
         self._earlier = functools.partial(glance, ring)
 
-    def put(self, store: Store, action: Action, attempt: int) -> Manifest | None:
+    def put(self, store: Tier, action: Action, attempt: int) -> Manifest | None:
         """Bring it; what is at the tier now, ``None`` if there was nothing to bring.
 
         Raises:
@@ -543,7 +549,7 @@ class TierUpload:
                 text = "{about} is uploaded to {url} for a trainer that is gone: nothing there is newer"
                 say(logging.INFO, "orphan-uploaded", text, about=action.name, url=action.url)
 
-    def _is_left_over(self, store: Store, action: Action, fence: FencedError) -> bool:
+    def _is_left_over(self, store: Tier, action: Action, fence: FencedError) -> bool:
         """Whether what a later attempt fences off is the newest of its run all the same, and its trainer is gone.
 
         That attempt may have ended before it had a snapshot, and before this server heard of it.
@@ -552,7 +558,7 @@ class TierUpload:
             PutOff: if that is not known yet.
         """
         info = self._seen.info(action.run)
-        if action.about.is_file or action.kind is Kind.SEND or (info is not None and info.session):
+        if action.about.is_file or isinstance(store, ServerTier) or (info is not None and info.session):
             return False
         with self._ring.changed:
             is_expired = time.monotonic() >= self._seen.desired(action.run).expires_s
@@ -561,7 +567,7 @@ class TierUpload:
             raise PutOff(f"{fence}, and its trainer may live")
         return not has_newer(store, action.about)
 
-    def _put(self, store: Store, action: Action, attempt: int) -> Manifest | None:
+    def _put(self, store: Tier, action: Action, attempt: int) -> Manifest | None:
         with self._ring.changed:
             held = Held.of(action.slots)
         if len(held.slots) < len(action.slots) or held.manifests[0].snapshot != action.about.snapshot:

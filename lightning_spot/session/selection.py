@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from lightning_spot.client.stores import open_store
+from lightning_spot.client.stores import open_tier
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.goodput.records import read_records
 from lightning_spot.run.choice import open_newest
@@ -250,7 +250,7 @@ class Restore:
         """Where a snapshot may be read on another host than rank 0's: its memory, the stores, or both together."""
         memory = MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")
         yield memory
-        stores = {url: StoreSource(open_store(url), tier) for url, tier, _ in tried.holders}
+        stores = {url: StoreSource(open_tier(url), tier) for url, tier, _ in tried.holders}
         held = [(stores[url], Manifest.from_json(what)) for url, _, what in tried.holders]
         yield from (store for store, what in held if what == manifest)
         shards: list[tuple[MemorySource | StoreSource, Manifest]] = [each for each in held if each[1] != manifest]

@@ -18,7 +18,7 @@ from lightning_spot.server.host import Host
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim, claim_name, digest_of
-from lightning_spot.store.store import FileStore, Store
+from lightning_spot.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,6 @@ def _check_storage(url: str, info: RunInfo) -> None:
 
 def _is_claimed(store: Store, info: RunInfo) -> bool:
     """Whether this attempt's claim is seen, by its name: a mount may list it late. Then it is written once more."""
-    assert isinstance(store, FileStore)
     folder = store.folder(ATTEMPTS_DIR, attempt=info.attempt, run_id=info.id)
     try:
         claim = Claim.from_json(folder.read(claim_name(info.attempt)))

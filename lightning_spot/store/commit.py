@@ -36,7 +36,7 @@ from lightning_spot.snapshot.shards import (
     why_aborted,
 )
 from lightning_spot.store.fences import check_fence, read_twice
-from lightning_spot.store.store import LONGEST_MANIFEST_BYTES, FileStore, Folder, Store
+from lightning_spot.store.store import LONGEST_MANIFEST_BYTES, Folder, Store
 from lightning_spot.threads import all_at_once, both
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def look(store: Store, name: str, known: Mapping[int, Manifest] | None = None) -
         known: notes that were read before, or are of this place's shards: they are not read once more.
 
     Raises:
-        SettingsError: if no shards can be brought there, or the name is none of a snapshot.
+        SettingsError: if the name is none of a snapshot.
         TierError: if the tier fails.
     """
     folder = _folder(store, name)
@@ -167,8 +167,6 @@ def commit_left(store: Store, name: str) -> Manifest | None:
     Raises:
         SpotError: if the tier fails, or what is there does not fit together.
     """
-    if not isinstance(store, FileStore):
-        return None
     found = look(store, name)
     if found.manifest is not None or status(found.registers, (0, 0, 0)) is not Status.COMMITTED:
         return found.manifest
@@ -182,8 +180,6 @@ def _folder(store: Store, name: str, run_id: str = "") -> Folder:
     order = snapshot_order(name)
     if order is None:
         raise SettingsError(f"{name!r} names no snapshot")
-    if not isinstance(store, FileStore):
-        raise SettingsError(f"{store.url} is no place to which shards of a snapshot can be brought")
     return store.folder(name, attempt=order[0], run_id=run_id)
 
 

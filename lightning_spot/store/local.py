@@ -20,11 +20,11 @@ from lightning_spot.snapshot.shards import Image, slices
 from lightning_spot.store import posix, store
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim
 from lightning_spot.store.posix import Beneath, open_regular, opened, tier_errors
-from lightning_spot.store.store import FileStore, Parts, Progress, Ready, Target, Writer, fetch_ranges
+from lightning_spot.store.store import Parts, Progress, Ready, Store, Target, Writer, fetch_ranges
 
 
-class LocalStore(FileStore):
-    """Snapshots of one run below a directory; implements :class:`~lightning_spot.store.store.Store`.
+class LocalStore(Store):
+    """Snapshots of one run below a directory; a :class:`~lightning_spot.store.store.Store`.
 
     The directory may be a link. Links inside it are read, but nothing they lead to is ever changed or deleted.
 
@@ -124,12 +124,12 @@ class LocalStore(FileStore):
         return done
 
     def _write(self, below: str, parts: Parts, nbytes: int, by: Writer, ready: Ready = store.nothing) -> None:
-        """See :meth:`FileStore._write`. What becomes a user's file is not seen in the user's folder before."""
+        """See :meth:`Store._write`. What becomes a user's file is not seen in the user's folder before."""
         place, is_users = self.made() / below, "/" not in below
         self._write_aside(place.parent / OWN_DIR if is_users else place.parent, {place: parts}, by, ready)
 
     def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
-        """See :meth:`FileStore._write_all`. None is in its place before all are on the disk."""
+        """See :meth:`Store._write_all`. None is in its place before all are on the disk."""
         places = {self.made() / below: slices(data, self._at_once_bytes) for below, data in contents.items()}
         self._write_aside(next(iter(places)).parent, places, by)
 

@@ -24,21 +24,21 @@ from lightning_spot.store.fsspec_client import (
     open_filesystem,
     tier_errors,
 )
-from lightning_spot.store.store import FileStore, Holdings, Parts, Progress, Ready, Target, Writer, fetch_ranges
+from lightning_spot.store.store import Holdings, Parts, Progress, Ready, Store, Target, Writer, fetch_ranges
 from lightning_spot.threads import all_at_once
 
 _WRITE_BYTES = 32 * 1024 * 1024
 
 
-class ObjectStore(FileStore):
-    """Snapshots of one run in a bucket; implements :class:`~lightning_spot.store.store.Store`.
+class ObjectStore(Store):
+    """Snapshots of one run in a bucket; a :class:`~lightning_spot.store.store.Store`.
 
     Credentials and endpoints come from where the file system's own library looks (environment, config files). A
     bucket is never made.
 
     Args:
         url: the run's URL, such as ``s3://bucket/run-1``.
-        is_lent: see :class:`FileStore`.
+        is_lent: see :class:`Store`.
 
     Raises:
         SettingsError: if the URL is malformed or its file system is not installed.
@@ -148,7 +148,7 @@ class ObjectStore(FileStore):
         file.close()
 
     def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
-        """See :meth:`FileStore._write_all`; side by side."""
+        """See :meth:`Store._write_all`; side by side."""
         jobs = {
             below: functools.partial(self._write, below, slices(data, self._at_once_bytes), len(data), by)
             for below, data in contents.items()

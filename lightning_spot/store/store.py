@@ -1,6 +1,6 @@
-"""The interface of a tier: put a snapshot, list what is committed, fetch it, delete it, claim an attempt.
+"""The storage of a run: put a snapshot, list what is committed, fetch it, delete it, claim an attempt.
 
-How a tier lays a run out below its URL::
+How storage lays a run out below its URL::
 
     run-1/
       attempts/attempt-0001.json           who wrote, so that a later attempt fences an earlier one
@@ -106,139 +106,6 @@ class Holdings:
         return cls(manifests, {}, highest_attempt(claimed, (), snapshots), shards=shards)
 
 
-class Store(Protocol):
-    """A tier for one run. Every implementation passes ``tests/integration/test_stores.py``.
-
-    Methods may be called from any thread. "Nothing there" and "could not be read" are two things: what is not there is
-    an empty answer or :class:`~lightning_spot.errors.SnapshotNotFoundError`, what could not be read or written is
-    :class:`~lightning_spot.errors.TierError`, bytes that are not those that were committed are
-    :class:`~lightning_spot.errors.CorruptSnapshotError`.
-
-    Attributes:
-        url: of the run at the tier.
-        owner: the attempt on whose behalf this object writes and deletes. What it does asks for its claim, again before
-            each manifest and each deletion; whoever has another one is refused. ``None`` where nothing is claimed, as
-            for users' files: then only numbers count.
-    """
-
-    url: str
-    owner: Owner | None
-
-    def survey(self) -> Holdings:
-        """What the tier holds of the run, in a bounded number of requests; all empty when it holds nothing.
-
-        Snapshots whose manifest is there but cannot be used are named in :attr:`Holdings.unreadable`.
-
-        Raises:
-            TierError: if the tier could not be listed, or its bucket does not exist.
-        """
-
-    def claimed(self) -> int:
-        """Highest attempt that has claimed the run, 0 if none: the fence. One cheap request.
-
-        Raises:
-            TierError: if it could not be read.
-        """
-
-    def newest_claim(self) -> Claim | None:
-        """The claim of the highest attempt that can be read, ``None`` if nobody has claimed the run.
-
-        Raises:
-            TierError: if it could not be read.
-        """
-
-    def check_owner(self) -> None:
-        """Whether the claim of :attr:`owner` is there, and its own; nothing where there is no owner. One cheap request.
-
-        Raises:
-            FencedError: if another trainer has claimed that number.
-            TierError: if nobody has, or it could not be read.
-        """
-
-    def claim(self, claim: Claim) -> None:
-        """Record that an attempt writes the run from now on. The same claim again does nothing.
-
-        Of two claims of one number the tier takes the first, where it can create a file exclusively. Elsewhere the
-        last one stays, and :meth:`check_owner` tells the other.
-
-        Raises:
-            FencedError: if that number, under another token, or a later one is taken.
-            TierError: if it could not be written.
-        """
-
-    def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
-        """Store a snapshot or file; when this returns it is committed and as durable as the tier is.
-
-        Args:
-            manifest: sealed manifest of the snapshot.
-            image: its file; not kept.
-            attempt: attempt on whose behalf it is written; refused if a later one has claimed the run. A file is
-                refused, too, if one of its name is there that a later attempt than its own has written.
-
-        Raises:
-            FencedError: if a later attempt holds the run.
-            TierError: if it could not be written. What was there before is there still.
-        """
-
-    def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
-        """Store a snapshot, or file, of one file that never is in memory as a whole; like :meth:`put` otherwise.
-
-        Args:
-            manifest: without checksums; its ``nbytes`` is the sum of the parts.
-            parts: consecutive parts of ``manifest.part_bytes`` each, but the last; each is done with when the next one
-                is asked for. An error raised by it is passed on, and nothing is committed.
-            attempt: as in :meth:`put`.
-
-        Returns:
-            the sealed manifest.
-        """
-
-    def has(self, manifest: Manifest) -> bool:
-        """Whether this very snapshot is committed: its manifest is read back and equal, its file has its size.
-
-        Raises:
-            TierError: if it could not be read.
-        """
-
-    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
-        """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long), and check every part as it comes.
-
-        Raises:
-            SnapshotNotFoundError: if it is not there.
-            CorruptSnapshotError: if it is shorter, or a part has not the checksum it was committed with.
-            TierError: if it could not be read.
-        """
-
-    def delete(self, manifest: Manifest) -> None:
-        """Remove a snapshot: first its manifest, then its bytes, and no other file. Nothing happens if it is gone.
-
-        Nor if another snapshot of its name is there, such as that of a trainer on another machine; nor if a later
-        attempt of the same run than that of ``manifest`` has written a file of its name meanwhile.
-
-        Raises:
-            FencedError: if :attr:`owner` does not hold the run any more.
-        """
-
-    def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
-        """Remove what killed writers left behind, after ``current`` was committed here; nothing that is not our own.
-
-        That is: temporaries, and uncommitted snapshots older than ``current`` that hold nothing but our own files. Of
-        attempts before that of ``current``, which are fenced, at once; of its own, whose other writers may be alive,
-        once they have not been touched for :data:`SETTLED_S`.
-
-        Args:
-            current: a snapshot that is committed here.
-            seen: what :meth:`survey` has just shown; ``None`` to ask.
-        """
-
-    def sweep_files(self) -> None:
-        """Remove what killed writers of files left behind, in a folder in which other processes may save, too.
-
-        That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
-        not been touched for :data:`SETTLED_S`.
-        """
-
-
 SETTLED_S = 3600.0
 """A temporary or uncommitted snapshot of a live attempt that was not written to for so long has no writer any more."""
 
@@ -327,8 +194,13 @@ class NotedParts:
         return replace(manifest, checksums=tuple(self._checksums))
 
 
-class FileStore(ABC):
-    """A :class:`Store` of files: what is promised, over a few operations on files, which its subclasses have.
+class Store(ABC):
+    """The storage of one run: a directory, or a place in a bucket. Each passes ``tests/integration/test_stores.py``.
+
+    Methods may be called from any thread. "Nothing there" and "could not be read" are two things: what is not there is
+    an empty answer or :class:`~lightning_spot.errors.SnapshotNotFoundError`, what could not be read or written is
+    :class:`~lightning_spot.errors.TierError`, bytes that are not those that were committed are
+    :class:`~lightning_spot.errors.CorruptSnapshotError`.
 
     Files are named by their path below the run, ``below``. The name of a snapshot is given once, so that nothing but
     users' files, and what was left half, is written over.
@@ -337,6 +209,12 @@ class FileStore(ABC):
         url: of the run.
         is_lent: whether a server acts for others: then of users' files only those that have a manifest of ours are
             replaced or deleted.
+
+    Attributes:
+        url: of the run.
+        owner: the attempt on whose behalf this object writes and deletes. What it does asks for its claim, again before
+            each manifest and each deletion; whoever has another one is refused. ``None`` where nothing is claimed, as
+            for users' files: then only numbers count.
     """
 
     owner: Owner | None = None
@@ -346,6 +224,24 @@ class FileStore(ABC):
 
     def __init__(self, url: str, *, is_lent: bool) -> None:
         self.url, self._is_lent = url, is_lent
+
+    @abstractmethod
+    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
+        """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long), and check every part as it comes.
+
+        Raises:
+            SnapshotNotFoundError: if it is not there.
+            CorruptSnapshotError: if it is shorter, or a part has not the checksum it was committed with.
+            TierError: if it could not be read.
+        """
+
+    @abstractmethod
+    def sweep_files(self) -> None:
+        """Remove what killed writers of files left behind, in a folder in which other processes may save, too.
+
+        That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
+        not been touched for :data:`SETTLED_S`.
+        """
 
     # -- operations on files --------------------------------------------------------------------------------------
 
@@ -421,7 +317,13 @@ class FileStore(ABC):
     # -- what is there --------------------------------------------------------------------------------------------
 
     def survey(self) -> Holdings:
-        """See :meth:`Store.survey`."""
+        """What the tier holds of the run, in a bounded number of requests; all empty when it holds nothing.
+
+        Snapshots whose manifest is there but cannot be used are named in :attr:`Holdings.unreadable`.
+
+        Raises:
+            TierError: if the tier could not be listed, or its bucket does not exist.
+        """
         found = Holdings()
         with self._errors():
             listed, found.attempts = self._all([partial(self._names, below) for below in ("", ATTEMPTS_DIR)])
@@ -443,19 +345,31 @@ class FileStore(ABC):
         return found
 
     def claimed(self) -> int:
-        """See :meth:`Store.claimed`."""
+        """Highest attempt that has claimed the run, 0 if none: the fence. One cheap request.
+
+        Raises:
+            TierError: if it could not be read.
+        """
         with self._errors():
             return highest_claim(self._names(ATTEMPTS_DIR))
 
     def newest_claim(self) -> Claim | None:
-        """See :meth:`Store.newest_claim`."""
+        """The claim of the highest attempt that can be read, ``None`` if nobody has claimed the run.
+
+        Raises:
+            TierError: if it could not be read.
+        """
         with self._errors():
             return first_readable(
                 self._names(ATTEMPTS_DIR), lambda name: self._small(f"{ATTEMPTS_DIR}/{name}"), self.url
             )
 
     def has(self, manifest: Manifest) -> bool:
-        """See :meth:`Store.has`."""
+        """Whether this very snapshot is committed: its manifest is read back and equal, its file has its size.
+
+        Raises:
+            TierError: if it could not be read.
+        """
         with self._errors():  # one after the other: before an upload there is no manifest, and no more is asked
             return self._noted(manifest) == manifest and self._sizes_of(manifest) == [
                 span.nbytes for span in manifest.spans
@@ -558,7 +472,12 @@ class FileStore(ABC):
     # -- who may change what --------------------------------------------------------------------------------------
 
     def check_owner(self) -> None:
-        """See :meth:`Store.check_owner`."""
+        """Whether the claim of :attr:`owner` is there, and its own; nothing where there is no owner. One cheap request.
+
+        Raises:
+            FencedError: if another trainer has claimed that number.
+            TierError: if nobody has, or it could not be read.
+        """
         if (owner := self.owner) is not None:
             with self._errors():
                 claim = self._claim_of(owner.attempt)
@@ -592,7 +511,15 @@ class FileStore(ABC):
     # -- changes --------------------------------------------------------------------------------------------------
 
     def claim(self, claim: Claim) -> None:
-        """See :meth:`Store.claim`."""
+        """Record that an attempt writes the run from now on. The same claim again does nothing.
+
+        Of two claims of one number the tier takes the first, where it can create a file exclusively. Elsewhere the
+        last one stays, and :meth:`check_owner` tells the other.
+
+        Raises:
+            FencedError: if that number, under another token, or a later one is taken.
+            TierError: if it could not be written.
+        """
         below = f"{ATTEMPTS_DIR}/{claim_name(claim.attempt)}"
         with self._errors():
             # Looked at before, too: three of four servers that speak S3 create over what is there, without an error.
@@ -605,7 +532,18 @@ class FileStore(ABC):
             self._settle(below)  # the attempt that wrote it may have been killed before it did
 
     def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
-        """See :meth:`Store.put`."""
+        """Store a snapshot or file; when this returns it is committed and as durable as the tier is.
+
+        Args:
+            manifest: sealed manifest of the snapshot.
+            image: its file; not kept.
+            attempt: attempt on whose behalf it is written; refused if a later one has claimed the run. A file is
+                refused, too, if one of its name is there that a later attempt than its own has written.
+
+        Raises:
+            FencedError: if a later attempt holds the run.
+            TierError: if it could not be written. What was there before is there still.
+        """
         _, is_there = self._all([lambda: self._check_fences(manifest, attempt), lambda: self.has(manifest)])
         with self._errors():
             if is_there and (self._checks_what_comes or self._has_the_bytes(manifest)):
@@ -616,7 +554,17 @@ class FileStore(ABC):
         self._commit(manifest, image, attempt)
 
     def put_parts(self, manifest: Manifest, parts: Iterable[memoryview], *, attempt: int) -> Manifest:
-        """See :meth:`Store.put_parts`."""
+        """Store a snapshot, or file, of one file that never is in memory as a whole; like :meth:`put` otherwise.
+
+        Args:
+            manifest: without checksums; its ``nbytes`` is the sum of the parts.
+            parts: consecutive parts of ``manifest.part_bytes`` each, but the last; each is done with when the next one
+                is asked for. An error raised by it is passed on, and nothing is committed.
+            attempt: as in :meth:`put`.
+
+        Returns:
+            the sealed manifest.
+        """
         assert not manifest.files
         self._check_fences(manifest, attempt)
         return self._commit(manifest, NotedParts(manifest, parts), attempt)
@@ -725,7 +673,14 @@ class FileStore(ABC):
         self._settle(manifest.manifest_path)
 
     def delete(self, manifest: Manifest) -> None:
-        """See :meth:`Store.delete`."""
+        """Remove a snapshot: first its manifest, then its bytes, and no other file. Nothing happens if it is gone.
+
+        Nor if another snapshot of its name is there, such as that of a trainer on another machine; nor if a later
+        attempt of the same run than that of ``manifest`` has written a file of its name meanwhile.
+
+        Raises:
+            FencedError: if :attr:`owner` does not hold the run any more.
+        """
         with self._errors():
             _, noted = self._all([lambda: self._check_owner(manifest.run), lambda: self._noted(manifest)])
             if not self._is_meant(manifest, noted):
@@ -744,7 +699,16 @@ class FileStore(ABC):
         return noted.attempt <= manifest.attempt or (noted.run_id, noted.run) != (manifest.run_id, manifest.run)
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
-        """See :meth:`Store.sweep`."""
+        """Remove what killed writers left behind, after ``current`` was committed here; nothing that is not our own.
+
+        That is: temporaries, and uncommitted snapshots older than ``current`` that hold nothing but our own files. Of
+        attempts before that of ``current``, which are fenced, at once; of its own, whose other writers may be alive,
+        once they have not been touched for :data:`SETTLED_S`.
+
+        Args:
+            current: a snapshot that is committed here.
+            seen: what :meth:`survey` has just shown; ``None`` to ask.
+        """
         self._check_owner(current.run)
         seen = seen or self.survey()
         orders = {name: snapshot_order(name) for name in seen.unfinished}
@@ -780,7 +744,7 @@ class Folder:
         by: on whose behalf it is written to.
     """
 
-    def __init__(self, store: FileStore, name: str, by: Writer) -> None:
+    def __init__(self, store: Store, name: str, by: Writer) -> None:
         self._store, self._name, self._by = store, name, by
 
     def sizes(self) -> dict[str, int]:
@@ -798,7 +762,7 @@ class Folder:
             self._store._write_all({f"{self._name}/{name}": data for name, data in contents.items()}, self._by)
 
     def note(self, manifest: Manifest) -> None:
-        """Write the manifest of what is there, see :meth:`FileStore.note`."""
+        """Write the manifest of what is there, see :meth:`Store.note`."""
         self._store.note(manifest, attempt=self._by[0])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:

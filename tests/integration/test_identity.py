@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import MOST_SERVERS
 from lightning_spot.errors import FencedError, SettingsError
@@ -145,7 +146,7 @@ def test_the_same_path_on_another_machine_is_another_run(tmp_path: Path, start_s
     """Two jobs in containers, each with a volume of its own at the same path, share a snapshot server."""
     server, path = start_server(), tmp_path / "run-1"
     other = RunInfo(name="run-1", id="b" * 12, location=f"file://{path}", attempt=4, token="t", host="another-machine")
-    store = open_store(f"{server.url}/{other.text}")
+    store = ServerStore(f"{server.url}/{other.text}")
     store.open_run(other)
 
     def spot(**more: Any) -> SpotCheckpoint:

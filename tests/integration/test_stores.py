@@ -48,6 +48,9 @@ pytestmark = pytest.mark.guarantee("G14")
 REAL = {server.name: server for server in SERVERS}
 FILES = ["local", "kept", "s3", *(pytest.param(name, marks=pytest.mark.stores) for name in REAL)]
 
+WITH_SERVER = [*FILES, "server"]
+"""For what a server does as well: it takes what is put, lists it, gives it back and removes it."""
+
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
@@ -66,8 +69,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S
         yield start
 
 
-@pytest.fixture(params=[*FILES, "server"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+@pytest.fixture(params=FILES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store | ServerStore:
     number = random.SystemRandom().randrange(10**9)
     name = f"run[1]*?-{number}"  # what a shell would take for a pattern is a name like any other
     if request.param == "local":
@@ -81,7 +84,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "s3":
         return open_store(f"{request.getfixturevalue('s3')}/{name}")
     server = request.getfixturevalue("start_server")("--slots", "6")
-    return open_store(f"{server.url}/run-{number}")
+    return ServerStore(f"{server.url}/run-{number}")
 
 
 FILES_OF_ONE = (FileSpan(".metadata", 0, 300), FileSpan("__0_0.distcp", 4096, 9000), FileSpan("__1_0.distcp", 16384, 0))
@@ -103,6 +106,7 @@ def test_empty(store: Store) -> None:
     assert not store.has(snapshot(1)[0])
 
 
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_what_is_put_is_there(store: Store) -> None:
     manifest = put(store, 5)
     (found,) = store.survey().manifests
@@ -115,6 +119,7 @@ def test_what_is_put_is_there(store: Store) -> None:
 
 
 @pytest.mark.parametrize("part", [0, -1])
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_a_chunk_unlike_the_committed_one_is_noticed_as_it_comes(store: Store, part: int) -> None:
     put(store, 5)
     (found,) = store.survey().manifests
@@ -127,11 +132,13 @@ def test_a_chunk_unlike_the_committed_one_is_noticed_as_it_comes(store: Store, p
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 256, 257])
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_odd_sizes(store: Store, nbytes: int) -> None:
     manifest = put(store, 1, nbytes=nbytes)
     assert fetched(store, manifest) == snapshot(1, nbytes=nbytes)[1]
 
 
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_large_snapshot_in_many_parts(store: Store) -> None:
     manifest = put(store, 1, nbytes=20_000_001, part_bytes=8 * 1024 * 1024)
     manifest.verify(memoryview(fetched(store, manifest)), "store")
@@ -144,6 +151,7 @@ def test_newest_first(store: Store) -> None:
     assert [(manifest.attempt, manifest.step) for manifest in store.survey().manifests] == [(2, 4), (1, 9), (1, 3)]
 
 
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_put_again_replaces(store: Store) -> None:
     put(store, 5, nbytes=1000)
     newer, data = snapshot(5, nbytes=400)
@@ -152,6 +160,7 @@ def test_put_again_replaces(store: Store) -> None:
     assert fetched(store, newer) == data
 
 
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_a_snapshot_of_several_files(store: Store) -> None:
     manifest, image = sharded(5)
     view = memoryview(image)
@@ -159,7 +168,7 @@ def test_a_snapshot_of_several_files(store: Store) -> None:
     store.put(manifest, view, attempt=1)  # the server that takes over from a killed one does so
     (found,) = store.survey().manifests
     assert replace(found, run="run") == manifest
-    assert store.has(found)
+    assert isinstance(store, ServerStore) or store.has(found)
     moved: list[int] = []
     buffer = bytearray(b"\xaa" * manifest.nbytes)
     store.fetch(found, memoryview(buffer), moved.append)
@@ -187,7 +196,6 @@ def test_a_snapshot_of_several_files(store: Store) -> None:
         assert _there(store) == []
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_bytes_that_no_file_would_keep_are_refused(store: Store) -> None:
     manifest, image = sharded(5)
     damaged = image[:-1] + b"x"
@@ -223,6 +231,7 @@ def test_a_concurrent_deletion_by_another_server_is_no_failure(
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_fetch_of_what_is_not_there(store: Store) -> None:
     with pytest.raises((SnapshotNotFoundError, CorruptSnapshotError)):
         fetched(store, snapshot(5)[0])
@@ -269,7 +278,6 @@ def test_of_two_claims_of_a_number_the_first_holds(store: Store) -> None:
     assert store.claimed() == 3
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_the_newest_claim_says_whose_the_run_is(store: Store) -> None:
     store.claim(claim_of(1, run_id="aaaaaaaaaaaa", location="file:///a"))
     store.claim(claim_of(2, run_id="bbbbbbbbbbbb", location="file:///b"))
@@ -277,7 +285,6 @@ def test_the_newest_claim_says_whose_the_run_is(store: Store) -> None:
     assert (newest.attempt, newest.run_id, newest.location) == (2, "bbbbbbbbbbbb", "file:///b")
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_the_highest_attempt_counts_claims_names_and_manifests(store: Store) -> None:
     """A run forked by copying a snapshot, or whose claims expired, does not begin at 1 again."""
     put(store, 5, attempt=3)
@@ -322,7 +329,7 @@ def test_parts_that_are_not_what_was_announced(store: Store, announced: int) -> 
     with pytest.raises(SpotError):
         store.put_parts(replace(manifest, checksums=(), nbytes=announced), parts, attempt=1)
     assert store.survey().manifests == []
-    assert isinstance(store, ServerStore) or _there(store) == []
+    assert _there(store) == []
 
 
 def test_a_source_of_parts_that_fails(store: Store) -> None:
@@ -338,6 +345,7 @@ def test_a_source_of_parts_that_fails(store: Store) -> None:
     put(store, 5)
 
 
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_an_earlier_attempt_does_not_overwrite_a_later_ones_file(store: Store) -> None:
     """A dead trainer's server put an older ``last.ckpt`` over a newer one, seconds later."""
     newer = put(store, 9, attempt=2, name="last.ckpt", file="")
@@ -347,6 +355,7 @@ def test_an_earlier_attempt_does_not_overwrite_a_later_ones_file(store: Store) -
     assert fetched(store, newer) == snapshot(9)[1]
 
 
+@pytest.mark.parametrize("store", WITH_SERVER, indirect=True)
 def test_a_file_of_a_users_own(store: Store) -> None:
     manifest = put(store, 7, name="epoch=3-step=7.ckpt", file="")
     assert store.survey().manifests == []  # it is no snapshot that a run resumes from by itself
@@ -366,7 +375,6 @@ def test_retention_keeps_the_newest(store: Store) -> None:
     assert [manifest.step for manifest in store.survey().manifests] == [4]
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_retention_keeps_to_its_lineage(store: Store) -> None:
     """A fresh start beside good snapshots deleted them."""
     for step in (1, 2, 3):
@@ -378,7 +386,6 @@ def test_retention_keeps_to_its_lineage(store: Store) -> None:
     assert [(item.attempt, item.step) for item in store.survey().manifests] == [(2, 2), (1, 3), (1, 2), (1, 1)]
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_retention_leaves_what_is_newer_and_what_cannot_be_read(store: Store) -> None:
     for step in (1, 2, 3, 8):
         put(store, step)
@@ -410,7 +417,6 @@ def _write(store: Store, below: str, data: bytes) -> None:
     files.pipe_file(f"{root}/{below}", data)
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_what_a_crash_left_does_not_count_and_is_swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.store.store.SETTLED_S", 0.0)
     _write(store, f"{snapshot_name(1, 1)}/model.ckpt", b"half")
@@ -442,7 +448,6 @@ def test_a_sweep_of_a_bucket_lists_what_is_unfinished_only(store: Store, monkeyp
     assert {name for name in listed if name.startswith("step-")} == {snapshot_name(3, 1)}
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_a_sweep_touches_nothing_that_it_does_not_understand(store: Store) -> None:
     """Uncommitted and older, of an earlier attempt: ours goes, what holds anything else stays as it is."""
     ours, with_more, unreadable = (snapshot_name(step, 1) for step in (1, 2, 3))
@@ -456,7 +461,6 @@ def test_a_sweep_touches_nothing_that_it_does_not_understand(store: Store) -> No
     assert f"{ours}/model.ckpt" not in _there(store)
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_a_delete_leaves_what_others_put_beside(store: Store) -> None:
     manifest = put(store, 5)
     _write(store, f"{manifest.name}/notes.txt", b"mine")
@@ -464,7 +468,6 @@ def test_a_delete_leaves_what_others_put_beside(store: Store) -> None:
     assert _there(store) == [f"{manifest.name}/notes.txt"]
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_claims_and_records_of_old_attempts_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spot.store.fences.KEPT_ATTEMPTS", 3)
     for attempt in range(1, 7):
@@ -536,7 +539,6 @@ def test_leftovers_of_any_killed_writer_are_swept_at_once(store: Store, dead_wri
     assert left == lives
 
 
-@pytest.mark.parametrize("store", FILES, indirect=True)
 def test_a_deletion_spares_files_written_after_it_was_requested(store: Store) -> None:
     old = put(store, 1, name="x.ckpt", file="", run_id="aaaaaaaaaaaa")
     new = put(store, 2, name="x.ckpt", file="", run_id="aaaaaaaaaaaa", attempt=2)

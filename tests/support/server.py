@@ -202,15 +202,9 @@ class ServerBehind:
     def fail(self, manifest: Manifest) -> None:
         self._reached().uploads.fail(self.run, manifest.attempt, manifest)
 
-    def put(self, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        self.send(manifest, image, attempt=attempt)
-
     def delete(self, manifest: Manifest) -> None:
         with contextlib.suppress(SnapshotNotFoundError):
             self._reached().remove(self.run, manifest.name)
-
-    def claimed(self) -> int:
-        return self._reached().claimed(self.run)
 
     def _reached(self) -> SnapshotServer:
         if self.server is None:
