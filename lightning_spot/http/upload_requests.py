@@ -195,7 +195,8 @@ async def switched(request: web.Request) -> AsyncIterator[socket.socket]:
     """
     transport = request.transport
     if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None:
-        raise ServerRefusedError(f"this needs 'Upgrade: {UPGRADE}'", status=426)
+        why = f"this request needs 'Upgrade: {UPGRADE}'. Nothing was done. Have proxies on its way pass upgrades on"
+        raise ServerRefusedError(why, status=426)
     assert isinstance(transport, asyncio.Transport)
     head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
     agreed = f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode()
@@ -341,12 +342,13 @@ class UploadRequests:
         with self._threads.holding(client):
             self._streams[upload.id] += 1
             try:
-                async with switched(request) as connection:
-                    with self._server.uploads.streaming(upload, connection):
-                        receiver = PartReceiver(connection, client, self._server, upload, self._scratch)
-                        await loop.run_in_executor(self._stream_threads, receiver.run)
-            except (OSError, SpotError) as error:
-                logger.debug("a stream of parts ended: %s", error)
+                async with switched(request) as connection:  # what it refuses is answered: no stream has begun
+                    try:
+                        with self._server.uploads.streaming(upload, connection):
+                            receiver = PartReceiver(connection, client, self._server, upload, self._scratch)
+                            await loop.run_in_executor(self._stream_threads, receiver.run)
+                    except (OSError, SpotError) as error:
+                        logger.debug("a stream of parts ended: %s", error)
             finally:
                 self._streams -= Counter([upload.id])  # which forgets who has none
         return web.Response()

@@ -592,6 +592,16 @@ def test_health_and_readiness_tell_strangers_no_secret(start_server: StartServer
     until(lambda: "shutting down" in ready()[1], "the server to begin its end")
 
 
+def test_a_stream_whose_upgrade_a_proxy_took_away_is_told_so(lasting_server: RunningServer) -> None:
+    """It was answered 200: the sender asked whether that was the right address."""
+    client = lasting_server.client()
+    upload = begin(client, 100)
+    status, body = answer(lasting_server, request("POST", f"/v1/uploads/{upload}/stream"))
+    assert status == 426
+    assert json.loads(body)["error"] == "ServerRefusedError"
+    client.call("DELETE", f"/v1/uploads/{upload}")
+
+
 # -- many senders at once ---------------------------------------------------------------------------------------------
 
 
