@@ -46,7 +46,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -153,7 +153,7 @@ FLUSH_TURN_S = 5.0
 MOST_FLUSHES = 64
 """Flushes that are waited for at once, on threads of their own: each may take an hour."""
 MOST_LOOKS = 32
-"""Requests that ask a tier at once, shared by their clients: threads are left for other requests."""
+"""Requests that ask storage at once, shared by their clients: threads are left for other requests."""
 
 _NO_SESSION = Path(__file__).with_name("no_session.html").read_text()
 _TOKEN_LINE = "export LIGHTNING_SPOT_TOKEN=...  # every request needs the token that this server was started with\n"
@@ -193,7 +193,8 @@ class Service:
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        files, runs = Files(self.server), RunRequests(self.server)
+        looking = Quota(MOST_LOOKS, "requests to storage")
+        files, runs = Files(self.server, looking), RunRequests(self.server, looking)
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES, "requests")
         app.on_response_prepare.append(_name_protocol)
@@ -497,10 +498,11 @@ class RunRequests:
 
     Args:
         server: whose.
+        looking: what may ask storage at once.
     """
 
-    def __init__(self, server: SnapshotServer) -> None:
-        self._server = server
+    def __init__(self, server: SnapshotServer, looking: Quota) -> None:
+        self._server, self._looking = server, looking
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are asked."""
@@ -526,8 +528,9 @@ class RunRequests:
         least = {"location": "", "attempt": 0, "token": ""}
         info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
         info = replace(info, committed=committed(body, info.attempt))
-        before = self._server.registry.runs.get(info.key)
-        opened = await asyncio.to_thread(self._server.open_run, info, client_of(request))
+        before, client = self._server.registry.runs.get(info.key), client_of(request)
+        with self._looking.holding(client) if self._server.registry.is_ahead(info) else nullcontext():
+            opened = await asyncio.to_thread(self._server.open_run, info, client)
         if near:
             await asyncio.to_thread(self._take_environment, body.get("environment"))
         if before is None or before.info.attempt != info.attempt:  # its hosts open it again every few seconds
@@ -583,10 +586,11 @@ class Files:
 
     Args:
         server: whose runs these are.
+        looking: what may ask storage at once.
     """
 
-    def __init__(self, server: SnapshotServer) -> None:
-        self._server, self._looking = server, Quota(MOST_LOOKS, "deletions")
+    def __init__(self, server: SnapshotServer, looking: Quota) -> None:
+        self._server, self._looking = server, looking
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         """``GET``."""

@@ -49,21 +49,26 @@ class Registry:
         self.sessions: dict[str, str] = {}
         self._ring, self._claimed = ring, claimed
 
+    def is_ahead(self, info: RunInfo) -> bool:
+        """Whether an attempt is so far above all that is known here that storage has to show its claim."""
+        return info.attempt > self._highest_likely(info) + MOST_AHEAD
+
     def check_ahead(self, info: RunInfo) -> None:
         """Refuse an attempt far above all that is known: it would fence the run for ever. May ask storage.
 
         Raises:
             ServerRefusedError: if no claim shows it.
         """
-        highest = self.highest(info.key)
-        if info.name == files_name(info.id):
-            highest = max(highest, int(time.time()) - EPOCH_UNIX_S)
-        if info.attempt > highest + MOST_AHEAD and self._claimed(info) < info.attempt:
+        if self.is_ahead(info) and self._claimed(info) < info.attempt:
             raise ServerRefusedError(
-                f"attempt {info.attempt} of run {info.name!r} is far above {highest}, the highest known at this server,"
-                " and no claim in its storage shows it. Nothing was changed",
+                f"attempt {info.attempt} of run {info.name!r} is far above {self._highest_likely(info)}, the highest"
+                " known at this server, and no claim in its storage shows it. Nothing was changed",
                 status=409,
             )
+
+    def _highest_likely(self, info: RunInfo) -> int:
+        by_clock = int(time.time()) - EPOCH_UNIX_S if info.name == files_name(info.id) else 0
+        return max(self.highest(info.key), by_clock)
 
     def take(self, info: RunInfo, client: str = "") -> tuple[Run, str]:
         """Note that an attempt writes a run; it, and the key of one that had to be forgotten. Call it under the lock.

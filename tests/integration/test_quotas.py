@@ -343,32 +343,40 @@ def _wait_until_refused(client: ServerClient, stack: ExitStack, names: Iterator[
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/v1/flush"), ("DELETE", "/v1/files/run/file")], ids=["flushes", "deletions"]
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/flush", {}),
+        ("DELETE", "/v1/files/run/file", {}),
+        ("POST", "/v1/runs/far/open", {"attempt": 2 * MOST_AHEAD}),
+    ],
+    ids=["flushes", "deletions", "attempts far ahead"],
 )
 def test_who_asks_much_of_a_slow_tier_keeps_nobody_waiting(
-    method: str, path: str, monkeypatch: pytest.MonkeyPatch
+    method: str, path: str, body: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 of them held every thread on which a server answers."""
     monkeypatch.setattr(routes, "MOST_FLUSHES", 4)
     monkeypatch.setattr(routes, "MOST_LOOKS", 4)
-    server, done, begun = server_of(), threading.Event(), threading.Semaphore(0)
+    done, begun = threading.Event(), threading.Semaphore(0)
 
     def slow(*_: Any) -> list[str]:
         begun.release()
         assert done.wait(120)
         return []
 
+    server = server_of(flush_to="below", open_store=lambda _: SimpleNamespace(claimed=lambda: len(slow())))
     monkeypatch.setattr(server, "flush", slow)
     monkeypatch.setattr(server, "check_owner", slow)
     with asked(server) as client, ExitStack() as stack:
         stack.callback(done.set)
         open_run(client)
         for _ in range(2):  # half of all, as long as it is alone
-            stack.enter_context(say(client, method, path, {}))
+            stack.enter_context(say(client, method, path, body))
             assert begun.acquire(timeout=120)
-        assert status_of(say(client, method, path, {})) == 503
+        assert status_of(say(client, method, path, body)) == 503
         assert client.call("GET", "/v1/runs", timeout_s=30)["runs"]
-        stack.enter_context(say(client, method, path, {}, ANOTHER))
+        open_run(client, "other")  # asks no storage
+        stack.enter_context(say(client, method, path, body, ANOTHER))
         assert begun.acquire(timeout=120)
         assert not begun.acquire(blocking=False)
 
