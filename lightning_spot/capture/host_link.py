@@ -128,16 +128,16 @@ class HostLink:
 
     def tell(self, send: Callable[[Host], None]) -> None:
         """Tell the ring what others may wait for; one that is lost: the next one, once it is found."""
-        host = self._host
-        if host is not None:
-            if (error := _sent(host, send)) is None:
+        asked = self._host
+        if asked is not None:
+            if (error := _sent(asked, send)) is None:
                 return
-            self.lose(host, error)
+            self.lose(asked, error)
         with self._changed:
             host = self._host
             if host is None and self._thread is not None:
                 self._untold.append(send)
-        if host is not None:
+        if host is not None and host is not asked:  # nothing takes the place of one that is left, or the only one
             _sent(host, send)
 
     def lose(self, host: Host, error: SpotError) -> None:

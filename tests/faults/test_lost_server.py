@@ -326,6 +326,23 @@ def test_what_a_lost_ring_could_not_be_told_the_next_one_is_told() -> None:
     assert told == [new] * 3
 
 
+@pytest.mark.parametrize("is_left", [False, True], ids=["the only one", "left"])
+def test_a_lost_ring_that_none_replaces_is_told_once(is_left: bool) -> None:
+    """Each try lasts as long as a call may: who had something to tell waited twice for that."""
+    tries = list[Host]()
+
+    def say(host: Host) -> None:
+        tries.append(host)
+        raise ServerUnreachableError("it has gone")
+
+    lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None))
+    link = HostLink(lost, (lambda: pytest.fail("no other is looked for")) if is_left else None)
+    if is_left:
+        link.close()
+    link.tell(say)
+    assert tries == [lost]
+
+
 class Damaging:
     """A run with one snapshot that is durable, and a newer one that was damaged in memory before a tier took it."""
 
