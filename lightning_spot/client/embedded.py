@@ -134,7 +134,9 @@ class Session:
                 raise ServerUnreachableError("the local server has gone")
 
     def close(self) -> None:
-        """Leave: what was pinned is let go."""
+        """Leave: what was pinned is let go, and a call under way on another thread fails at once."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone wakes no thread that waits for an answer
         self._socket.close()
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], int | None]:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client import part_streams, remote, server_client
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.embedded import EmbeddedHost, Session
 from lightning_spot.client.encoding import PartEncoder
 from lightning_spot.client.part_streams import PartStream, send_parts
 from lightning_spot.client.remote import ServerStore
@@ -195,6 +195,35 @@ def test_closing_ends_a_call_under_way(serve: Callable[..., Peer]) -> None:
     with pytest.raises(ServerUnreachableError):
         client.call("GET", "/", timeout_s=100.0)
     assert time.monotonic() - began_s < 60.0
+
+
+def test_closing_a_session_ends_a_call_under_way(tmp_path: Path) -> None:
+    """Who asked waited for as long as a call may take, and for as long the server took the trainer for alive."""
+    is_asked, has_ended = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            for answer in (b"HTTP/1.1 101 Switching Protocols\r\n\r\n", b'{"session": "one"}\n'):
+                connection.recv(65536)
+                connection.sendall(answer)
+            connection.recv(65536)
+            is_asked.set()
+            connection.recv(1)
+            has_ended.set()
+
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(2) as pool:
+        listener.bind(str(tmp_path / "http"))
+        listener.listen()
+        pool.submit(serve)
+        session = Session(ServerClient(Address(socket_path=str(tmp_path / "http"))), 90.0)
+        call = pool.submit(session.map_slot, 0, 1)
+        assert is_asked.wait(60)
+        time.sleep(0.2)  # by then it waits for the answer
+        session.close()
+        with pytest.raises(ServerUnreachableError):
+            call.result(30)
+        assert has_ended.wait(30)
 
 
 def test_what_a_newer_server_tells_besides_of_a_tier_is_left_out() -> None:
