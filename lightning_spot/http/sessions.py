@@ -64,9 +64,11 @@ class Sessions:
         async with switched(request) as connection:
             self._open.add(connection)
             try:
-                await asyncio.wrap_future(in_background(partial(self._serve, connection), "spot-session"))
+                ended = in_background(partial(self._serve, connection), "spot-session")
             except RuntimeError as error:  # no more threads can be had now: others come after this one
                 say(logging.WARNING, "no-threads", "a session was refused: {error}", error=error)
+            else:
+                await asyncio.wrap_future(ended)
             finally:
                 self._open.discard(connection)
         return web.Response()
@@ -74,10 +76,22 @@ class Sessions:
     # -- on its thread --------------------------------------------------------------------------------------------
 
     def _serve(self, connection: socket.socket) -> None:
-        session = uuid.uuid4().hex
-        left: list[RunInfo] = []
         pid, _user = peer_of(connection) or (0, 0)
         pidfd = open_pidfd(pid)
+        try:
+            left = self._answer_all(connection, pid, pidfd)
+            if left and pidfd is not None:
+                # The kernel closes a killed process' sockets a moment before it counts as dead.
+                wait_readable([pidfd], _EXIT_TIMEOUT_S)
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
+        for info in left:
+            note_killed(info)
+
+    def _answer_all(self, connection: socket.socket, pid: int, pidfd: int | None) -> list[RunInfo]:
+        """Answer a trainer until it ends; the runs that it had not left."""
+        session = uuid.uuid4().hex
         process = ProcessId.of(pid) if pidfd is not None else None
         with ExitStack() as pins:
             self._server.registry.begin_session(session, process.to_json() if process is not None else "")
@@ -91,12 +105,7 @@ class Sessions:
                 logger.debug("a session ended: %s", error)
             finally:
                 left = self._server.end_session(session)
-        if pidfd is not None:
-            if left:  # the kernel closes a killed process' sockets a moment before it counts as dead
-                wait_readable([pidfd], _EXIT_TIMEOUT_S)
-            os.close(pidfd)
-        for info in left:
-            note_killed(info)
+        return left
 
     def _answer(self, connection: socket.socket, asked: dict[str, Any], pins: ExitStack) -> None:
         """Say what the memory of a slot or a snapshot is, with a descriptor of it."""

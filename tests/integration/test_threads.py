@@ -24,6 +24,7 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.threads import processors, work_together
 from tests.support.oracle import image_of, manifest_of, run_info
 from tests.support.ranks import Desk as WriterDesk
+from tests.support.said import said
 from tests.support.server import committed, sessions_of
 from tests.support.waiting import until
 
@@ -197,3 +198,33 @@ def test_a_server_without_a_thread_for_one_serves_the_next(tmp_path: Path, lacki
         with pytest.raises(ServerUnreachableError):
             begin()
         begin().close()
+
+
+def test_a_session_that_fails_is_no_want_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever went wrong in a session was logged as one that was refused, and a descriptor stayed open for ever."""
+
+    def fails(_index: int) -> None:
+        raise RuntimeError("a defect")
+
+    server = SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)
+    monkeypatch.setattr(server.ring, "slot", fails)
+    with sessions_of(server, tmp_path / "http") as begin:
+        before = pidfds()
+        session = begin()
+        assert pidfds() > before
+        with pytest.raises(ServerUnreachableError):
+            session.map_slot(0, 1)
+        until(lambda: pidfds() == before, "the server to close its descriptor of this process")
+        until(lambda: said(caplog, "request-failed"), "the failure to be logged")
+        assert not said(caplog, "no-threads")
+
+
+def pidfds() -> int:
+    """Descriptors of processes that this process has open."""
+    count = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it is closed by now
+            count += "pidfd" in os.readlink(each)
+    return count
