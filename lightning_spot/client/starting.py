@@ -218,14 +218,18 @@ def _spawn(record: ServerRecord, opened: ServerRecord, deadline: float, settings
             env=environment,
             cwd="/",
         )
-    while not opened.http.exists() or not opened.running():
-        if process.poll() is not None or time.monotonic() > deadline:
-            tail = tail_of(opened.log, _SHOWN_BYTES)
-            raise ServerUnreachableError(f"the local server did not start (exit {process.poll()}). Its log:\n{tail}")
-        time.sleep(0.02)
-    with warnings.catch_warnings():  # it outlives whoever has started it: that is no leak
-        warnings.simplefilter("ignore", ResourceWarning)
-        del process
+    try:
+        while not opened.http.exists() or not opened.running():
+            if (code := process.poll()) is not None or time.monotonic() > deadline:
+                # One that is slow is let go on: what it has checked and taken over, the next try finds.
+                how = f"exit {code}" if code is not None else f"pid {process.pid} is still starting"
+                tail = tail_of(opened.log, _SHOWN_BYTES)
+                raise ServerUnreachableError(f"the local server has not started ({how}). Its log:\n{tail}")
+            time.sleep(0.02)
+    finally:
+        with warnings.catch_warnings():  # it outlives whoever has started it: that is no leak
+            warnings.simplefilter("ignore", ResourceWarning)
+            del process
 
 
 def _python_path() -> list[str]:

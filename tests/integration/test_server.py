@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -331,6 +333,21 @@ def test_a_server_that_ends_and_removes_its_log_has_not_started(
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(ServerUnreachableError, match=r"exit \d"):
         starting.start(str(tmp_path), "run", **SETTINGS)
+
+
+def test_a_server_that_starts_slowly_is_named_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that it had ended, with ``exit None``."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(starting, "subprocess", subprocess)
+    monkeypatch.setattr(starting, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(ServerUnreachableError) as caught:
+        starting.start(str(tmp_path), "run", **SETTINGS)
+    named = re.search(r"pid (\d+)", str(caught.value))
+    assert named, str(caught.value)
+    os.kill(int(named[1]), signal.SIGKILL)
 
 
 def test_a_server_that_python_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
