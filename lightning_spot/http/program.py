@@ -90,6 +90,7 @@ def serve(settings: ServerSettings) -> int:
         for url in settings.allow:
             open_store(url)  # to say so now, not when a trainer comes
         with _bind(settings.host, settings.port) as listener:
+            _check_storage(settings.flush_to)  # before a trainer is served: those who connect wait meanwhile
             return asyncio.run(_serve(settings, listener, tls))
     with record.opened() as opened:
         return _run_embedded(replace(settings, record=opened), opened)
@@ -160,7 +161,6 @@ async def _serve(
     if listener is not None:
         accepting = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
         listener.listen(_BACKLOG)
-        await asyncio.to_thread(_check_storage, settings.flush_to)
         _announce(settings, listener)
     else:
         assert settings.record is not None

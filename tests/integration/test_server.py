@@ -37,11 +37,20 @@ from lightning_spot.errors import (
     ServerRefusedError,
     ServerUnreachableError,
     SettingsError,
+    TierError,
     TierReason,
 )
 from lightning_spot.http import program
 from lightning_spot.http.program import main
-from lightning_spot.protocol.wire import DIGEST_HEADER, NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
+from lightning_spot.protocol.wire import (
+    DIGEST_HEADER,
+    NO_DIGEST,
+    PROTOCOL_HEADER,
+    Address,
+    Frame,
+    PartKind,
+    parse_spot_url,
+)
 from lightning_spot.server.runs import RunInfo, parse_run
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum
@@ -271,6 +280,25 @@ def test_a_bucket_that_is_not_there_is_an_error_at_the_start(s3: str, capsys: py
 # -- the local server ------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, Any] = {"slots": 2, "memory_bytes": 2**26, "server_idle_timeout_s": 60.0}
+
+
+def test_nobody_is_served_before_the_storage_was_tried(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that could not store anything took runs, and ended."""
+    answers = list[Any]()
+
+    def tried(url: str) -> None:
+        try:
+            answers.append(ServerClient(Address("127.0.0.1", port)).call("GET", "/healthz", timeout_s=1.0))
+        except ServerUnreachableError:
+            raise TierError("access denied", tier=url) from None
+
+    monkeypatch.setattr(program, "try_writing", tried)
+    flags = ["--listen", f"127.0.0.1:{port}", "--memory-limit", "64MiB", "--storage", "s3://bucket"]
+    assert main(flags) == 2
+    assert answers == []
+    assert "access denied" in capsys.readouterr().err
 
 
 def test_two_trainers_at_once_get_one_server(tmp_path: Path) -> None:
