@@ -27,10 +27,10 @@ Kind = TypeVar("Kind")
 Read = Callable[[Mapping[str, Any], str, Any], Any]
 """Reads one field of an object by its name; it must be there if the third argument is ``None``."""
 
-SMALL_BYTES = 256 * 1024
+SMALL_JSON_BYTES = 256 * 1024
 """Longest JSON text that holds no list which grows with a model."""
 
-LARGE_BYTES = 64 * 1024 * 1024
+LARGE_JSON_BYTES = 64 * 1024 * 1024
 """Longest JSON text of all: a checksum for each part of a file, or where the shards of a model lie."""
 
 LONGEST_TEXT = 4096
@@ -113,7 +113,7 @@ def log_plainly(level: int, form: str) -> None:
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def read_json(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_BYTES) -> Any:
+def read_json(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_JSON_BYTES) -> Any:
     """Read JSON in UTF-8 that may hold anything.
 
     Its length, its depth and the length of its numbers are bounded; every number is finite, every key is there once.
@@ -142,7 +142,7 @@ def read_json(data: bytes | bytearray | memoryview | str, most_bytes: int = SMAL
     return value
 
 
-def read_object(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_BYTES) -> dict[str, Any]:
+def read_object(data: bytes | bytearray | memoryview | str, most_bytes: int = SMALL_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object; see :func:`read_json`."""
     return as_object(read_json(data, most_bytes))
 
@@ -178,7 +178,7 @@ def unseal(fields: dict[str, Any]) -> bool:
     return noted is not None
 
 
-def read_sealed(data: bytes | str, most_bytes: int = SMALL_BYTES) -> dict[str, Any]:
+def read_sealed(data: bytes | str, most_bytes: int = SMALL_JSON_BYTES) -> dict[str, Any]:
     """Read what :func:`sealed_json` wrote, or such an object of an earlier version, without a checksum.
 
     Raises:

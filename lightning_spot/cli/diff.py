@@ -16,7 +16,7 @@ from lightning_spot.cli.snapshots import ask, code_of_newest, copy_files, open_s
 from lightning_spot.errors import SpotError
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import MANIFEST_FILE
-from lightning_spot.untrusted import LARGE_BYTES, LONGEST_TEXT, items, plain, read_object
+from lightning_spot.untrusted import LARGE_JSON_BYTES, LONGEST_TEXT, items, plain, read_object
 
 _MOST = 10**7
 
@@ -54,7 +54,7 @@ def compare_states(first: Path, second: Path) -> Verdict:
     if done.returncode != 0:
         reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
         raise SpotError(f"{first} and {second} cannot be compared: {reason}")
-    found = read_object(done.stdout, LARGE_BYTES)
+    found = read_object(done.stdout, LARGE_JSON_BYTES)
     different, of_the_run = (
         [(plain(path, LONGEST_TEXT), plain(text, LONGEST_TEXT)) for path, text in items(found, name, _MOST)]
         for name in ("different", "of_the_run")

@@ -34,7 +34,7 @@ from lightning_spot.snapshot.shards import Image
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 256 * 1024
+LEAST_PACKED_BYTES = 256 * 1024
 """Less than this is never packed: it takes no time either way."""
 
 SLOW_BYTES_PER_S = 20e6
@@ -140,7 +140,7 @@ class PartEncoder:
         new, base = self._image[start:stop], part_of(earlier.image, start, stop)
         ranges = changed_ranges(new, base)
         changed = sum(end - begin for begin, end in ranges)
-        if self._packs and changed >= LEAST_BYTES:
+        if self._packs and changed >= LEAST_PACKED_BYTES:
             packed = self._packers.submit(encode, new, base, ranges, Coding.PACKED).result()
             if len(packed) < min(changed, len(new) * WORTH):
                 return OutgoingPart(start, len(new), digest, PartKind.DELTA, packed)

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_spot.client.encoding import (
-    LEAST_BYTES,
+    LEAST_PACKED_BYTES,
     SLOW_BYTES_PER_S,
     ApproximateEncoder,
     Approximation,
@@ -67,7 +67,7 @@ class ServerStore:
     # -- what is there ----------------------------------------------------------------------------------------------
 
     def put(self, manifest: Manifest, image: Image, *, attempt: int) -> None:
-        """See :meth:`Store.put`; the server must have a slot within 30 s."""
+        """See :meth:`Store.put`; the server must have a slot within :data:`WAIT_FOR_SLOT_S`."""
         self.send(manifest, image[: len(image)], attempt=attempt)
 
     def survey(self) -> Holdings:
@@ -168,7 +168,7 @@ class ServerStore:
             raise
         threads.shutdown(wait=False, cancel_futures=True)  # what is packed still is thrown away
         self.sent.add(sent)
-        if sent.bytes >= LEAST_BYTES:
+        if sent.bytes >= LEAST_PACKED_BYTES:
             self._is_slow = sent.wire_s * SLOW_BYTES_PER_S > sent.bytes
         logger.debug("%s went to %s as %d of %d bytes", manifest.name, self.url, sent.bytes, manifest.nbytes)
         return manifest

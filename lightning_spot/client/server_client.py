@@ -30,7 +30,7 @@ from lightning_spot.protocol.wire import (
     target_of,
 )
 from lightning_spot.snapshot.parts import checksum
-from lightning_spot.untrusted import plain, read_object
+from lightning_spot.untrusted import LARGE_JSON_BYTES, plain, read_object
 
 _UPGRADE_TIMEOUT_S = 10.0  # a server answers before it does anything; meanwhile a slot is held, and nothing sent
 
@@ -41,7 +41,6 @@ PING_S = 5.0
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is read
 _CHECK_CERTIFICATE = "; if it asks for a client certificate, check LIGHTNING_SPOT_CLIENT_CERT"
 _CHECK_SCHEME = "; if it speaks TLS, write spots://"
-_LONGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _IDEMPOTENT = ("GET", "DELETE")
 
 
@@ -128,7 +127,7 @@ class ServerClient:
         )
         answer = self._exchange(request, _read_all)
         with answered(str(self.address)):
-            return read_object(answer or b"{}", _LONGEST_ANSWER_BYTES)
+            return read_object(answer or b"{}", LARGE_JSON_BYTES)
 
     def ping(self, timeout_s: float = PING_S) -> None:
         """Ask whether the server is there: who waits for a long answer does it meanwhile.
@@ -153,7 +152,7 @@ class ServerClient:
             connection.request("POST", path, headers={**headers, "Content-Length": "0"})
             with connection.getresponse() as response:
                 if response.status != http.HTTPStatus.SWITCHING_PROTOCOLS:
-                    raise error_from_body(response.status, response.read(_LONGEST_ANSWER_BYTES), str(self.address))
+                    raise error_from_body(response.status, response.read(LARGE_JSON_BYTES), str(self.address))
             return connection.sock
         except BaseException as error:
             connection.close()
@@ -265,7 +264,7 @@ class ServerClient:
             connection.request(request.method, request.path, request.body or None, headers)
             response = connection.getresponse()
             if response.status >= 400:
-                raise error_from_body(response.status, response.read(_LONGEST_ANSWER_BYTES), str(self.address))
+                raise error_from_body(response.status, response.read(LARGE_JSON_BYTES), str(self.address))
             self._check_protocol(response)
             answer = read(response, progress)
             whole = True
@@ -286,8 +285,8 @@ class ServerClient:
 
 
 def _read_all(response: http.client.HTTPResponse, _progress: Callable[[], None]) -> bytes:
-    answer = response.read(_LONGEST_ANSWER_BYTES + 1)
-    if len(answer) > _LONGEST_ANSWER_BYTES:
+    answer = response.read(LARGE_JSON_BYTES + 1)
+    if len(answer) > LARGE_JSON_BYTES:
         raise ConnectionError("its answer is too long")
     if response.getheader(DIGEST_HEADER, checksum(answer)) != checksum(answer):
         raise ConnectionError("its answer was damaged on its way")

@@ -34,7 +34,7 @@ from lightning_spot.store.fences import ATTEMPTS_DIR
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.store import Folder
-from lightning_spot.untrusted import LARGE_BYTES, as_object, read_object, read_sealed, sealed_json
+from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, read_object, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
     Its ``end`` is ``"killed"`` where it runs no more and did not say how it ended.
     """
     try:
-        kept = read_object(read_file(_path(find_record(run_url), attempt), LARGE_BYTES), LARGE_BYTES)
+        kept = read_object(read_file(_path(find_record(run_url), attempt), LARGE_JSON_BYTES), LARGE_JSON_BYTES)
         record = AttemptRecord.from_dict(as_object(kept["record"]))
         process = ProcessId.from_json(kept["process"] or "")
     except _DAMAGE as error:  # a machine that crashed may leave anything, and no start depends on it

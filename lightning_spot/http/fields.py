@@ -18,13 +18,7 @@ from lightning_spot.http.limits import Quota, client_of
 from lightning_spot.protocol.wire import DIGEST_HEADER
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
 from lightning_spot.snapshot.parts import checksum
-from lightning_spot.untrusted import integer, number, read_object, text
-
-SMALL_BODY_BYTES = 256 * 1024
-"""Longest JSON body of a request that carries no checksums."""
-
-MANIFEST_BODY_BYTES = 64 * 1024 * 1024
-"""Longest JSON body of a request that carries a checksum for each part."""
+from lightning_spot.untrusted import SMALL_JSON_BYTES, integer, number, read_object, text
 
 BODIES = web.AppKey("bodies", Quota)
 """Bytes of JSON bodies that are read at the moment."""
@@ -45,7 +39,7 @@ _FEW_FILES = 64  # of a shard: its writer has three
 _LEAST_FILE_BYTES = 2**20  # of each beyond these
 
 
-async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) -> dict[str, Any]:
+async def json_body(request: web.Request, most_bytes: int = SMALL_JSON_BYTES) -> dict[str, Any]:
     """The JSON object that a request carries; empty without a body.
 
     Raises:
@@ -62,7 +56,7 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_BODY_BYTES) ->
             raise ServerRefusedError(text, status=408) from None
         if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
             raise ServerRefusedError("the request's body was damaged on its way", status=400)
-        if len(body) <= SMALL_BODY_BYTES:
+        if len(body) <= SMALL_JSON_BYTES:
             fields = read_object(body or b"{}")
         elif sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
             raise SettingsError(f"the request's body holds more than {_MOST_VALUES} values")

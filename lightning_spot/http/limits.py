@@ -54,7 +54,7 @@ LONGEST_FIELD_BYTES = 1024
 MOST_HEADERS = 32
 """Headers of one request: its head is within 32 KiB. Our clients send about ten, proxies add theirs."""
 
-SERVER_IDLE_TIMEOUT_S = 60.0
+KEEPALIVE_S = 60.0
 """A kept-alive connection without a request is closed after this time."""
 
 MOST_CONNECTIONS = 4096

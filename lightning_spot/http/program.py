@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 0.25
 """A local server looks whether it is needed at most so often."""
-LOOK_S = 5.0
+LATEST_CHECK_S = 5.0
 """A local server looks whether it is needed at least so often, also where nothing tells it of a change."""
 UNCONNECTED_S = 15.0
 """A draining server waits so long for a client that has begun to send a snapshot and is not connected now."""
@@ -283,7 +283,7 @@ async def _until_unneeded(
             say(logging.INFO, "server-ends", "idle for {idle_s:.0f} s", idle_s=server_idle_timeout_s)
             return
         await _wait(signals.first, CHECK_S)
-        await _wait(signals.woken, min(left_s, LOOK_S))
+        await _wait(signals.woken, min(left_s, LATEST_CHECK_S))
 
 
 async def _drain(server: SnapshotServer, service: Service, drain_timeout_s: float, signals: _Signals) -> list[str]:

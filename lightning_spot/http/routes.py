@@ -66,7 +66,6 @@ from lightning_spot.http.fields import (
     BODIES,
     BODIES_BYTES,
     LONGEST_WAIT_S,
-    SMALL_BODY_BYTES,
     STILL_MAY,
     committed,
     json_body,
@@ -77,11 +76,11 @@ from lightning_spot.http.fields import (
 from lightning_spot.http.limits import (
     ACCEPTED,
     HEAD_TIMEOUT_S,
+    KEEPALIVE_S,
     LONGEST_FIELD_BYTES,
     MOST_CONNECTIONS,
     MOST_HEADERS,
     MOST_STRANGERS,
-    SERVER_IDLE_TIMEOUT_S,
     THIS_HOST,
     Accepted,
     Connections,
@@ -118,7 +117,7 @@ from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fsspec_client import forget_sessions
-from lightning_spot.untrusted import decoded, plain, text
+from lightning_spot.untrusted import SMALL_JSON_BYTES, decoded, plain, text
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +238,7 @@ class Service:
             max_field_size=LONGEST_FIELD_BYTES,
             max_headers=MOST_HEADERS,
             lingering_time=HEAD_TIMEOUT_S,
-            keepalive_timeout=SERVER_IDLE_TIMEOUT_S,
+            keepalive_timeout=KEEPALIVE_S,
         )
 
     def close(self) -> None:
@@ -522,7 +521,7 @@ class RunRequests:
     async def open(self, request: web.Request) -> web.Response:
         """Let an attempt write."""
         near = same_host(request)
-        body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_BODY_BYTES)
+        body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_JSON_BYTES)
         name, identity = parse_run(request.match_info["run"])
         known = {name: value for name, value in body.items() if near or name not in ONLY_NEAR}
         least = {"location": "", "attempt": 0, "token": ""}

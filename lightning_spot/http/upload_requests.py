@@ -31,7 +31,6 @@ from lightning_spot.errors import (
 )
 from lightning_spot.http.fields import (
     LONGEST_WAIT_S,
-    MANIFEST_BODY_BYTES,
     attempt_of,
     committed,
     identifier,
@@ -60,7 +59,7 @@ from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.ranges import read_floats
-from lightning_spot.untrusted import MOST_BYTES, integer, text
+from lightning_spot.untrusted import LARGE_JSON_BYTES, MOST_BYTES, integer, text
 
 Answer = TypeVar("Answer")
 
@@ -366,7 +365,7 @@ class UploadRequests:
 
     async def commit(self, request: web.Request) -> web.Response:
         """Make it a snapshot; on this host one that was filled through shared memory."""
-        body = await json_body(request, MANIFEST_BODY_BYTES)
+        body = await json_body(request, LARGE_JSON_BYTES)
         upload = self._server.uploads.find(request.match_info["upload"])
         if not same_host(request):
             self.asked_s = time.monotonic()

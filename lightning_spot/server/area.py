@@ -35,7 +35,7 @@ from lightning_spot.say import recovered, say
 from lightning_spot.server.runs import Run, RunInfo, key_of
 from lightning_spot.server.slots import Mark, Slot, SlotState, file_order
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.untrusted import LARGE_BYTES, as_object, decoded, read_sealed, sealed_json
+from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, decoded, read_sealed, sealed_json
 
 _FOREIGN = "{about} is not a directory of this server's. It stays as it is: {error}"
 
@@ -111,7 +111,7 @@ class SlotArea:
     def _runs_in(self, directory: OwnDirectory) -> Iterator[Run]:
         for path in sorted(directory.here.glob("run-*.json")):
             try:
-                record = read_sealed(read_file(path, LARGE_BYTES), LARGE_BYTES)
+                record = read_sealed(read_file(path, LARGE_JSON_BYTES), LARGE_JSON_BYTES)
                 info = decoded(RunInfo, as_object(record["info"]))
                 yield Run(info, bool(record["complete"]))
             except (OSError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
@@ -214,7 +214,7 @@ class SlotArea:
         slot = Slot(int(index))
         where = str(self.path / self.image(slot).name)
         try:
-            record = read_sealed(read_file(record_path, LARGE_BYTES, linked=True), LARGE_BYTES)
+            record = read_sealed(read_file(record_path, LARGE_JSON_BYTES, linked=True), LARGE_JSON_BYTES)
             manifest = Manifest.from_dict(record["manifest"])
             if not manifest.why_failed:
                 slot.buffer.memory = SlotMemory.reopen(self.image(slot))
@@ -267,7 +267,7 @@ def left_in(directory: OwnDirectory) -> Iterator[Manifest]:
     """What is committed in a slot area, as far as its records can be read. Its bytes are not looked at."""
     for path in directory.here.glob("slot-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, CorruptSnapshotError):
-            record = read_sealed(read_file(path, LARGE_BYTES, linked=True), LARGE_BYTES)
+            record = read_sealed(read_file(path, LARGE_JSON_BYTES, linked=True), LARGE_JSON_BYTES)
             yield Manifest.from_dict(record["manifest"])
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.wire import error_body, error_from_body
 from lightning_spot.state.per_trainer import OfTrainer
-from lightning_spot.untrusted import LARGE_BYTES, read_json, read_object
+from lightning_spot.untrusted import LARGE_JSON_BYTES, read_json, read_object
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,7 +51,7 @@ class Failed:
 
     def error(self) -> SpotError:
         """What the others raise: an error of the same kind."""
-        body = read_object(self.body, LARGE_BYTES)
+        body = read_object(self.body, LARGE_JSON_BYTES)
         body["message"] = f"rank {self.rank}: {body['message']}"
         return error_from_body(500, json.dumps(body).encode(), f"rank {self.rank}")
 
@@ -166,7 +166,7 @@ class AsyncBroadcast(OfTrainer):
         if told is not None:
             data = told.heard().numpy().tobytes()
             if length := int.from_bytes(data[:_LENGTH_BYTES], "little"):
-                return read_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], LARGE_BYTES)
+                return read_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], LARGE_JSON_BYTES)
         return self._trainer.strategy.broadcast(said)  # it is too long, or could not be told ahead
 
 

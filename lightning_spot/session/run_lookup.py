@@ -22,7 +22,7 @@ from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
-from lightning_spot.untrusted import SMALL_BYTES, integer, line, read_object
+from lightning_spot.untrusted import SMALL_JSON_BYTES, integer, line, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def _finished_by_others(named: Location) -> int:
     if (program := _program()) is None:
         return 0
     try:
-        kept = read_object(read_file(_note(find_record(named.canonical)), SMALL_BYTES))
+        kept = read_object(read_file(_note(find_record(named.canonical)), SMALL_JSON_BYTES))
         theirs = ProcessId.from_json(line(kept, "program", None))
         return integer(kept, "finished", None, 0, 2**31) if theirs == program else 0
     except (OSError, SettingsError):  # nothing is there, or what a crash has left

@@ -327,7 +327,7 @@ class Manifest:
             CorruptSnapshotError: if it is damaged or contradicts itself, or a newer version of this package wrote it.
         """
         try:
-            fields = untrusted.read_json(text, untrusted.LARGE_BYTES)
+            fields = untrusted.read_json(text, untrusted.LARGE_JSON_BYTES)
         except MalformedError as error:
             raise CorruptSnapshotError(f"a manifest cannot be read: {error}") from error
         return cls._read(fields, at_rest=True)

@@ -15,7 +15,7 @@ from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Image
-from lightning_spot.untrusted import LARGE_BYTES, plain, read_json
+from lightning_spot.untrusted import LARGE_JSON_BYTES, plain, read_json
 
 SHARDS_FILE = "shards.json"
 _FORMAT = 1
@@ -142,7 +142,7 @@ class Shards:
             _refuse(manifest, f"it has no {SHARDS_FILE}")
         span = files[SHARDS_FILE]
         try:
-            return _Checked(manifest, files).read(read_json(image[span.offset : span.stop], LARGE_BYTES))
+            return _Checked(manifest, files).read(read_json(image[span.offset : span.stop], LARGE_JSON_BYTES))
         except (ValueError, TypeError, KeyError, IndexError) as error:
             _refuse(manifest, f"{SHARDS_FILE} cannot be read ({type(error).__name__}: {error})")
 

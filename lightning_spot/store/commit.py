@@ -36,12 +36,13 @@ from lightning_spot.snapshot.shards import (
     why_aborted,
 )
 from lightning_spot.store.fences import check_fence, read_twice
-from lightning_spot.store.store import LONGEST_MANIFEST_BYTES, Folder, Store
+from lightning_spot.store.store import Folder, Store
 from lightning_spot.threads import all_at_once, both
+from lightning_spot.untrusted import LARGE_JSON_BYTES
 
 logger = logging.getLogger(__name__)
 
-_MOST_NOTES_BYTES = 2 * LONGEST_MANIFEST_BYTES  # of one snapshot: its manifest has what they have, and is no longer
+_MOST_NOTES_BYTES = 2 * LARGE_JSON_BYTES  # of one snapshot: its manifest has what they have, and is no longer
 
 _MOST_FAILED = 64
 
@@ -208,7 +209,7 @@ def _readable(sizes: Mapping[str, int]) -> list[str]:
     left = _MOST_NOTES_BYTES
     for file in sorted(filter(is_note, sizes), key=sizes.__getitem__):
         left -= sizes[file]
-        if left < 0 or sizes[file] > LONGEST_MANIFEST_BYTES:
+        if left < 0 or sizes[file] > LARGE_JSON_BYTES:
             break
         found.append(file)
     return found

@@ -52,6 +52,7 @@ from lightning_spot.store.fences import (
     rewinds_in,
 )
 from lightning_spot.threads import in_turn
+from lightning_spot.untrusted import LARGE_JSON_BYTES
 
 Result = TypeVar("Result")
 
@@ -64,10 +65,6 @@ class Target(Protocol):
 
     def __setitem__(self, where: slice, data: memoryview, /) -> None:
         """Write bytes."""
-
-
-LONGEST_MANIFEST_BYTES = 64 * 2**20
-"""A manifest or claim that is longer is refused before it is read."""
 
 
 @dataclass(slots=True)
@@ -392,8 +389,8 @@ class Store(ABC):
             FileNotFoundError: if it is not there.
             CorruptSnapshotError: if it is too long for one.
         """
-        data = self._read(below, 0, LONGEST_MANIFEST_BYTES + 1)
-        if len(data) > LONGEST_MANIFEST_BYTES:
+        data = self._read(below, 0, LARGE_JSON_BYTES + 1)
+        if len(data) > LARGE_JSON_BYTES:
             raise CorruptSnapshotError(f"{self.url}/{below} is too long for what it should be")
         return data
 

@@ -441,7 +441,7 @@ async def until_unneeded(server: Any, server_idle_timeout_s: float = 600.0) -> N
 
 
 def test_an_unneeded_server_ends_as_soon_as_it_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "LOOK_S", 600.0)
+    monkeypatch.setattr(program, "LATEST_CHECK_S", 600.0)
     monkeypatch.setattr(program, "CHECK_S", 0.0)
     server = Asked()
 
@@ -470,4 +470,4 @@ def test_the_idle_time_begins_when_the_last_client_has_left(monkeypatch: pytest.
     monkeypatch.setattr(program, "asyncio", SimpleNamespace(**(vars(asyncio) | {"wait_for": passes})))
     monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     asyncio.run(until_unneeded(server, server_idle_timeout_s=20.0))
-    assert 1027 <= now_s[0] <= 1027 + program.LOOK_S + 1
+    assert 1027 <= now_s[0] <= 1027 + program.LATEST_CHECK_S + 1

@@ -259,7 +259,7 @@ def test_each_of_many_that_come_at_once_displaces_another(tls: Callable[[], ssl.
 
 
 def test_silence_between_requests_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "SERVER_IDLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(routes, "KEEPALIVE_S", 0.5)
     with asked(server_of()) as client, _connect(client, request("GET", "/healthz")) as connection:
         while connection.recv(4096):
             pass
