@@ -14,7 +14,7 @@ from aiohttp import web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, LARGEST, MOST_PART_BYTES
 from lightning_spot.errors import ServerRefusedError, SettingsError
-from lightning_spot.http.limits import Quota, client_of
+from lightning_spot.http.limits import ACCEPTED, Quota
 from lightning_spot.protocol.wire import DIGEST_HEADER
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
 from lightning_spot.snapshot.parts import checksum
@@ -86,7 +86,7 @@ def only_same_host(request: web.Request) -> None:
 
 async def _collect(request: web.Request, most_bytes: int, held: ExitStack) -> bytes:
     """What comes of a body. It counts as held by its client as it comes: what is only announced takes no room."""
-    bodies, client, body, counted = request.app[BODIES], client_of(request), bytearray(), _UNCOUNTED_BYTES
+    bodies, client, body, counted = request.app[BODIES], request[ACCEPTED].client, bytearray(), _UNCOUNTED_BYTES
     async for piece in request.content.iter_any():
         body += piece
         if (more := len(body) - counted) > 0:

@@ -351,9 +351,3 @@ def client_at(connection: Any) -> str:
             return str(address.ipv4_mapped)
         return str(ipaddress.IPv6Network((address, _NETWORK_BITS), strict=False))
     return ""
-
-
-def client_of(request: web.Request) -> str:
-    """Who sent a request, see :func:`client_at`."""
-    sock = request.transport.get_extra_info("socket") if request.transport is not None else None
-    return client_at(sock) if sock is not None else ""

@@ -86,7 +86,6 @@ from lightning_spot.http.limits import (
     Connections,
     Handler,
     Quota,
-    client_of,
     request_logger,
 )
 from lightning_spot.http.metrics import CONTENT_TYPE, exposition
@@ -441,8 +440,9 @@ class Service:
                 raise ServerRefusedError("this token is for some runs only: name the one to flush", status=403)
             self._check_covers(scope, run)
         wait_s = seconds(body, "wait_s", 60.0, LONGEST_WAIT_S)
-        with self._flushing.holding(client_of(request)):
-            gone, loop = request[ACCEPTED].gone, asyncio.get_running_loop()
+        accepted = request[ACCEPTED]
+        with self._flushing.holding(accepted.client):
+            gone, loop = accepted.gone, asyncio.get_running_loop()
             deadline_s = loop.time() + wait_s
             while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
                 for_s = max(0.0, min(FLUSH_TURN_S, deadline_s - loop.time()))
@@ -527,7 +527,7 @@ class RunRequests:
         least = {"location": "", "attempt": 0, "token": ""}
         info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
         info = replace(info, committed=committed(body, info.attempt))
-        before, client = self._server.registry.runs.get(info.key), client_of(request)
+        before, client = self._server.registry.runs.get(info.key), request[ACCEPTED].client
         with self._looking.holding(client) if self._server.registry.is_ahead(info) else nullcontext():
             opened = await asyncio.to_thread(self._server.open_run, info, client)
         if near:
@@ -663,7 +663,7 @@ class Files:
         """
         text, path = request.match_info["run"], request.match_info["path"].strip("/")
         key = self._server.registry.key(text)
-        with self._looking.holding(client_of(request)):
+        with self._looking.holding(request[ACCEPTED].client):
             await asyncio.to_thread(self._server.check_owner, key)
         if (await json_body(request)).get("unseen") is True:
             await asyncio.to_thread(self._server.remove, text, path, unseen=True)

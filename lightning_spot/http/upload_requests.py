@@ -40,7 +40,7 @@ from lightning_spot.http.fields import (
     same_host,
     seconds,
 )
-from lightning_spot.http.limits import ACCEPTED, Quota, client_of
+from lightning_spot.http.limits import ACCEPTED, Quota
 from lightning_spot.protocol.wire import (
     NO_DIGEST,
     PROTOCOL_HEADER,
@@ -323,7 +323,7 @@ class UploadRequests:
 
     async def _wait(self, request: web.Request, ask: Callable[[], Answer]) -> Answer:
         """Ask the server for something on a thread; a run is one that is waited for by whatever name it is called."""
-        whose = f"{client_of(request)} {self._server.registry.key(request.match_info['run'])}"
+        whose = f"{request[ACCEPTED].client} {self._server.registry.key(request.match_info['run'])}"
         with self._waiting.holding(whose):
             return await asyncio.get_running_loop().run_in_executor(self._waiting_threads, ask)
 
@@ -337,7 +337,7 @@ class UploadRequests:
         """Hand the connection over to a thread that receives straight into the slot."""
         upload = self._server.uploads.find(request.match_info["upload"])
         self._check_streams(upload.id)
-        client, loop = client_of(request), asyncio.get_running_loop()
+        client, loop = request[ACCEPTED].client, asyncio.get_running_loop()
         with self._threads.holding(client):
             self._streams[upload.id] += 1
             try:
