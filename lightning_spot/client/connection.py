@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from lightning_spot.errors import ServerRefusedError, TierReason
 from lightning_spot.protocol.credentials import client_context
@@ -61,10 +61,15 @@ class BoundedSocket(socket.socket):
     deadline_s: float = 0.0
     pulse: Callable[[], None] | None = None
 
+    def within(self, seconds: float) -> Self:
+        """This socket, with a deadline so many seconds from now."""
+        self.deadline_s = time.monotonic() + seconds
+        return self
+
     def recv_into(self, *arguments: Any) -> int:
         """Receive, by the deadline."""
         while True:
-            left_s = self._left_s()
+            left_s = self.left_s
             self.settimeout(left_s if self.pulse is None else min(left_s, _PULSE_S))
             try:
                 return super().recv_into(*arguments)
@@ -73,12 +78,43 @@ class BoundedSocket(socket.socket):
                     raise
             self.pulse()
 
+    def fill(self, target: memoryview, *, at_boundary: bool = False) -> bool:
+        """Receive exactly ``target``, by the deadline.
+
+        Args:
+            target: what to fill.
+            at_boundary: whether the peer may close before the first byte.
+
+        Returns:
+            ``False`` if it did.
+
+        Raises:
+            TimeoutError: if it takes longer.
+            ConnectionError: if the peer closed in the middle.
+        """
+        place = 0
+        while place < len(target):
+            with target[place:] as rest:  # which no traceback keeps: a slot may be given other memory
+                count = self.recv_into(rest)
+            if not count:
+                if at_boundary and place == 0:
+                    return False
+                raise ConnectionError("the peer closed the connection in the middle of a part")
+            place += count
+        return True
+
     def sendall(self, *arguments: Any) -> None:
         """Send, by the deadline."""
-        self.settimeout(self._left_s())
+        self.settimeout(self.left_s)
         super().sendall(*arguments)
 
-    def _left_s(self) -> float:
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+            TimeoutError: if it is over.
+        """
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")
@@ -90,7 +126,7 @@ class BoundedTLSSocket(BoundedSocket, ssl.SSLSocket):
 
     def send(self, *arguments: Any) -> int:
         """Send what fits one record, by the deadline."""
-        self.settimeout(self._left_s())
+        self.settimeout(self.left_s)
         return super().send(*arguments)
 
     def shutdown(self, how: int) -> None:

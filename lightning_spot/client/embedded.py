@@ -140,16 +140,16 @@ class Session:
         self._socket.close()
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-        deadline = time.monotonic() + self._call_timeout_s
+        deadline_s = time.monotonic() + self._call_timeout_s
         if not self._lock.acquire(timeout=self._call_timeout_s):
             raise ServerUnreachableError("the local server does not answer") from TimeoutError()
         fds: list[int] = []
         try:
-            self._socket.deadline_s = deadline
+            self._socket.deadline_s = deadline_s
             self._socket.sendall(json.dumps(message).encode() + b"\n")
             data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_LINE, 1)
             while data and not data.endswith(b"\n"):
-                self._socket.settimeout(_left(deadline))
+                self._socket.settimeout(self._socket.left_s)
                 piece = self._socket.recv(_LONGEST_LINE)
                 data = data + piece if piece else b""
             answer = read_object(data) if data else None
@@ -170,10 +170,6 @@ class Session:
         """Drop the connection in a forked child; its parent goes on with it."""
         self._lock = threading.Lock()
         self._socket.close()
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())
 
 
 def _close_all(fds: list[int]) -> None:

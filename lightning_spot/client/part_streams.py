@@ -17,7 +17,7 @@ from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder
 from lightning_spot.client.server_client import PING_S, REPLY_TIMEOUT_S, ServerClient
 from lightning_spot.config import SEND_BYTES
 from lightning_spot.errors import CorruptSnapshotError, ServerRefusedError, ServerUnreachableError, TierReason
-from lightning_spot.protocol.wire import DIGEST_BYTES, Frame, PartKind, fill
+from lightning_spot.protocol.wire import DIGEST_BYTES, Frame, PartKind
 from lightning_spot.server.tier import Sent
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
@@ -88,15 +88,13 @@ class PartStream:
         content = memoryview(part.content)
         frame = Frame(part.kind, part.start, part.nbytes, len(content), part.digest).pack()
         for piece in (frame, *(content[start : start + SEND_BYTES] for start in range(0, len(content), SEND_BYTES))):
-            self._socket.deadline_s = time.monotonic() + REPLY_TIMEOUT_S
-            self._socket.sendall(piece)
+            self._socket.within(REPLY_TIMEOUT_S).sendall(piece)
         self.busy_s += time.perf_counter() - began_s
 
     def _digest(self) -> str:
         began_s = time.perf_counter()
         buffer = bytearray(DIGEST_BYTES)
-        self._socket.deadline_s = time.monotonic() + REPLY_TIMEOUT_S
-        fill(self._socket, memoryview(buffer), REPLY_TIMEOUT_S)
+        self._socket.within(REPLY_TIMEOUT_S).fill(memoryview(buffer))
         self.busy_s += time.perf_counter() - began_s
         return buffer.hex()
 

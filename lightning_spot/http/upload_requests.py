@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import xxhash
 from aiohttp import hdrs, web
 
+from lightning_spot.client.connection import BoundedSocket
 from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
@@ -48,7 +49,6 @@ from lightning_spot.protocol.wire import (
     BaseInfo,
     Frame,
     PartKind,
-    fill,
 )
 from lightning_spot.say import say
 from lightning_spot.server.runs import key_of, texts
@@ -84,7 +84,7 @@ class PartReceiver:
     """Takes the parts of an upload from a connection, into its slot. It blocks, on a thread of its own.
 
     Args:
-        connection: to the client.
+        connection: to the client, for one thread.
         client: who that is.
         server: whose upload it is.
         upload: that is filled.
@@ -92,7 +92,7 @@ class PartReceiver:
     """
 
     def __init__(
-        self, connection: socket.socket, client: str, server: SnapshotServer, upload: Upload, scratch: Quota
+        self, connection: BoundedSocket, client: str, server: SnapshotServer, upload: Upload, scratch: Quota
     ) -> None:
         self._connection, self._client, self._scratch = connection, client, scratch
         self._server, self._upload = server, upload
@@ -106,7 +106,7 @@ class PartReceiver:
             OSError: if the connection breaks or is too slow.
         """
         header, received = bytearray(Frame.SIZE), self._upload.received
-        while fill(self._connection, memoryview(header), FRAME_WAIT_S, at_boundary=True):
+        while self._connection.within(FRAME_WAIT_S).fill(memoryview(header), at_boundary=True):
             frame, digest = Frame.unpack(header), NO_DIGEST
             _check_frame(frame, self._upload)
             received.begin(frame.start, frame.start + frame.nbytes, self._connection)
@@ -114,8 +114,7 @@ class PartReceiver:
                 digest = self._receive(frame) if frame.kind is PartKind.WHOLE else self._make(frame)
             finally:
                 received.end(frame.start, digest if digest == frame.digest != NO_DIGEST else None)
-            self._connection.settimeout(FRAME_WAIT_S)
-            self._connection.sendall(bytes.fromhex(digest))
+            self._connection.within(FRAME_WAIT_S).sendall(bytes.fromhex(digest))
 
     def _receive(self, frame: Frame) -> str:
         """Receive a part into the slot; its checksum."""
@@ -155,12 +154,12 @@ class PartReceiver:
 
     def _fill(self, frame: Frame, target: memoryview, note: Callable[[memoryview], object] = lambda _: None) -> None:
         """Receive what a frame brings; into memory that is smaller, piece over piece."""
-        deadline = time.monotonic() + FRAME_WAIT_S + frame.content_bytes / SLOWEST_BYTES_PER_S
+        connection = self._connection.within(FRAME_WAIT_S + frame.content_bytes / SLOWEST_BYTES_PER_S)
         for place in range(0, frame.content_bytes, SEND_BYTES):
             self._check_goes_on()
             start, nbytes = place % len(target), min(SEND_BYTES, frame.content_bytes - place)
             with target[start : start + nbytes] as piece:
-                fill(self._connection, piece, deadline - time.monotonic())
+                connection.fill(piece)
                 note(piece)
 
     def _check_goes_on(self) -> None:
@@ -343,8 +342,11 @@ class UploadRequests:
             try:
                 async with switched(request) as connection:  # what it refuses is answered: no stream has begun
                     try:
-                        with self._server.uploads.streaming(upload, connection):
-                            receiver = PartReceiver(connection, client, self._server, upload, self._scratch)
+                        with (
+                            BoundedSocket(fileno=connection.detach()) as bounded,
+                            self._server.uploads.streaming(upload, bounded),
+                        ):
+                            receiver = PartReceiver(bounded, client, self._server, upload, self._scratch)
                             await loop.run_in_executor(self._stream_threads, receiver.run)
                     except (OSError, SpotError) as error:
                         logger.debug("a stream of parts ended: %s", error)

@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import re
-import socket
 import struct
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -323,35 +321,3 @@ def etag_of(manifest: Manifest) -> str:
 def target_of(method: str, path: str) -> str:
     """Value of :data:`TARGET_HEADER` for a method and a path that may be quoted."""
     return checksum(f"{method} {unquote(path)}".encode())
-
-
-def fill(connection: socket.socket, target: memoryview, within_s: float, *, at_boundary: bool = False) -> bool:
-    """Receive exactly ``target`` within ``within_s`` seconds in all.
-
-    Args:
-        connection: where from.
-        target: what to fill.
-        within_s: seconds for all of it, however it is cut up.
-        at_boundary: whether the peer may close before the first byte.
-
-    Returns:
-        ``False`` if the peer closed before the first byte and that is allowed.
-
-    Raises:
-        TimeoutError: if it takes longer.
-        ConnectionError: if the peer closed in the middle.
-    """
-    deadline = time.monotonic() + within_s
-    place = 0
-    while place < len(target):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"only {place} of {len(target)} bytes came within {within_s:.0f} s")
-        connection.settimeout(left)
-        count = connection.recv_into(target[place:])
-        if count == 0:
-            if at_boundary and place == 0:
-                return False
-            raise ConnectionError("the peer closed the connection in the middle of a part")
-        place += count
-    return True
