@@ -6,6 +6,7 @@ The other end of a stream is in ``http/upload_requests.py``; the frames are desc
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -16,8 +17,9 @@ from lightning_spot.client.connection import BoundedSocket
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder
 from lightning_spot.client.server_client import PING_S, REPLY_TIMEOUT_S, ServerClient
 from lightning_spot.config import SEND_BYTES
-from lightning_spot.errors import CorruptSnapshotError, ServerRefusedError, ServerUnreachableError, TierReason
+from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierReason
 from lightning_spot.protocol.wire import DIGEST_BYTES, Frame, PartKind
+from lightning_spot.retry import growing, retried
 from lightning_spot.server.tier import Sent
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
@@ -30,8 +32,7 @@ SILENT_S = 5.0
 """If nothing arrives for so long, the server is asked whether it is there."""
 
 _WINDOW = 2  # parts under way on one connection before an answer is waited for
-_SENDS_OF_A_PART = 3
-_PAUSE_S = 1.0
+_SENDS_OF_A_PART, _FIRST_PAUSE_S = 3, 0.5
 _PATIENCE = 2  # in times of a ping's: the line may be full of what is sent
 
 
@@ -114,6 +115,7 @@ def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, 
 
     Raises:
         ServerUnreachableError: if the server does not answer any more.
+        ServerRefusedError: if it serves no connection for the parts.
         CorruptSnapshotError: if a part arrives damaged again and again.
     """
     ranges = part_ranges(manifest.nbytes, manifest.part_bytes)
@@ -130,10 +132,8 @@ def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, 
         except BaseException:
             sending.stop()
             raise
-    if parts and not sending.are_taken:
-        raise ServerRefusedError(
-            "this server serves no connection for the parts", tier=url, reason=TierReason.TOO_MANY_STREAMS
-        )
+    if sending.unserved is not None and not sending.are_taken:
+        raise sending.unserved
     return sending.sent
 
 
@@ -146,6 +146,7 @@ class _Sending:
     Attributes:
         sent: how the parts went.
         are_taken: whether none is left.
+        unserved: why a connection that has sent nothing could not be had.
         arrived_s: when the last one did, by the monotonic clock.
     """
 
@@ -156,28 +157,25 @@ class _Sending:
         self._parts, self._lock = iter(parts), threading.Lock()
         self._streams: set[PartStream] = set()
         self.sent = Sent()
+        self.unserved: SpotError | None = None
         self.are_taken = self._are_stopped = False
         self.arrived_s = time.monotonic()
 
     def run(self) -> None:
         """Send over one connection at a time; what arrives damaged, or not at all, is sent again a few times."""
-        again: dict[int, Part] = {}
-        for last_try in (False,) * (_SENDS_OF_A_PART - 1) + (True,):
-            try:
-                self._send_over(again)
-            except ServerRefusedError as error:
-                if error.reason is not TierReason.TOO_MANY_STREAMS or (again and last_try):
-                    raise
-                if again:
-                    time.sleep(_PAUSE_S)  # it may not have noticed yet that the connection before this one broke
-            except ServerUnreachableError:
-                if last_try or self._are_stopped:
-                    raise
-            if not again:
-                return  # or the server has many others to serve: the connections that it serves do the rest
-        raise CorruptSnapshotError(
-            f"bytes {min(again)}… arrive damaged at {self._url}, {_SENDS_OF_A_PART} times", where=self._url
-        )
+        left: dict[int, Part] = {}
+        pauses_s = itertools.islice(growing(_FIRST_PAUSE_S), _SENDS_OF_A_PART - 1)
+        try:
+            retried(lambda: self._send_over(left), pauses_s, lambda error: bool(left) and self._may_pass(error))
+        except SpotError as error:
+            if left or not self._may_pass(error):
+                raise
+            self.unserved = error  # the connections that the server serves do the rest
+
+    def _may_pass(self, error: Exception) -> bool:
+        """Whether another connection may go otherwise: the server may not know yet that the one before it broke."""
+        passes = isinstance(error, CorruptSnapshotError | ServerUnreachableError)
+        return not self._are_stopped and (passes or TierReason.TOO_MANY_STREAMS.caused(error))
 
     def stop(self) -> None:
         """Send nothing more: what is under way fails at once."""
@@ -185,11 +183,14 @@ class _Sending:
         for stream in list(self._streams):
             stream.cut()
 
-    def _send_over(self, again: dict[int, Part]) -> None:
+    def _send_over(self, left: dict[int, Part]) -> None:
+        """Send what is left of earlier connections, and the next parts, over another one; what is not there stays."""
         stream, sent = PartStream(self._client, self._upload), Sent()
         self._streams.add(stream)
+        if self._are_stopped:  # since it was begun
+            stream.cut()
         try:
-            for part, digest in stream.send(self._outgoing(again)):
+            for part, digest in stream.send(self._outgoing(left)):
                 if part.kind is PartKind.SAME:
                     sent.same_bytes += part.nbytes
                 elif part.kind is PartKind.DELTA:
@@ -197,7 +198,7 @@ class _Sending:
                 else:
                     sent.whole_bytes += len(part.content)
                 if digest == part.digest:
-                    del again[part.start]
+                    del left[part.start]
                     self.arrived_s = time.monotonic()
         finally:
             sent.wire_s = stream.busy_s
@@ -205,10 +206,12 @@ class _Sending:
                 self.sent.add(sent)
             self._streams.discard(stream)
             stream.close()
+        if left:
+            raise CorruptSnapshotError(f"bytes {min(left)}… arrive damaged at {self._url}", where=self._url)
 
-    def _outgoing(self, again: dict[int, Part]) -> Iterator[OutgoingPart]:
+    def _outgoing(self, left: dict[int, Part]) -> Iterator[OutgoingPart]:
         """What an earlier connection left, whole; then the next parts."""
-        for part in list(again.values()):
+        for part in list(left.values()):
             yield self._encoder.whole(part)
         while not self._are_stopped:
             with self._lock:
@@ -216,5 +219,5 @@ class _Sending:
             if following is None:
                 self.are_taken = True
                 return
-            again[following[0]] = following
+            left[following[0]] = following
             yield self._encoder.encode(following)

@@ -288,6 +288,18 @@ def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.
             connection.close()
 
 
+def test_a_server_gone_before_the_first_chunk_is_unreachable() -> None:
+    """It was said to serve too many other connections."""
+    image = memoryview(bytes(1000))
+    with socket.create_server(("127.0.0.1", 0)) as gone, ThreadPoolExecutor(1) as packing:
+        client = ServerClient(Address("127.0.0.1", gone.getsockname()[1]))
+        gone.close()
+        encoder = PartEncoder(image, len(image), None, None, packing)
+        manifest = manifest_of(1, 1, len(image), part_bytes=len(image)).sealed(image)
+        with pytest.raises(ServerUnreachableError):
+            send_parts(client, "spot://gone", "upload", manifest, encoder)
+
+
 def _upgraded_and_left(listener: socket.socket) -> list[socket.socket]:
     """Take connections for parts, and never read nor write again; what was taken."""
     taken: list[socket.socket] = []
