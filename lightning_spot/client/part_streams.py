@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from lightning_spot.client.connection import BoundedSocket
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder
-from lightning_spot.client.server_client import PING_S, REPLY_TIMEOUT_S, ServerClient
+from lightning_spot.client.server_client import REPLY_TIMEOUT_S, ServerClient
 from lightning_spot.config import SEND_BYTES
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierReason
 from lightning_spot.protocol.wire import DIGEST_BYTES, Frame, PartKind
@@ -33,7 +33,6 @@ SILENT_S = 5.0
 
 _WINDOW = 2  # parts under way on one connection before an answer is waited for
 _SENDS_OF_A_PART, _FIRST_PAUSE_S = 3, 0.5
-_PATIENCE = 2  # in times of a ping's: the line may be full of what is sent
 
 
 class PartStream:
@@ -127,7 +126,7 @@ def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, 
             for job in jobs:
                 while not wait([job], SILENT_S).done:
                     if time.monotonic() - sending.arrived_s >= SILENT_S:
-                        client.ping(_PATIENCE * PING_S)
+                        client.ping_under_load()
                 job.result()
         except BaseException:
             sending.stop()

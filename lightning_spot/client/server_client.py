@@ -38,7 +38,7 @@ REPLY_TIMEOUT_S = 60.0
 PING_S = 5.0
 """A server that does not answer in that time is lost: its link may be cut, which closes no connection."""
 
-_PATIENCE = 2  # in times of a ping's: the line may be full of what is read
+_PATIENCE = 2  # in times of a ping's
 _CHECK_CERTIFICATE = "; if it asks for a client certificate, check LIGHTNING_SPOT_CLIENT_CERT"
 _CHECK_SCHEME = "; if it speaks TLS, write spots://"
 _IDEMPOTENT = ("GET", "DELETE")
@@ -137,6 +137,10 @@ class ServerClient:
         """
         self.call("GET", "/healthz", timeout_s=timeout_s)
 
+    def ping_under_load(self) -> None:
+        """Ask whether the server is there while the line may be full of what is read or sent."""
+        self.ping(_PATIENCE * PING_S)
+
     def upgraded(self, path: str, timeout_s: float = _UPGRADE_TIMEOUT_S) -> BoundedSocket:
         """A connection of its own that speaks no HTTP any more, once the server has agreed to that at ``path``.
 
@@ -202,7 +206,7 @@ class ServerClient:
                 headers=headers,
                 by_progress=True,
                 again=True,
-                pulse=lambda: self.ping(_PATIENCE * PING_S),
+                pulse=self.ping_under_load,
             )
             self._exchange(request, read)
 

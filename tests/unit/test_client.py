@@ -273,7 +273,7 @@ def test_a_server_vanishing_while_it_is_asked_is_probed(
 def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.MonkeyPatch, sends: bool) -> None:
     """Its answer was given a minute, and another connection was tried twice. With several hosts, nothing went on."""
     monkeypatch.setattr(part_streams, "SILENT_S", 0.2)
-    monkeypatch.setattr(part_streams, "PING_S", 0.1)
+    monkeypatch.setattr(server_client, "PING_S", 0.1)
     image = memoryview(bytes(2**26 if sends else 1000))
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as packing:
         taken = _upgraded_and_left(listener)
