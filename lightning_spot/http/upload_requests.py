@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -241,13 +241,11 @@ class _Relay(asyncio.Protocol):
         self._other.close()
 
 
-MOST_STREAMS = 256
-"""Streams of parts at once, shared by uploads: each has one, as long as there are threads."""
+MOST_STREAMS = 1024
+"""Streams of parts at once, shared by clients, each on a thread: many hosts send their shards at the same time."""
 
-MOST_STREAM_THREADS = 1024
-"""Of which each stream takes one: many hosts send their shards of one snapshot at the same time."""
-
-_MOST_STREAMS_OF_AN_UPLOAD = 16
+MOST_FURTHER_STREAMS = 256
+"""Streams beyond the first of an upload, shared by uploads: each has one, as long as there are threads."""
 
 
 class UploadRequests:
@@ -266,8 +264,9 @@ class UploadRequests:
         self._waiting = Quota(MOST_WAITING, "requests that wait", FailureReason.RING_FULL)
         self._waiting_threads = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="spot-wait")
         self._streams: Counter[str] = Counter()  # of each upload
-        self._stream_threads = ThreadPoolExecutor(MOST_STREAM_THREADS, thread_name_prefix="spot-stream")
-        self._threads = Quota(MOST_STREAM_THREADS, "streams", TierReason.TOO_MANY_STREAMS)
+        self._stream_threads = ThreadPoolExecutor(MOST_STREAMS, thread_name_prefix="spot-stream")
+        self._streaming = Quota(MOST_STREAMS, "streams", TierReason.TOO_MANY_STREAMS)
+        self._further = Quota(MOST_FURTHER_STREAMS, "further streams", TierReason.TOO_MANY_STREAMS)
         self._scratch = Quota(SCRATCH_BYTES, "memory beside the slots")
 
     def routes(self) -> list[web.RouteDef]:
@@ -335,9 +334,9 @@ class UploadRequests:
     async def stream(self, request: web.Request) -> web.Response:
         """Hand the connection over to a thread that receives straight into the slot."""
         upload = self._server.uploads.find(request.match_info["upload"])
-        self._check_streams(upload.id)
         client, loop = request[ACCEPTED].client, asyncio.get_running_loop()
-        with self._threads.holding(client):
+        further = self._further.holding(upload.id) if self._streams[upload.id] else nullcontext()
+        with self._streaming.holding(client), further:
             self._streams[upload.id] += 1
             try:
                 async with switched(request) as connection:  # what it refuses is answered: no stream has begun
@@ -353,17 +352,6 @@ class UploadRequests:
             finally:
                 self._streams -= Counter([upload.id])  # which forgets who has none
         return web.Response()
-
-    def _check_streams(self, upload_id: str) -> None:
-        """Refuse a stream beyond an upload's part of them."""
-        mine = self._streams[upload_id]
-        uploads = len(self._streams.keys() | {upload_id})
-        most = min(_MOST_STREAMS_OF_AN_UPLOAD, MOST_STREAMS // uploads)
-        if mine and (mine >= most or self._streams.total() >= MOST_STREAMS):
-            raise ServerRefusedError(
-                "this upload has its part of the streams that this server serves at once",
-                reason=TierReason.TOO_MANY_STREAMS,
-            )
 
     async def commit(self, request: web.Request) -> web.Response:
         """Make it a snapshot; on this host one that was filled through shared memory."""

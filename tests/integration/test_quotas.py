@@ -198,7 +198,7 @@ def test_numbers_that_are_put_again_and_again_are_none(picks: bytes) -> None:
 
 
 def test_one_client_does_not_take_all_threads_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_requests, "MOST_STREAM_THREADS", 8)
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 8)
     with asked(server_of()) as client, ExitStack() as stack:
         open_run(client)
         for _ in range(4):

@@ -607,7 +607,7 @@ def test_a_stream_whose_upgrade_a_proxy_took_away_is_told_so(lasting_server: Run
 
 def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
-    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 8)
+    monkeypatch.setattr(upload_requests, "MOST_FURTHER_STREAMS", 4)
     with asked(server_of()) as client, ExitStack() as stack:
         open_run(client)
         streams = []
@@ -619,7 +619,7 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
                 pytest.raises(ServerRefusedError, check=TierReason.TOO_MANY_STREAMS.caused)
                 if step >= 4
                 else nullcontext()
-            ):  # 8 for 4 uploads are two for each
+            ):  # of an upload that is new, the second one is the last that others leave
                 stack.callback(PartStream(client, upload).close)
         for step, stream in enumerate(streams):
             part = part_of(image_of(step, 4096))
@@ -627,7 +627,7 @@ def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.Mo
 
 
 def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 2)
+    monkeypatch.setattr(upload_requests, "MOST_FURTHER_STREAMS", 2)
     server = server_of()
     with asked(server) as client:
         store = ServerStore(f"{client.address}/run")
