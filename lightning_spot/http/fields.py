@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -67,20 +66,13 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_JSON_BYTES) ->
     return fields
 
 
-def same_host(request: web.Request) -> bool:
-    """Whether a request came from a process on this host."""
-    transport = request.transport
-    sock = transport.get_extra_info("socket") if transport is not None else None
-    return sock is not None and sock.family == socket.AF_UNIX
-
-
 def only_same_host(request: web.Request) -> None:
     """Refuse a request from elsewhere.
 
     Raises:
         ServerRefusedError: if it is one.
     """
-    if not same_host(request):
+    if not request[ACCEPTED].is_near:
         raise ServerRefusedError("this request is for trainers on the server's own host (Unix socket)", status=403)
 
 

@@ -140,6 +140,7 @@ class Accepted(asyncio.Protocol):
         idle_since_s: time of the event loop since when it is not.
         gone: done once the connection has ended.
         client: who is at its other end, see :func:`client_at`.
+        is_near: whether that is a process on this host, at a Unix socket.
     """
 
     def __init__(self, connections: Connections, handler: asyncio.Protocol) -> None:
@@ -150,7 +151,7 @@ class Accepted(asyncio.Protocol):
         self._securing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self.client = ""
+        self.client, self.is_near = "", False
         self._timer: asyncio.TimerHandle | None = None
         self._head_begun = False
         self.busy = False
@@ -181,14 +182,14 @@ class Accepted(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         sock = transport.get_extra_info("socket")
-        self.client = client_at(sock)
+        self.client, self.is_near = client_at(sock), sock is not None and sock.family == socket.AF_UNIX
         self._begin_head()
         if self._connections.tls is None:
             self._handle(transport)
         else:
             transport.pause_reading()
             self._securing = self._loop.create_task(self._secure(transport, self._connections.tls()))
-        if sock is not None and sock.family == socket.AF_UNIX and not is_own_user(sock):
+        if self.is_near and not is_own_user(sock):
             self.drop()
         else:
             self._connections.opened(self)

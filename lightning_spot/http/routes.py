@@ -70,7 +70,6 @@ from lightning_spot.http.fields import (
     committed,
     json_body,
     only_same_host,
-    same_host,
     seconds,
 )
 from lightning_spot.http.limits import (
@@ -377,7 +376,7 @@ class Service:
         """
         run, resource = request.match_info.get("run"), request.match_info.route.resource
         opens = resource is not None and resource.canonical == OPEN_PATH
-        if run is None or opens or request.method == hdrs.METH_GET or same_host(request):
+        if run is None or opens or request.method == hdrs.METH_GET or request[ACCEPTED].is_near:
             return
         key, shown = self.server.registry.key(run), read_attempt(request.headers.get(ATTEMPT_HEADER, ""))
         self.server.registry.check_attempt(key, *shown)
@@ -397,7 +396,7 @@ class Service:
         by_header = PROTOCOL_HEADER in request.headers
         if hdrs.ORIGIN in request.headers:
             why = "this server refuses requests of web pages. Nothing was done. Use a client that is no browser"
-        elif self._secrets is not None or same_host(request):
+        elif self._secrets is not None or request[ACCEPTED].is_near:
             return
         elif not is_loopback(urlsplit(f"//{request.headers.get(hdrs.HOST, '')}").hostname or ""):
             why = (
@@ -520,7 +519,7 @@ class RunRequests:
 
     async def open(self, request: web.Request) -> web.Response:
         """Let an attempt write."""
-        near = same_host(request)
+        near = request[ACCEPTED].is_near
         body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_JSON_BYTES)
         name, identity = parse_run(request.match_info["run"])
         known = {name: value for name, value in body.items() if near or name not in ONLY_NEAR}

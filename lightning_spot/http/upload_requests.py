@@ -38,7 +38,6 @@ from lightning_spot.http.fields import (
     json_body,
     manifest,
     only_same_host,
-    same_host,
     seconds,
 )
 from lightning_spot.http.limits import ACCEPTED, Quota
@@ -287,7 +286,7 @@ class UploadRequests:
 
     async def lease(self, request: web.Request) -> web.Response:
         """Take a slot."""
-        near, run = same_host(request), request.match_info["run"]
+        near, run = request[ACCEPTED].is_near, request.match_info["run"]
         body = await json_body(request)
         self.asked_s = time.monotonic()
         attempt = attempt_of(body)
@@ -357,7 +356,7 @@ class UploadRequests:
         """Make it a snapshot; on this host one that was filled through shared memory."""
         body = await json_body(request, LARGE_JSON_BYTES)
         upload = self._server.uploads.find(request.match_info["upload"])
-        if not same_host(request):
+        if not request[ACCEPTED].is_near:
             self.asked_s = time.monotonic()
             done = await asyncio.to_thread(lambda: self._server.uploads.commit(upload.id, manifest(body)))
             return web.json_response({"checksums": list(done.checksums)})

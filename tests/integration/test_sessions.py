@@ -36,7 +36,7 @@ from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from tests.support.said import said_about
-from tests.support.server import StartServer, named_run, server_pid
+from tests.support.server import StartServer, named_run, served, server_pid
 from tests.support.small_trainer import PHASES, image_of, info_of, manifest_of, reach, take
 from tests.support.uploads import begin, commit, open_run
 from tests.support.waiting import lives, until
@@ -202,6 +202,22 @@ def test_a_stopped_trainer_keeps_its_run_and_goes_on(tmp_path: Path, runtime_dir
     until(lambda: filling(host) == 0, "its slot to be free")
     host.disconnect()
     go_on_and_end(tmp_path, runtime_dir, 2, 2, {pid})
+
+
+def test_a_snapshot_sealed_by_a_trainer_just_killed_counts(tmp_path: Path) -> None:
+    """Its connection had gone when its request was read, which was taken for one from elsewhere, and refused."""
+    server = SnapshotServer(slots=2, memory_bytes=2**26, open_store=open_store, allow=None)
+    with served(server, path=tmp_path / "http"):
+        server.open_run(info_of(str(tmp_path / "run"), 1))
+        upload = server.lease("run", 1, NBYTES)
+        with upload.slot.view(NBYTES) as view:
+            view[:] = image_of(1, NBYTES)
+        body = json.dumps({"manifest": manifest_of(1, 1, NBYTES).to_dict(), "pad": "x" * 300_000}).encode()
+        head = f"POST /v1/uploads/{upload.id}/commit HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.socket(socket.AF_UNIX) as trainer:
+            trainer.connect(str(tmp_path / "http"))
+            trainer.sendall(head.encode() + body)
+        until(lambda: server.committed("run"), "the snapshot to count")
 
 
 # -- a server that does not answer -------------------------------------------------------------------------------------
