@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,8 +19,8 @@ from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNot
 from lightning_spot.protocol.wire import Address, answered, etag_of, file_path, parse_spot_url
 from lightning_spot.server.tier import Listed
 from lightning_spot.snapshot.files import MODEL_FILE
-from lightning_spot.snapshot.manifest import snapshot_order
-from lightning_spot.store.store import put_together
+from lightning_spot.snapshot.manifest import Manifest
+from lightning_spot.store.store import newest_first, put_together
 from lightning_spot.untrusted import file_name, integer
 
 BLOCK_BYTES = 8 * 1024 * 1024
@@ -81,7 +82,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             texts = [f"{name}@{identity}" if identity and names.count(name) > 1 else name for name, identity in runs]
             entries = [_directory(text) for text in sorted(set(texts))]
         else:
-            there = self._entries(run)
+            there = self._entries(run, self._held(run))
             entries = [there[name] for name in sorted(there) if name.rpartition("/")[0] == path]
             if below and not entries:
                 entries = [self._file_info(path)]
@@ -93,16 +94,19 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         run, _, below = path.partition("/")
         if not run:
             return _directory("")
-        entries = self._entries(run)  # raises if there is no such run
+        held = self._held(run)  # raises if there is no such run
+        entries = self._entries(run, held)
         if (found := entries.get(path)) is not None:
             return found
-        if below == LAST and (newest := _newest([*entries.values()])) is not None:
-            if newest["path"].endswith(f"/{MODEL_FILE}"):
-                return {**newest, "name": path}
+        newest = next((each for each in held if each.exact and not each.is_file), None)
+        if below == LAST and newest is not None:
+            first = newest.spans[0]
+            if first.name == MODEL_FILE:
+                return {**entries[f"{run}/{newest.path_of(first)}"], "name": path}
             raise SnapshotNotFoundError(
                 f"{self.unstrip_protocol(path)} names one file, and the newest snapshot is several:"
-                f" {self.unstrip_protocol(os.path.dirname(newest['path']))}. Give its directory, or make one file of it"
-                " with lightning-spot cp"
+                f" {self.unstrip_protocol(f'{run}/{newest.name}')}. Give its directory, or make one file of it with"
+                " lightning-spot cp"
             )
         why = "it is no file"
         try:
@@ -159,16 +163,20 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.unstrip_protocol(path))
         return info
 
-    def _entries(self, run: str) -> dict[str, dict[str, Any]]:
-        """Every file of a run that is in the server's memory, and the folders of these, by path."""
+    def _held(self, run: str) -> list[Manifest]:
+        """The snapshots and files of a run that are in the server's memory, the newest first."""
         answer = self.client.call("GET", f"/v1/runs/{quoted(run)}/snapshots")
+        with answered(str(self.client.address)):
+            held = [item.manifest for item in Listed.all_of(answer)]
+            if not held and not integer(answer, "attempt", None, 0, LARGEST):
+                raise SnapshotNotFoundError(f"this server has no run {run!r}")
+            return newest_first([*(each for each in held if each.shard is None), *put_together(held)])
+
+    def _entries(self, run: str, held: Sequence[Manifest]) -> dict[str, dict[str, Any]]:
+        """Every file of these, and the folders that they are in, by path."""
         entries = {run: _directory(run)}
         with answered(str(self.client.address)):
-            listed = {item.manifest.name: item for item in Listed.all_of(answer)}
-            if not listed and not integer(answer, "attempt", None, 0, LARGEST):
-                raise SnapshotNotFoundError(f"this server has no run {run!r}")
-            of_one = [item.manifest for item in listed.values() if item.manifest.shard is None]
-            for manifest in [*of_one, *put_together(item.manifest for item in listed.values())]:
+            for manifest in held:
                 for span in manifest.spans:
                     path = f"{run}/{file_path(manifest.path_of(span))}"
                     entries[path] = {
@@ -183,15 +191,6 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
                     while (path := path.rpartition("/")[0]) not in entries:
                         entries[path] = _directory(path)
         return entries
-
-
-def _newest(files: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The first file of the newest exact snapshot: what ``last.ckpt`` stands for, if that is the checkpoint."""
-    nested = [entry for entry in files if entry["type"] == "file" and entry["path"].count("/") > 1]
-    orders = [(snapshot_order(entry["path"].split("/")[-2]), entry) for entry in nested]
-    exact = [(order, entry) for order, entry in orders if order is not None and order[2]]
-    newest = max((order for order, _ in exact), default=None)
-    return next((entry for order, entry in exact if order == newest), None)
 
 
 def _directory(name: str) -> dict[str, Any]:
