@@ -318,7 +318,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_servers(warm_python: str) -> Iterator[None]:
-    """Servers are forked, also the embedded ones of trainers in this process: each is there in a tenth of the time."""
+    """Servers are forked, also the local ones of trainers in this process: each is there in a tenth of the time."""
 
     def fork(
         command: list[str], *, stdin: IO[bytes], stdout: IO[bytes], env: dict[str, str], cwd: str, **_: object

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from lightning_spot.cli.arguments import LATEST, add_run, location_of, split_run
 from lightning_spot.cli.output import add_output, plain_table, print_answer, print_line
 from lightning_spot.cli.snapshots import ONCE
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import quoted
 from lightning_spot.client.starting import attach
@@ -257,7 +257,7 @@ def _forget(run: _Run, names: set[str]) -> None:
             _forget_at(server, text, held)
 
 
-def _forget_at(server: EmbeddedHost | ServerStore, text: str, held: Sequence[Manifest]) -> None:
+def _forget_at(server: LocalServer | ServerStore, text: str, held: Sequence[Manifest]) -> None:
     for name in dict.fromkeys(each.name for each in held):
         with contextlib.suppress(SnapshotNotFoundError):  # it has left memory, or went with the shard before
             server.client.call("DELETE", f"/v1/files/{quoted(text, name)}")

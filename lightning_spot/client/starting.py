@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S, UPLOAD_TIMEOUT_S, environment_of_server
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, TierReason
 from lightning_spot.protocol.ownership import open_file, remove_file, tail_of
@@ -39,7 +39,7 @@ _SHOWN_BYTES = 2000
 _FLAGS = {"slots": "--slots", "memory_bytes": "--memory-limit", "server_idle_timeout_s": "--idle-timeout"}
 
 
-def attach(dirpath: str, run: str, *, revive: bool = True) -> EmbeddedHost | None:
+def attach(dirpath: str, run: str, *, revive: bool = True) -> LocalServer | None:
     """Connect to the local server of a run; ``None`` if there is none.
 
     Args:
@@ -55,7 +55,7 @@ def attach(dirpath: str, run: str, *, revive: bool = True) -> EmbeddedHost | Non
     if revive:
         return revived(record, run)
     try:
-        return EmbeddedHost(record, run, SERVER_CALL_TIMEOUT_S) if record.running() else None
+        return LocalServer(record, run, SERVER_CALL_TIMEOUT_S) if record.running() else None
     except ServerUnreachableError as error:
         logger.debug("the local server is on its way out, or does not answer: %s", error)
         return None
@@ -66,7 +66,7 @@ def revived(
     run: str = "",
     server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
     settings: Mapping[str, Any] = MappingProxyType({}),
-) -> EmbeddedHost | None:
+) -> LocalServer | None:
     """Connect to a local server; for slots that a killed one left, start one; ``None`` if there is neither.
 
     Args:
@@ -98,7 +98,7 @@ def start(
     memory_bytes: int,
     server_idle_timeout_s: float,
     server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
-) -> EmbeddedHost:
+) -> LocalServer:
     """Connect to the local server of a run; start it first if need be. Trainers that start at once get one server.
 
     Args:
@@ -147,7 +147,7 @@ def end_process(process: ProcessId, *, discard: bool) -> bool:
 
 def _connect(
     record: ServerRecord, run: str, server_call_timeout_s: float, settings: Callable[[], Mapping[str, Any]]
-) -> EmbeddedHost | None:
+) -> LocalServer | None:
     """Connect to a server; where none lives, start one with ``settings()``, or return ``None`` if that is empty."""
     if not record.running() and not settings():
         return None
@@ -157,7 +157,7 @@ def _connect(
         while True:
             if record.running():
                 try:
-                    return EmbeddedHost(record, run, server_call_timeout_s)
+                    return LocalServer(record, run, server_call_timeout_s)
                 except ServerUnreachableError as error:
                     _wait_or_end(record, error, deadline)
                 except ServerRefusedError as error:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import attach
@@ -159,7 +159,7 @@ class MemorySource:
 
             yield read
 
-    def _attached(self) -> EmbeddedHost:
+    def _attached(self) -> LocalServer:
         host = attach(self._url, self._run)
         if host is None:
             raise SnapshotNotFoundError("the local server has gone")

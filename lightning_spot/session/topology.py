@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, replace
 from itertools import repeat
 
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.protocol.record import find_record
@@ -48,7 +48,7 @@ class Topology:
             location: of the run.
             host: the ring that this rank writes into.
         """
-        mine = place_of(location) if isinstance(host, EmbeddedHost) else secrets.token_hex(16)
+        mine = place_of(location) if isinstance(host, LocalServer) else secrets.token_hex(16)
         by_place: dict[str, list[int]] = {}
         for rank, place in enumerate(ranks.gather(mine)):
             by_place.setdefault(place, []).append(rank)

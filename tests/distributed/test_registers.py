@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -236,11 +236,11 @@ def test_an_in_process_rank_is_told_if_it_needs_memory() -> None:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Callable[[], EmbeddedHost]]:
+def hosts(tmp_path: Path) -> Iterator[Callable[[], LocalServer]]:
     """Make connections to one local server, as each rank has one; the first has opened the run."""
-    made: list[EmbeddedHost] = []
+    made: list[LocalServer] = []
 
-    def connect() -> EmbeddedHost:
+    def connect() -> LocalServer:
         settings = {"slots": 2, "memory_bytes": MOST_MIB * 2**20, "server_idle_timeout_s": 30.0}
         host = starting.start(str(tmp_path / "run"), "run", **settings)
         made.append(host)
@@ -256,7 +256,7 @@ def hosts(tmp_path: Path) -> Iterator[Callable[[], EmbeddedHost]]:
     made[0].leave(complete=True)
 
 
-def _written(host: EmbeddedHost, step: int, rank: int) -> Lease:
+def _written(host: LocalServer, step: int, rank: int) -> Lease:
     manifest = shard_manifest(step, rank, run_id=host.run.partition("@")[2])
     lease = host.lease(manifest.nbytes, 30.0, writer=rank)
     lease.map[: manifest.nbytes] = shard_image(manifest)
@@ -264,7 +264,7 @@ def _written(host: EmbeddedHost, step: int, rank: int) -> Lease:
     return lease
 
 
-def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:
+def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[], LocalServer], tmp_path: Path) -> None:
     first, second = hosts(), hosts()
     with ThreadPoolExecutor(1) as pool:
         for step in (1, 2):
@@ -301,7 +301,7 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
     assert len(os.listdir("/proc/self/fd")) == before  # each slot that was read would stay, with its memory
 
 
-def test_a_shard_that_left_memory_is_said_to_be_gone(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:
+def test_a_shard_that_left_memory_is_said_to_be_gone(hosts: Callable[[], LocalServer], tmp_path: Path) -> None:
     first, second = hosts(), hosts()
     _written(first, 1, 0)
     _written(second, 1, 1)
@@ -312,7 +312,7 @@ def test_a_shard_that_left_memory_is_said_to_be_gone(hosts: Callable[[], Embedde
         source.open(manifest)
 
 
-def test_a_shard_that_was_damaged_in_memory_is_not_read(hosts: Callable[[], EmbeddedHost], tmp_path: Path) -> None:
+def test_a_shard_that_was_damaged_in_memory_is_not_read(hosts: Callable[[], LocalServer], tmp_path: Path) -> None:
     first, second = hosts(), hosts()
     _written(first, 1, 0)
     lease = _written(second, 1, 1)

@@ -23,7 +23,7 @@ from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.ending import LastState
 from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.layouts import ShardedCheckpointLayouter
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
@@ -101,9 +101,9 @@ class Ranks:
         return self.ranks[0].attempt
 
     @property
-    def host(self) -> EmbeddedHost:
+    def host(self) -> LocalServer:
         host = self.attempt.writer.host
-        assert isinstance(host, EmbeddedHost)
+        assert isinstance(host, LocalServer)
         return host
 
     def write(self, step: int, how: Decision = HOW) -> None:

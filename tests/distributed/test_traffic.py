@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 import lightning_spot
 from lightning_spot import EverySteps
-from lightning_spot.client.embedded import Session
+from lightning_spot.client.local_server import Session
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.session.collectives import AsyncBroadcast
 from lightning_spot.session.coordinator import Decision

@@ -26,7 +26,7 @@ from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.cli.command import main
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import FencedError, ServerUnreachableError, SettingsError, TierError
@@ -565,7 +565,7 @@ def test_a_server_lost_while_a_resume_asks_it_is_asked_again(
             ),
         )
     else:
-        monkeypatch.setattr(EmbeddedHost, "listing", is_lost(EmbeddedHost.listing))
+        monkeypatch.setattr(LocalServer, "listing", is_lost(LocalServer.listing))
     monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(tries=3, first_pause_s=0.05))
     probe = Probe()
     with pytest.raises(Stop):

@@ -18,7 +18,7 @@ import torch
 
 from lightning_spot import EverySteps, RemoteSnapshot
 from lightning_spot.capture import schedule
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.stores import open_store
 from lightning_spot.server.host import Lease
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -54,15 +54,15 @@ def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tiers]:
     """A snapshot server in this process, that carries the run on. Small states are cut as large ones are."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
     found = Tiers()
-    real_seal = EmbeddedHost.seal
+    real_seal = LocalServer.seal
 
-    def seal(self: EmbeddedHost, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> Any:
+    def seal(self: LocalServer, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> Any:
         done = real_seal(self, lease, manifest, *more, **named)
         image = bytes(lease.map[: manifest.nbytes])
         found.host.setdefault(manifest.step, read(image))
         return done
 
-    monkeypatch.setattr(EmbeddedHost, "seal", seal)
+    monkeypatch.setattr(LocalServer, "seal", seal)
     server = SnapshotServer(slots=None, memory_bytes=256 * MIB, open_store=open_store, allow=[str(tmp_path)])
 
     def look() -> None:

@@ -386,7 +386,7 @@ def test_a_trainer_that_is_gone_was_killed(tmp_path: Path) -> None:
 
 LEAVES = """
 import sys
-from lightning_spot.client.embedded import Session
+from lightning_spot.client.local_server import Session
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.protocol.wire import Address
 connection = Session(ServerClient(Address(socket_path=sys.argv[1])), 30.0)

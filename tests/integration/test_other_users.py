@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError, TierReason
 from lightning_spot.goodput.ledger import AttemptRecord
@@ -330,7 +330,7 @@ def test_a_server_of_another_user_is_not_spoken_to(
         record.note(alive, **SETTINGS)  # type: ignore[arg-type]
         began_s = time.monotonic()
         with pytest.raises(ServerRefusedError, check=TierReason.REFUSED.caused):
-            EmbeddedHost(record, "run")
+            LocalServer(record, "run")
         with pytest.raises(ServerRefusedError, check=TierReason.REFUSED.caused):
             ServerClient(Address(socket_path=str(record.http))).ping()
         with pytest.raises(ServerRefusedError, check=TierReason.REFUSED.caused):

@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
@@ -329,7 +329,7 @@ def test_the_server_of_a_killed_start_gets_the_next_credentials(
     for name in keys:
         monkeypatch.delenv(name)
 
-    def start(attempt: int) -> EmbeddedHost:
+    def start(attempt: int) -> LocalServer:
         host = starting.start(url, "run", slots=2, memory_bytes=2**24, server_idle_timeout_s=60.0)
         told: dict[str, Any] = {"location": url, "durable_url": url, "attempt": attempt, "token": f"t{attempt}"}
         host.open_run(RunInfo(name="run", id="", **told))

@@ -26,8 +26,8 @@ import pytest
 
 from lightning_spot.client import server_client as client_module
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
 from lightning_spot.client.encoding import OutgoingPart
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
@@ -347,7 +347,7 @@ def test_a_slot_that_is_asked_for_at_ctrl_c_is_given_back(
     host.leave(complete=True)
 
 
-def client_status(host: EmbeddedHost) -> dict[str, Any]:
+def client_status(host: LocalServer) -> dict[str, Any]:
     return host.client.call("GET", "/v1/status")
 
 

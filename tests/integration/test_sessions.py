@@ -23,8 +23,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from lightning_spot.client import embedded, starting
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client import local_server, starting
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import RunBusyError, ServerUnreachableError, SpotError, TierError
@@ -50,7 +50,7 @@ SEALED = ("committed", "flushing", "leaving")
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
 
-def start(dirpath: Path, slots: int = 3, **more: Any) -> EmbeddedHost:
+def start(dirpath: Path, slots: int = 3, **more: Any) -> LocalServer:
     settings = {
         "slots": slots,
         "memory_bytes": 2**28,
@@ -61,14 +61,14 @@ def start(dirpath: Path, slots: int = 3, **more: Any) -> EmbeddedHost:
     return starting.start(str(dirpath), "run", **settings)
 
 
-def opened(dirpath: Path, attempt: int = 1, **more: Any) -> EmbeddedHost:
+def opened(dirpath: Path, attempt: int = 1, **more: Any) -> LocalServer:
     """Start, or find, the local server, and open the run."""
     host = start(dirpath, **more)
     host.open_run(info_of(str(dirpath), attempt))
     return host
 
 
-def filling(host: EmbeddedHost) -> int:
+def filling(host: LocalServer) -> int:
     return sum(slot["state"] == "filling" for slot in host.client.call("GET", "/v1/status")["slots"])
 
 
@@ -101,7 +101,7 @@ def warm_trainers(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Small, "python", warm_python)
 
 
-def safe_everywhere(dirpath: Path, host: EmbeddedHost | None) -> dict[int, Manifest]:
+def safe_everywhere(dirpath: Path, host: LocalServer | None) -> dict[int, Manifest]:
     """Snapshots by step, in memory or durable, each with the bytes it was committed with."""
     found = {manifest.step: manifest for manifest in LocalStore(dirpath).survey().manifests}
     for manifest in found.values():
@@ -371,7 +371,7 @@ def test_a_slot_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with monkeypatch.context() as patch:
-        patch.setattr(embedded, "map_shared", fails)
+        patch.setattr(local_server, "map_shared", fails)
         with pytest.raises(TierError, match=os.strerror(errno.ENOMEM)):
             host.lease(NBYTES, 0.0)
     assert filling(host) == 0

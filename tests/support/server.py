@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_spot.client.embedded import EmbeddedHost, Session
+from lightning_spot.client.local_server import LocalServer, Session
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
@@ -383,7 +383,7 @@ def is_kept(run: dict[str, Any]) -> bool:
     return not {"holds it", "carries it on"}.isdisjoint(run["servers"].values())
 
 
-def server_pid(host: EmbeddedHost) -> int:
+def server_pid(host: LocalServer) -> int:
     """Of the local server of a host."""
     return int(host.client.call("GET", "/v1/status")["pid"])
 

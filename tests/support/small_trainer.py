@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.server.host import Lease
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
@@ -54,7 +54,7 @@ def fill(lease: Lease, step: int) -> None:
     lease.map[: lease.nbytes] = image_of(step, lease.nbytes)
 
 
-def take(host: EmbeddedHost, step: int, nbytes: int) -> Manifest:
+def take(host: LocalServer, step: int, nbytes: int) -> Manifest:
     """Commit the snapshot of a step."""
     lease, manifest = host.lease(nbytes, 10.0), manifest_of(step, host.attempt, nbytes)
     fill(lease, step)
@@ -62,7 +62,7 @@ def take(host: EmbeddedHost, step: int, nbytes: int) -> Manifest:
     return manifest
 
 
-def reach(host: EmbeddedHost, phase: str, step: int, nbytes: int) -> list[threading.Thread]:
+def reach(host: LocalServer, phase: str, step: int, nbytes: int) -> list[threading.Thread]:
     """Bring a host into a phase; what goes on there goes on in threads."""
     if phase == "leasing":
         while True:  # until no slot is left

@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from tests.support.exact_cases import loader
 from tests.support.strike import Strike
 from tests.support.trainer import digest
@@ -113,11 +113,11 @@ class Account(pl.Callback):
         told = {"copied": writer.copied_bytes, "aborted": writer.aborted, "skipped": self.spot.num_skipped}
         (self.root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
         if self.loses_server and trainer.is_global_zero:
-            assert isinstance(writer.host, EmbeddedHost)
+            assert isinstance(writer.host, LocalServer)
             lose_as_it_leases(writer.host)
 
 
-def lose_as_it_leases(host: EmbeddedHost) -> None:
+def lose_as_it_leases(host: LocalServer) -> None:
     """Kill the local server when it is asked for a slot."""
     pid, lease = host._call("GET", "/v1/status")["pid"], host.lease
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from lightning_spot.client import part_streams, remote, server_client
-from lightning_spot.client.embedded import EmbeddedHost, Session
 from lightning_spot.client.encoding import PartEncoder
+from lightning_spot.client.local_server import LocalServer, Session
 from lightning_spot.client.part_streams import PartStream, send_parts
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
@@ -230,7 +230,7 @@ def test_what_a_newer_server_tells_besides_of_a_tier_is_left_out() -> None:
     told = TierHealth(kind="server", flushed=3, drain_s=0.5)
     answer = {"tiers": {"spot://server": {**asdict(told), "of_another_day": {"x": 1}}}}
     host: Any = SimpleNamespace(_call=lambda *_: answer)
-    assert EmbeddedHost.tiers(host) == {"spot://server": told}
+    assert LocalServer.tiers(host) == {"spot://server": told}
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["says-little", "says-nothing"])

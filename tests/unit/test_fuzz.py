@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_spot.client.embedded import Session
+from lightning_spot.client.local_server import Session
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.errors import SnapshotNotFoundError, SpotError

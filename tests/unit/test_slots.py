@@ -16,7 +16,7 @@ from lightning_spot.capture import slot_pool
 from lightning_spot.capture.slot_pool import SlotMaker, SlotPool
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
-from lightning_spot.client.embedded import EmbeddedHost
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
@@ -308,7 +308,7 @@ def test_a_server_still_making_a_slot_does_not_count_as_lost() -> None:
         asked.append(body["upload"])
         raise ServerUnreachableError("no answer") from TimeoutError()
 
-    host: Any = object.__new__(EmbeddedHost)
+    host: Any = object.__new__(LocalServer)
     host.run, host.attempt, host.server_call_timeout_s = "run@1", 1, 5.0
     host.session, host.client = SimpleNamespace(id="1"), SimpleNamespace(call=call, ping=pings.append)
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):

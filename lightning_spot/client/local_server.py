@@ -177,7 +177,7 @@ def _close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-class EmbeddedHost:
+class LocalServer:
     """The local server as its trainer sees it; implements :class:`~lightning_spot.server.host.Host`.
 
     Args:
