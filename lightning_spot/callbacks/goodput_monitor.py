@@ -96,7 +96,9 @@ class GoodputMonitor(SpotCallback):
         if self._journal is None:
             self._begin(trainer)
         assert self._journal is not None
-        self._journal.train(trainer.global_step, FitSession.of(trainer).resume.took_s)
+        resume = FitSession.of(trainer).resume
+        taken_s = resume.chosen.created_unix_s if resume.chosen is not None else None
+        self._journal.train(trainer.global_step, taken_s, resume.took_s)
         self._logged_s = time.monotonic()
         self._log(trainer)  # from the first row on: no logger gets a new column in the middle of a run
         self._show(trainer)
@@ -178,14 +180,15 @@ class GoodputMonitor(SpotCallback):
             snapshots=fit.resume.snapshots,
             heartbeat_s=self._heartbeat_s,
             begun_unix_s=self._begun_unix_s,
-            replicas=snapshots.replicas,
             newest_persisted=partial(_newest_in, snapshots.location.url),
             tell=partial(_tell, fit, snapshots),
         )
         fit.report = self._journal.hurry
 
     def _note(self, trainer: pl.Trainer, journal: Journal) -> None:
-        journal.note(trainer.global_step, self._taken.blocked_s, self._taken.begun_step)
+        snapshotter = self._taken.snapshotter
+        taken = snapshotter.writing.taken if snapshotter is not None else 0
+        journal.note(trainer.global_step, self._taken.blocked_s, taken)
 
     def _log(self, trainer: pl.Trainer) -> None:
         whole = self.spent()

@@ -171,11 +171,6 @@ class RemoteSnapshot(FitCallback):
         }
 
     @property
-    def replicas(self) -> int:
-        """At how many snapshot servers each snapshot is kept; 0 where ``servers`` names none."""
-        return self._settings.ring.replicas if self.location.servers else 0
-
-    @property
     def interval(self) -> IntervalPolicy:
         """The policy that decides when a snapshot is taken."""
         return self._settings.policy

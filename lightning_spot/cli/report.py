@@ -6,7 +6,7 @@ import argparse
 import html
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from lightning_spot.cli.arguments import location_of
@@ -90,7 +90,7 @@ def _rows(records: list[AttemptRecord], parts: list[Spent]) -> tuple[tuple[str, 
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.begun_unix_s)),
             f"{record.from_step} to {record.step}" if record.trained_unix_s is not None else "none",
             format_seconds(part.total_s - part.down_s),
-            str(len(record.snapshots)),
+            str(record.snapshots),
             format_seconds(part.blocked_s),
             f"{format_count(lost, 'step')}, {format_seconds(part.lost_s)}",
             format_seconds(part.down_s),
@@ -184,12 +184,7 @@ def _records(url: str) -> list[AttemptRecord]:
     if all(record.end != "running" for record in records):
         return records
     snapshots = open_store(url).survey().manifests
-    return [
-        completed(
-            url, record, [(item.step, item.created_unix_s) for item in snapshots if item.attempt == record.attempt]
-        )
-        for record in records
-    ]
+    return [completed(url, record, snapshots) for record in records]
 
 
 def _facts(records: list[AttemptRecord], parts: list[Spent], whole: Spent, before: int) -> dict[str, object]:
@@ -197,7 +192,7 @@ def _facts(records: list[AttemptRecord], parts: list[Spent], whole: Spent, befor
         return {**{name: getattr(part, name) for name in _COLOURS}, "total_s": part.total_s, "goodput": part.goodput}
 
     attempts = [
-        {**replace(record, earlier=None).as_dict(), "spent": plain(part)}
+        {**asdict(replace(record, earlier=None)), "spent": plain(part)}
         for record, part in zip(records, parts, strict=True)
     ]
     return {"attempts": attempts, "attempts_before": before, "whole": plain(whole)}

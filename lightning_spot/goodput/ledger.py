@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any
 
-from lightning_spot.config import HIGHEST_ATTEMPT, MOST_SERVERS
+from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import MalformedError
-from lightning_spot.untrusted import MOST_UNIX_S, UnixSeconds, decoded, integer, items, listed, number, text, whole
+from lightning_spot.untrusted import UnixSeconds, decoded, listed, text, whole
 
-MOST_SNAPSHOTS = 500
 MOST_CARRIED = 64
 ENDS = ("running", "killed", "preempted", "complete", "failed")
 _MOST_STEPS = 10**18
-_CARRIED_SNAPSHOTS = 16  # of each attempt that is carried on: a record is written every few seconds
-
 
 _Step = Annotated[int, whole(0, _MOST_STEPS)]
 
@@ -25,14 +22,6 @@ def _end(fields: Mapping[str, Any], name: str, default: str | None) -> str:
     if (end := text(fields, name, default)) not in ENDS:
         raise MalformedError(f"its end is none of {', '.join(ENDS)}")
     return end
-
-
-def _snapshots(fields: Mapping[str, Any], name: str, _default: object) -> list[tuple[int, float]]:
-    found = []
-    for item in items(fields, name, 4 * MOST_SNAPSHOTS):
-        both = dict(zip(("step", "time"), item, strict=False)) if isinstance(item, list | tuple) else {}
-        found.append((integer(both, "step", None, 0, _MOST_STEPS), number(both, "time", None, 0, MOST_UNIX_S)))
-    return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,14 +33,14 @@ class AttemptRecord:
         begun_unix_s: when it began: its process, or ``fit``, see :func:`~lightning_spot.goodput.records.begin_unix_s`.
         trained_unix_s: when training began, with everything restored; ``None`` if it never did.
         from_step: ``global_step`` at that time.
+        from_unix_s: when the snapshot that it was resumed from was taken; ``None`` where it was resumed from none.
         step: the last one.
         unix_s: when this was noted.
         alive_unix_s: when its trainer wrote this to storage last, which it does in a long validation, too.
         blocked_s: seconds that training waited for snapshots.
-        snapshots: step and time of those begun; every other one is left out when there are too many.
+        snapshots: how many it has taken.
         restore_s: of the seconds before training began, those that finding and reading the snapshot took; 0 for a fresh
             start.
-        replicas: at how many snapshot servers each of its snapshots was to be kept; 0 where none was named.
         end: one of :data:`ENDS`.
         earlier: account of the attempts before it.
     """
@@ -60,32 +49,19 @@ class AttemptRecord:
     begun_unix_s: UnixSeconds
     trained_unix_s: UnixSeconds | None = None
     from_step: _Step = 0
+    from_unix_s: UnixSeconds | None = None
     step: _Step = 0
     unix_s: UnixSeconds = 0.0
     alive_unix_s: UnixSeconds = 0.0
     blocked_s: UnixSeconds = 0.0
-    snapshots: Annotated[list[tuple[int, float]], _snapshots] = field(default_factory=list)
+    snapshots: _Step = 0
     restore_s: UnixSeconds = 0.0
-    replicas: Annotated[int, whole(0, MOST_SERVERS)] = 0
     end: Annotated[str, _end] = "running"
     earlier: Account | None = None
 
-    def begin_snapshot(self, step: int, unix_s: float) -> None:
-        """Note a snapshot."""
-        self.snapshots.append((step, unix_s))
-        if len(self.snapshots) > MOST_SNAPSHOTS:
-            self.snapshots = self.snapshots[::2]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {name: getattr(self, name) for name in self.__slots__} | {
-            "snapshots": list(self.snapshots),
-            "earlier": asdict(self.earlier) if self.earlier is not None else None,
-        }
-
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> AttemptRecord:
-        """Of what :meth:`as_dict` gave; what a later version may have added is left out.
+        """Of plain values; what a later version may have added is left out.
 
         Raises:
             MalformedError: if a value is not what it should be.
@@ -132,8 +108,8 @@ class Account:
     Attributes:
         attempts: number of those summed up in ``closed``.
         closed: where their time went, the pause after the last of them included.
-        latest: records of the latest attempts before this one, at most :data:`MOST_CARRIED`, the first first; with a
-            few of their snapshots, and without accounts of their own.
+        latest: records of the latest attempts before this one, at most :data:`MOST_CARRIED`, the first first; without
+            accounts of their own.
     """
 
     attempts: Annotated[int, whole(0, HIGHEST_ATTEMPT)] = 0
@@ -149,26 +125,13 @@ class Account:
         """Where the time of the run went, the current attempt included."""
         return total([self.closed, *spent([*self.latest, *([current] if current is not None else [])])])
 
-    def carry_snapshot(self, before: AttemptRecord, step: int) -> None:
-        """Carry on, of the latest attempt, the snapshot that the current one begins at, however many followed it.
-
-        Args:
-            before: that attempt, with all of its snapshots.
-            step: where the current one begins.
-        """
-        carried = self.latest[-1]
-        if all(known != step for known, _ in carried.snapshots):
-            found = [item for item in before.snapshots if item[0] == step]
-            carried.snapshots = [*found, *carried.snapshots]
-
 
 def account_after(previous: AttemptRecord | None) -> Account:
     """The account with which the attempt after ``previous`` begins."""
     if previous is None:
         return Account()
     before = previous.earlier or Account()
-    carried = replace(previous, earlier=None, snapshots=previous.snapshots[-_CARRIED_SNAPSHOTS:])
-    latest = [*before.latest, carried]
+    latest = [*before.latest, replace(previous, earlier=None)]
     dropped = max(0, len(latest) - MOST_CARRIED)
     closed = total([before.closed, *spent(latest)[:dropped]])
     return Account(attempts=before.attempts + dropped, closed=closed, latest=latest[dropped:])
@@ -202,7 +165,7 @@ def spent(records: Sequence[AttemptRecord]) -> list[Spent]:
     Args:
         records: of one run, in the order of the attempts.
     """
-    return [_of(*item) for item in zip(records, _pauses(records), lost_steps(records), strict=True)]
+    return [_of(*item) for item in zip(records, _pauses(records), _lost(records), strict=True)]
 
 
 def lost_steps(records: Sequence[AttemptRecord]) -> list[int]:
@@ -211,13 +174,19 @@ def lost_steps(records: Sequence[AttemptRecord]) -> list[int]:
     Args:
         records: of one run, in the order of the attempts.
     """
-    lost: list[int] = []
-    lowest: int | None = None
+    return [steps for steps, _ in _lost(records)]
+
+
+def _lost(records: Sequence[AttemptRecord]) -> list[tuple[int, float | None]]:
+    """Steps of each attempt that a later one did again, and when it had begun with them, as far as that is known."""
+    lost: list[tuple[int, float | None]] = []
+    lowest: AttemptRecord | None = None
     for record in reversed(records):
-        again = record.step - lowest if lowest is not None else 0
-        lost.append(max(0, min(again, record.step - record.from_step)))
-        if record.trained_unix_s is not None:
-            lowest = record.from_step if lowest is None else min(lowest, record.from_step)
+        again = record.step - lowest.from_step if lowest is not None else 0
+        steps = max(0, min(again, record.step - record.from_step))
+        lost.append((steps, lowest.from_unix_s if lowest is not None else None))
+        if record.trained_unix_s is not None and (lowest is None or record.from_step < lowest.from_step):
+            lowest = record
     return lost[::-1]
 
 
@@ -236,7 +205,7 @@ def _end_s(record: AttemptRecord) -> float:
     return max(record.unix_s, record.begun_unix_s)
 
 
-def _of(record: AttemptRecord, down_s: float, lost: int) -> Spent:
+def _of(record: AttemptRecord, down_s: float, lost: tuple[int, float | None]) -> Spent:
     end_s = _end_s(record)
     if record.trained_unix_s is None:
         return Spent(startup_s=end_s - record.begun_unix_s, down_s=down_s)
@@ -244,7 +213,7 @@ def _of(record: AttemptRecord, down_s: float, lost: int) -> Spent:
     restore_s = min(record.restore_s, before_s)
     training_s = max(0.0, end_s - record.trained_unix_s)
     blocked_s = min(record.blocked_s, training_s)
-    share = _share_of_time(record, lost, end_s, training_s)
+    share = _share_of_time(record, *lost, end_s, training_s)
     work_s = training_s - blocked_s
     return Spent(
         productive_s=work_s * (1 - share),
@@ -256,10 +225,11 @@ def _of(record: AttemptRecord, down_s: float, lost: int) -> Spent:
     )
 
 
-def _share_of_time(record: AttemptRecord, lost: int, end_s: float, training_s: float) -> float:
+def _share_of_time(
+    record: AttemptRecord, lost: int, since_unix_s: float | None, end_s: float, training_s: float
+) -> float:
     """Share of an attempt's training that its last ``lost`` steps took: since the snapshot before them, if known."""
     if lost <= 0 or training_s <= 0:
         return 0.0
-    taken_s = dict(record.snapshots).get(record.step - lost)
-    share = lost / (record.step - record.from_step) if taken_s is None else (end_s - taken_s) / training_s
+    share = (end_s - since_unix_s) / training_s if since_unix_s is not None else lost / (record.step - record.from_step)
     return min(1.0, max(0.0, share))

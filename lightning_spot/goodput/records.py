@@ -18,9 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.errors import MalformedError, SettingsError, TierError
@@ -45,18 +44,17 @@ _MOST_BYTES = 2**22
 _LOOK_EVERY = 6  # beats: each look lists the run in storage
 
 
-def write_record(run_url: str, attempt: int, record: dict[str, Any]) -> None:
+def write_record(run_url: str, record: AttemptRecord) -> None:
     """Write how an attempt goes, in place of what was written before. A reader never sees half of it.
 
     Args:
         run_url: durable directory or fsspec URL of the run.
-        attempt: its number.
-        record: plain values.
+        record: of the attempt.
 
     Raises:
         TierError: if the tier fails.
     """
-    _folder(run_url).write(_name(attempt), memoryview(sealed_json(record).encode()))
+    _folder(run_url).write(_name(record.attempt), memoryview(sealed_json(asdict(record)).encode()))
 
 
 def newest_record(run_url: str, before: int | None = None) -> AttemptRecord | None:
@@ -140,7 +138,7 @@ def keep_reached(run_url: str, record: AttemptRecord) -> None:
     """
     process = ProcessId.of(os.getpid())
     kept = {
-        "record": replace(record, earlier=None).as_dict(),
+        "record": asdict(replace(record, earlier=None)),
         "process": process.to_json() if process is not None else None,
     }
     with find_record(run_url).opened() as opened:
@@ -171,28 +169,25 @@ def forget_reached(run_url: str, attempt: int) -> None:
             _path(opened, attempt).unlink(missing_ok=True)
 
 
-def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[tuple[int, float]]) -> AttemptRecord:
-    """A record from storage, with all that is known beyond it of an attempt that was killed.
+def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[Manifest]) -> AttemptRecord:
+    """A record from storage, with what is known beyond it of an attempt that did not say how it ended.
 
     Args:
         run_url: durable directory or URL of the run.
-        record: of an attempt; unchanged if it said itself how it ended.
-        snapshots: step and time of those of the attempt that are left, at whatever tier.
+        record: of an attempt.
+        snapshots: of the run, at whatever tier.
     """
-    if record.end not in ("running", "killed"):
+    if record.end == "running":
+        here = read_reached(run_url, record.attempt)
+        if here is not None and here.begun_unix_s == record.begun_unix_s:
+            record = replace(here, earlier=record.earlier)
+    own = (each for each in snapshots if each.attempt == record.attempt)
+    newest = max(own, key=lambda each: each.step, default=None)
+    if newest is None or newest.step <= record.step:
         return record
-    here = read_reached(run_url, record.attempt) if record.end == "running" else None
-    if here is not None and here.begun_unix_s == record.begun_unix_s:
-        record = replace(here, earlier=record.earlier)
-    snapshots = sorted(snapshots)
-    newest_step, newest_s = max(snapshots, default=(-1, 0.0))
-    if record.end in ("running", "killed") and newest_step > record.step:
-        record = replace(record, step=newest_step, unix_s=max(record.unix_s, newest_s))
-        if record.trained_unix_s is None:
-            record = replace(record, trained_unix_s=record.begun_unix_s)
-    known = {step for step, _ in record.snapshots}
-    more = [item for item in snapshots if item[0] not in known]
-    return replace(record, snapshots=sorted([*record.snapshots, *more])) if more else record
+    since_s = record.trained_unix_s if record.trained_unix_s is not None else record.begun_unix_s
+    unix_s = max(record.unix_s, newest.created_unix_s)
+    return replace(record, trained_unix_s=since_s, step=newest.step, unix_s=unix_s)
 
 
 def _path(record: ServerRecord, attempt: int) -> Path:
@@ -229,7 +224,6 @@ class Journal:
         snapshots: of earlier attempts, at whatever tier: they tell how far one got whose machine is gone.
         heartbeat_s: seconds between two writes to storage.
         begun_unix_s: when the attempt began, see :func:`begin_unix_s`.
-        replicas: at how many snapshot servers each snapshot is kept.
         newest_persisted: looks up step and time of the newest snapshot in storage, ``None`` if there is none.
         tell: tells servers what was measured, at each of these writes.
 
@@ -247,7 +241,6 @@ class Journal:
         snapshots: Iterable[Manifest] = (),
         heartbeat_s: float,
         begun_unix_s: float,
-        replicas: int = 0,
         newest_persisted: Callable[[], tuple[int, float] | None] | None = None,
         tell: Callable[[Journal], object] = bool,
     ) -> None:
@@ -257,11 +250,9 @@ class Journal:
         self._heartbeat_s = heartbeat_s
         self._ahead_s = time.time() - time.monotonic()  # days by which a clock is set meanwhile are no training
         self._mended: AttemptRecord | None = None
-        previous = self._previous(attempt, list(snapshots))
-        self._before = previous
-        self.earlier: Account = account_after(previous)
+        self.earlier: Account = account_after(self._previous(attempt, snapshots))
         self.record = AttemptRecord(
-            attempt=attempt, begun_unix_s=begun_unix_s, unix_s=self._now(), replicas=replicas, earlier=self.earlier
+            attempt=attempt, begun_unix_s=begun_unix_s, unix_s=self._now(), earlier=self.earlier
         )
         self._is_kept, self._kept_s = True, 0.0  # on this host
         self._keep()
@@ -275,34 +266,32 @@ class Journal:
         """Where the time of the run went so far."""
         return self.earlier.spent(self.record)
 
-    def train(self, step: int, restore_s: float) -> None:
+    def train(self, step: int, taken_unix_s: float | None = None, restore_s: float = 0.0) -> None:
         """Training begins.
 
         Args:
             step: where it begins.
+            taken_unix_s: when the snapshot was taken from which it is resumed.
             restore_s: seconds that the resume took.
         """
         record = self.record
         record.trained_unix_s = record.unix_s = self._now()
         record.from_step = record.step = step
-        record.restore_s = restore_s
-        if self._before is not None:  # it is known now what of it is done again, and since when that was trained
-            self.earlier.carry_snapshot(self._before, step)
+        record.from_unix_s, record.restore_s = taken_unix_s, restore_s
         self._keep()
         self._wake.set()
 
-    def note(self, step: int, blocked_s: float, begun_step: int) -> None:
+    def note(self, step: int, blocked_s: float, snapshots: int) -> None:
         """Note where training is; costs microseconds, and once a second some more.
 
         Args:
             step: of the optimizer.
             blocked_s: seconds that training has waited for snapshots.
-            begun_step: of the newest snapshot that was begun, -1 for none.
+            snapshots: how many it has taken.
         """
         record = self.record
-        record.step, record.unix_s, record.blocked_s = step, self._now(), blocked_s
-        if begun_step >= 0 and (not record.snapshots or record.snapshots[-1][0] != begun_step):
-            record.begin_snapshot(begun_step, record.unix_s)
+        record.step, record.unix_s = step, self._now()
+        record.blocked_s, record.snapshots = blocked_s, snapshots
         if time.monotonic() - self._kept_s >= KEEP_S:
             self._keep()
 
@@ -326,7 +315,7 @@ class Journal:
     def _now(self) -> float:
         return self._ahead_s + time.monotonic()
 
-    def _previous(self, attempt: int, snapshots: list[Manifest]) -> AttemptRecord | None:
+    def _previous(self, attempt: int, snapshots: Iterable[Manifest]) -> AttemptRecord | None:
         """The record of the attempt before, which carries the account of all before it."""
         try:
             written = newest_record(self._url, before=attempt)
@@ -336,8 +325,7 @@ class Journal:
             return None
         if written is None:
             return None
-        seen = [(item.step, item.created_unix_s) for item in snapshots if item.attempt == written.attempt]
-        previous = completed(self._url, written, seen)
+        previous = completed(self._url, written, snapshots)
         if previous.end == "running":
             previous.end = "killed"  # there is one trainer of a run at a time
         self._mended = previous if previous != written else None
@@ -372,7 +360,7 @@ class Journal:
                 logger.debug("servers are not told what was measured: %r", error)
             try:
                 self.record.alive_unix_s = self._now()
-                write_record(self._url, self.record.attempt, self.record.as_dict())
+                write_record(self._url, self.record)
                 self._mend()
             except TierError as error:
                 logger.debug("%s", error)  # its uploader tells of a tier that fails
@@ -399,5 +387,5 @@ class Journal:
         """Write what was found out of the attempt before in place of what it could write itself."""
         mended, self._mended = self._mended, None
         if mended is not None:
-            write_record(self._url, mended.attempt, mended.as_dict())
+            write_record(self._url, mended)
             forget_reached(self._url, mended.attempt)

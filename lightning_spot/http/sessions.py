@@ -188,7 +188,7 @@ def note_killed(info: RunInfo) -> None:
         written = newest_record(info.durable_url, before=info.attempt + 1)
         if written is None or written.attempt != info.attempt:
             return  # which alone knows the attempts before
-        write_record(info.durable_url, info.attempt, replace(record, earlier=written.earlier).as_dict())
+        write_record(info.durable_url, replace(record, earlier=written.earlier))
     except TierError as error:
         text = "how far attempt {attempt} of {about} got was not written: {error}"
         say(logging.WARNING, "goodput-not-written", text, about=info.text, attempt=info.attempt, error=error)

@@ -61,6 +61,7 @@ class ResumedFrom:
         step: its ``global_step``.
         epoch: its ``current_epoch``.
         attempt: that took it.
+        created_unix_s: when that was, seconds since 1970.
         tier: ``"host"``, ``"storage"`` or the URL of a snapshot server.
         url: where exactly.
         complete: whether the run had reached its end.
@@ -71,6 +72,7 @@ class ResumedFrom:
     step: int
     epoch: int
     attempt: int
+    created_unix_s: float
     tier: str
     url: str
     complete: bool
@@ -85,6 +87,7 @@ class ResumedFrom:
             step=manifest.step,
             epoch=manifest.epoch,
             attempt=manifest.attempt,
+            created_unix_s=manifest.created_unix_s,
             tier=snapshot.tier,
             url=snapshot.url,
             complete=manifest.complete,

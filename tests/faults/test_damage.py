@@ -97,8 +97,8 @@ def wrongly(fields: Any) -> Iterator[Any]:
 
 def test_a_damaged_record_costs_statistics_but_never_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = AttemptRecord(attempt=1, begun_unix_s=1e9, trained_unix_s=1e9 + 1, step=9, unix_s=1e9 + 9, end="failed")
-    second = AttemptRecord(attempt=2, begun_unix_s=1e9 + 20, earlier=account_after(first), snapshots=[(3, 1e9 + 25)])
-    write_record(str(tmp_path), 2, second.as_dict())
+    second = AttemptRecord(attempt=2, begun_unix_s=1e9 + 20, earlier=account_after(first), from_unix_s=1e9 + 7)
+    write_record(str(tmp_path), second)
     path = tmp_path / "attempts" / "attempt-0002.progress.json"
     good = json.loads(path.read_text())
     del good["checksum"]
@@ -106,7 +106,7 @@ def test_a_damaged_record_costs_statistics_but_never_training(tmp_path: Path, ca
         path.write_text(json.dumps(record))
         caplog.clear()
         journal = Journal(str(tmp_path), 3, heartbeat_s=1000.0, begun_unix_s=1e9 + 30)
-        journal.train(12, 0.1)
+        journal.train(12, 1e9 + 25, 0.1)
         assert journal.spent.total_s >= 0
         assert len(caplog.records) <= 1
         journal.close("failed")
@@ -305,7 +305,7 @@ READ: dict[str, tuple[Callable[[Any], Any], list[bytes]]] = {
     "JSON": (read_json, [manifest().to_json().encode(), b'{"a": [1, 2.5e3, "\\u00e9", null, {"b": true}]}']),
     "manifest": (Manifest.from_json, [each.to_json().encode() for each in (manifest(), SHARD, failed(SHARD, "why"))]),
     "claim": (Claim.from_json, [CLAIM.to_json().encode()]),
-    "record": (read_record, [json.dumps(RECORD.as_dict()).encode()]),
+    "record": (read_record, [json.dumps(dataclasses.asdict(RECORD)).encode()]),
 }
 
 
@@ -522,7 +522,7 @@ def test_any_greeting_is_answered_or_hung_up_on(runtime_dir: Path, bench: Bench,
 
 def test_a_command_prints_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    write_record(str(run), 1, {**RECORD.as_dict(), "attempt": 1})
+    write_record(str(run), replace(RECORD, attempt=1))
     made = manifest(versions={"torch": HOSTILE[:-1], HOSTILE[:-1]: "1"})
     folder = run / made.name
     folder.mkdir()
@@ -545,7 +545,7 @@ def test_a_command_prints_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: 
 )
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, cli: Cli, make: Callable[[Path], None]) -> None:
     run, made = tmp_path / "run", manifest()
-    write_record(str(run), 1, {**RECORD.as_dict(), "attempt": 1})
+    write_record(str(run), replace(RECORD, attempt=1))
     (run / made.name).mkdir()
     (run / made.name / "manifest.json").write_text(made.to_json())
     make(run / made.name / "model.ckpt")

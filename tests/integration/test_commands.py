@@ -470,7 +470,7 @@ def test_the_report_as_one_page(tmp_path: Path, cli: Cli) -> None:
             unix_s=1e9 + begun_s + 110.0,
             end=end,
         )
-        write_record(str(run), number, record.as_dict())
+        write_record(str(run), record)
     told = cli("report", run, "--html", file, "--plot", tmp_path / "report.svg")
     page = Page(file.read_text())
     names = [name for name, _ in page.elements]

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +301,7 @@ def earlier(root: Path, attempts: int) -> None:
             unix_s=at_s + 9, restore_s=0.25, earlier=account_after(previous),
         )  # fmt: skip
         path = root / "attempts" / f"attempt-{number:04d}.progress.json"
-        path.write_text(json.dumps(previous.as_dict()) if number >= attempts - 3 else "{}")  # it takes its time
+        path.write_text(json.dumps(asdict(previous)) if number >= attempts - 3 else "{}")  # it takes its time
 
 
 def test_what_is_carried_on_is_bounded_and_adds_up(tmp_path: Path) -> None:
@@ -315,12 +315,12 @@ def test_what_is_carried_on_is_bounded_and_adds_up(tmp_path: Path) -> None:
     assert whole.total_s == pytest.approx(299 * 10.0 - 1.0)
     assert (whole.restore_s, whole.startup_s) == (pytest.approx(0.25 * 299), pytest.approx(0.75 * 299))
     assert whole.down_s == pytest.approx(298.0)
-    assert len(json.dumps(newest.as_dict())) < 50_000
+    assert len(json.dumps(asdict(newest))) < 50_000
 
 
 def test_a_damaged_newest_record_is_passed_over(tmp_path: Path) -> None:
     for number in (1, 2):
-        write_record(str(tmp_path), number, AttemptRecord(attempt=number, begun_unix_s=1.0).as_dict())
+        write_record(str(tmp_path), AttemptRecord(attempt=number, begun_unix_s=1.0))
     (tmp_path / "attempts" / "attempt-0002.progress.json").write_text("{")
     newest = newest_record(str(tmp_path))
     assert newest.attempt == 1

@@ -94,9 +94,9 @@ def attempt(number: int, begun: float, trained: float | None, steps: tuple[int, 
 FIRST = attempt(1, 0.0, 10.0, (0, 100), 110.0)
 TAKEN = attempt(2, 130.0, None, (0, 0), 135.0)  # away before it trained
 THIRD = attempt(3, 140.0, 150.0, (80, 180), 252.0, blocked_s=2.0, restore_s=4.0)
-SLOW = replace(FIRST, snapshots=[(60, 60.0), (80, 105.0)])  # at first: its snapshots tell
 TRAINED = Spent(startup_s=10.0, productive_s=80.0, lost_s=20.0)
 REST = [Spent(startup_s=5.0, down_s=5.0), Spent(startup_s=6.0, restore_s=4.0, blocked_s=2.0, productive_s=100.0)]
+LATE = replace(THIRD, from_unix_s=105.0)  # the first attempt was slow at first: the snapshot of step 80 tells
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ REST = [Spent(startup_s=5.0, down_s=5.0), Spent(startup_s=6.0, restore_s=4.0, bl
         pytest.param([FIRST, TAKEN, THIRD], [replace(TRAINED, down_s=20.0), *REST], id="three"),
         pytest.param([replace(FIRST, end="complete"), TAKEN, THIRD], [TRAINED, *REST], id="max_epochs raised later"),
         pytest.param(
-            [SLOW, THIRD],
+            [FIRST, LATE],
             [Spent(startup_s=10.0, productive_s=95.0, lost_s=5.0, down_s=30.0), REST[1]],
             id="slow at first",
         ),
@@ -132,40 +132,31 @@ def test_lost_steps_are_those_done_again(steps: list[tuple[int, int] | None], lo
 
 
 def test_the_last_line_and_the_report_tell_the_same(tmp_path: Path) -> None:
-    """Where training went back behind the snapshots that are carried on, the line took all steps for as long."""
-    snapshots = [(step, 10.0 + step**1.5) for step in range(1, 60)]
-    first = attempt(1, 0.0, 10.0, (0, 60), 500.0, end="killed", snapshots=snapshots)
-    write_record(str(tmp_path), 1, first.as_dict())
+    """Where training went back far, the line took all steps for as long."""
+    write_record(str(tmp_path), attempt(1, 0.0, 10.0, (0, 60), 500.0, end="killed"))
     journal = Journal(str(tmp_path), 2, heartbeat_s=60.0, begun_unix_s=600.0)
-    journal.train(5, 0.0)
-    journal.note(9, 0.0, -1)
+    journal.train(5, 21.0)
+    journal.note(9, 0.0, 0)
     journal.close("complete")
     before, records = history(read_records(str(tmp_path)))
     reported = total([before.closed, *spent(records)])
     assert asdict(journal.spent) == pytest.approx(asdict(reported))
-    assert reported.lost_s == pytest.approx(500.0 - snapshots[4][1])
+    assert reported.lost_s == pytest.approx(500.0 - 21.0)
     third = Journal(str(tmp_path), 3, heartbeat_s=60.0, begun_unix_s=time.time())
     third.close("failed")
     assert third.spent.lost_s == pytest.approx(reported.lost_s)
 
 
-def test_a_record_keeps_its_size() -> None:
-    record = attempt(1, 0.0, 0.0, (0, 0), 0.0)
-    for step in range(10_000):
-        record.begin_snapshot(step, float(step))
-    assert 200 < len(record.snapshots) <= 500
-    again = AttemptRecord.from_dict(json.loads(json.dumps({**record.as_dict(), "of_a_later_version": 1})))
+def test_what_a_later_version_adds_to_a_record_is_left_out() -> None:
+    record = attempt(2, 0.0, 0.0, (0, 0), 0.0, snapshots=7)
+    record.earlier = Account(attempts=1, latest=[attempt(1, 0.0, 1.0, (0, 5), 2.0)])
+    again = AttemptRecord.from_dict(json.loads(json.dumps({**asdict(record), "of_a_later_version": 1})))
     assert again == record
-    record.earlier = Account(attempts=1, latest=[attempt(1, 0.0, 1.0, (0, 5), 2.0, snapshots=[(3, 1.5)])])
-    assert record.as_dict() == asdict(record)
-    kept = record.as_dict()
-    record.begin_snapshot(10_000, 1e4)
-    assert kept["snapshots"][-1] != (10_000, 1e4)  # it is of that moment
 
 
 def test_records_are_read_in_order_and_damaged_ones_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in (2, 10, 1):
-        write_record(str(tmp_path), number, AttemptRecord(attempt=number, begun_unix_s=1.0).as_dict())
+        write_record(str(tmp_path), AttemptRecord(attempt=number, begun_unix_s=1.0))
     (tmp_path / "attempts" / "attempt-0003.progress.json").write_text('{"attempt":')
     (tmp_path / "attempts" / "attempt-0003.json").write_text("{}")
     assert [record.attempt for record in read_records(str(tmp_path))] == [1, 2, 10]
@@ -215,7 +206,9 @@ def test_a_run_over_two_attempts(tmp_path: Path, cli: Cli) -> None:
     first, second = read_records(url)
     assert (first.end, second.end) == ("failed", "complete")
     assert (first.step, second.from_step, second.step) == (25, 20, 40)
-    assert [step for step, _ in first.snapshots] == [10, 20]
+    assert first.snapshots == 2
+    assert first.from_unix_s is None
+    assert first.trained_unix_s < second.from_unix_s <= first.unix_s
     whole = total(spent([first, second]))
     assert whole.down_s >= 0.25
     assert whole.lost_s >= 0.04
@@ -280,14 +273,6 @@ def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
     assert kept.persisted == (7, 1e9)
 
 
-def test_an_attempt_notes_at_how_many_servers_its_snapshots_are(tmp_path: Path, cli: Cli) -> None:
-    url = str(tmp_path / "run")
-    named = RemoteSnapshot(url, servers=["spot://a:1", "spot://b:1"], replicas=2)
-    assert (named.replicas, RemoteSnapshot(url).replicas) == (2, 0)
-    journal(url, 1, replicas=named.replicas).close("failed")
-    assert [item["replicas"] for item in json.loads(cli("report", url, "-o", "json"))["attempts"]] == [2]
-
-
 def test_it_needs_snapshots() -> None:
     with pytest.raises(SettingsError, match="RemoteSnapshot"):
         trainer(GoodputMonitor()).fit(Net(), data())
@@ -321,9 +306,9 @@ def test_a_clock_that_is_set_in_mid_training_is_no_training(
 ) -> None:
     began_s, clock = time.monotonic(), time.time
     kept = journal(str(tmp_path), 1)
-    kept.train(0, 0.0)
+    kept.train(0)
     monkeypatch.setattr(time, "time", lambda: clock() + days * 86400)
-    kept.note(10, 0.0, 5)
+    kept.note(10, 0.0, 1)
     kept.close("complete")
     spent_s, passed_s = kept.spent, time.monotonic() - began_s
     assert 0 <= spent_s.total_s <= passed_s
@@ -333,9 +318,7 @@ def test_a_clock_that_is_set_in_mid_training_is_no_training(
 def test_what_an_attempt_reached_is_on_this_host(tmp_path: Path) -> None:
     record = attempt(7, 100.0, 110.0, (5, 5), 110.0)
     for step in range(6, 60):
-        record.step, record.unix_s, record.blocked_s = step, 110.0 + step, step / 100
-        if step % 20 == 0:
-            record.begin_snapshot(step, record.unix_s)
+        record.step, record.unix_s, record.blocked_s, record.snapshots = step, 110.0 + step, step / 100, step // 20
         keep_reached(str(tmp_path), record)
         assert read_reached(str(tmp_path), 7) == record
     assert read_reached(str(tmp_path), 8) is None
@@ -352,7 +335,7 @@ def test_steps_are_kept_on_this_host_once_a_second(tmp_path: Path, monkeypatch: 
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     kept = journal(str(tmp_path), 1)
-    kept.train(0, 0.0)
+    kept.train(0)
     found = []
     for step in range(1, 8):
         now[0] += 0.4
@@ -378,7 +361,7 @@ def test_a_trainer_that_is_gone_was_killed(tmp_path: Path) -> None:
     note_killed(info)
     assert read_records(url) == []  # nobody else knows the attempts before it
     before = account_after(attempt(0, 10.0, 20.0, (0, 3), 30.0))
-    write_record(url, 1, replace(attempt(1, 100.0, 110.0, (0, 2), 113.0), earlier=before).as_dict())
+    write_record(url, replace(attempt(1, 100.0, 110.0, (0, 2), 113.0), earlier=before))
     note_killed(info)  # as its server does
     assert (written(url).end, written(url).step, written(url).earlier) == ("killed", 9, before)
     assert read_reached(url, 1) is None
@@ -417,7 +400,7 @@ def test_a_trainer_whose_connection_closes_first_is_waited_for(tmp_path: Path, m
         child.stdout.readline()
         with as_trainer(child.pid):
             keep_reached(url, attempt(1, 100.0, 110.0, (0, 9), 120.0))
-        write_record(url, 1, attempt(1, 100.0, 110.0, (0, 2), 113.0).as_dict())
+        write_record(url, attempt(1, 100.0, 110.0, (0, 2), 113.0))
         child.stdin.write("\n")
         child.stdin.flush()
         assert ended.wait(120)
@@ -433,18 +416,19 @@ def test_the_next_attempt_completes_the_record_of_a_killed_one(tmp_path: Path, m
     monkeypatch.setattr("lightning_spot.goodput.records.KEEP_S", 0.0)
     url = str(tmp_path / "run")
     killed = journal(url, 1)
-    killed.train(0, 0.0)
+    killed.train(0)
     until(lambda: bool(read_records(url)) and written(url).trained_unix_s is not None, "the first records")
+    taken_s = 0.0
     for step in range(1, 18):
-        killed.note(step, 0.0, 10 if step > 10 else -1)
+        killed.note(step, 0.0, step // 10)
+        taken_s = killed.record.unix_s if step == 10 else taken_s
     assert written(url).step == 0
     following = journal(url, 2)
-    following.train(10, 0.5)
+    following.train(10, taken_s, 0.5)
     first, _ = following.earlier.latest[0], until(lambda: written(url).end == "killed", "the mended record")
-    assert first.step == written(url).step == 17
-    assert [step for step, _ in written(url).snapshots] == [10]
+    assert (first.step, first.snapshots) == (written(url).step, written(url).snapshots) == (17, 1)
     assert lost_steps([first, following.record]) == [7, 0]
-    assert following.spent.lost_s == pytest.approx(first.unix_s - dict(first.snapshots)[10])
+    assert following.spent.lost_s == pytest.approx(first.unix_s - taken_s)
     until(lambda: not list(read_environment().runtime_dir.glob("*.attempt-0001.reached")), "its note forgotten")
     following.close("complete")
     assert [written(url, number).end for number in (0, 1)] == ["killed", "complete"]
@@ -452,22 +436,22 @@ def test_the_next_attempt_completes_the_record_of_a_killed_one(tmp_path: Path, m
     killed.close("failed")
 
 
-@pytest.mark.parametrize(("end", "step"), [("running", 8), ("killed", 8), ("failed", 5)])
-def test_a_remaining_snapshot_may_show_later_steps_than_a_record(tmp_path: Path, end: str, step: int) -> None:
+@pytest.mark.parametrize("end", ["running", "killed"])
+def test_a_remaining_snapshot_may_show_later_steps_than_a_record(tmp_path: Path, end: str) -> None:
     record = replace(attempt(1, 100.0, 110.0, (0, 5), 115.0), end=end)
-    assert completed(str(tmp_path), record, [(8, 118.0)]).step == step
+    found = completed(str(tmp_path), record, [manifest_of(8, 1, created_unix_s=118.0), manifest_of(9, 2)])
+    assert (found.step, found.unix_s) == (8, 118.0)
 
 
 def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
     url, begun = str(tmp_path / "run"), time.time() - 100
-    write_record(url, 1, attempt(1, begun, begun + 10, (0, 0), begun + 10).as_dict())
+    write_record(url, attempt(1, begun, begun + 10, (0, 0), begun + 10))
     tiers = [
         manifest_of(step, number, created_unix_s=begun + 10 + step) for number, step in ((1, 20), (1, 40), (2, 60))
     ]
     following = journal(url, 2, snapshots=tiers)
     first = following.earlier.latest[0]
     assert (first.step, first.unix_s, first.end) == (40, begun + 50, "killed")
-    assert [step for step, _ in first.snapshots] == [20, 40]
     following.close("complete")
     assert written(url).step == 40
 
@@ -539,7 +523,7 @@ def test_three_attempts_two_of_them_killed(tmp_path: Path, cli: Cli, warm_python
     first = told["attempts"][0]["spent"]
     trained = records[0].unix_s - (records[0].trained_unix_s or 0)
     assert first["productive_s"] + first["lost_s"] + first["blocked_s"] == pytest.approx(trained)
-    lost_share = (records[0].unix_s - dict(records[0].snapshots)[10]) / trained
+    lost_share = (records[0].unix_s - records[1].from_unix_s) / trained
     assert first["lost_s"] == pytest.approx((trained - first["blocked_s"]) * lost_share)
     said = cli("report", url)
     assert "0 to 13" in said

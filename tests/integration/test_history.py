@@ -191,13 +191,13 @@ def test_nothing_is_changed_while_a_trainer_may_be_at_work(store: Store, command
     record = AttemptRecord(attempt=4, begun_unix_s=now_s - 900.0, unix_s=now_s - 5.0)
     in_validation = replace(record, unix_s=now_s - 900.0, alive_unix_s=now_s - 9.0)
     for lives in (record, in_validation):
-        write_record(store.url, 4, lives.as_dict())
+        write_record(store.url, lives)
         cli(command, f"{store.url}@2", code=2)
     assert there(store) == ALL
     assert store.survey().rewinds == []
     silent = replace(record, unix_s=now_s - 90.0, alive_unix_s=now_s - 80.0)
     for step, ended in ((2, silent), (3, replace(record, end="preempted"))):
-        write_record(store.url, 4, ended.as_dict())
+        write_record(store.url, ended)
         cli(command, f"{store.url}@{step}")
 
 
@@ -265,7 +265,7 @@ def test_rm_of_one_snapshot(store: Store, cli: Cli) -> None:
 
 
 def test_rm_of_a_run_leaves_nothing_of_it_and_all_else(store: Store, cli: Cli) -> None:
-    write_record(store.url, 2, AttemptRecord(attempt=2, begun_unix_s=1.0, end="killed").as_dict())
+    write_record(store.url, AttemptRecord(attempt=2, begun_unix_s=1.0, end="killed"))
     cli("rewind", f"{store.url}@2")
     half = store.folder(snapshot_name(9, 2), attempt=2, run_id="")  # type: ignore[attr-defined]
     half.write("model.ckpt", memoryview(b"half"))

@@ -88,7 +88,8 @@ class Account(pl.Callback):
 
     def wait_for_servers(self, step: int) -> None:
         """Where there are snapshot servers, begin when it is known that they take the run; and once another does."""
-        writer, count = self.writer, self.spot.snapshots.replicas
+        writer, snapshots = self.writer, self.spot.snapshots
+        count = snapshots._settings.ring.replicas if snapshots.location.servers else 0
         if step == self.hold:
             until((self.root / "go").exists, "to be told to go on", 300.0)
         if count and (not self.has_begun or step == self.hold + 2):

@@ -283,12 +283,11 @@ def test_goodput_and_the_last_preemption_come_from_storage(bench: Bench, browser
     bench.open()
     url = str(bench.root / f"tier-{RUN_ID}")
     first = AttemptRecord(attempt=1, begun_unix_s=1000.0, trained_unix_s=1000.0, step=50, unix_s=1100.0, end="killed")
-    first.begin_snapshot(50, 1100.0)
     second = AttemptRecord(
         attempt=2, begun_unix_s=1200.0, trained_unix_s=1200.0, from_step=50, step=99, unix_s=1300.0,
         earlier=account_after(first),
     )  # fmt: skip
-    write_record(url, 2, second.as_dict())
+    write_record(url, second)
     browser.enter()
 
     def known() -> dict[str, Any]:
@@ -329,7 +328,7 @@ def test_nothing_is_read_where_the_attempt_may_not(tmp_path: Path, make_bench: C
     LocalStore(url).claim(of_another.claim())
     bench.open()
     record = AttemptRecord(attempt=1, begun_unix_s=1000.0, trained_unix_s=1000.0, step=50, unix_s=1100.0)
-    write_record(url, 1, record.as_dict())
+    write_record(url, record)
     info = bench.server.registry.info(RUN_ID)
     assert info is not None
     with pytest.raises(SpotError):
