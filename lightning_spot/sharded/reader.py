@@ -78,7 +78,7 @@ class ImageReader:
         values: everything else by name.
 
     Raises:
-        CorruptSnapshotError: if it is no sharded snapshot.
+        CorruptSnapshotError: if it is no sharded snapshot, or tensors are larger than what holds them.
         NotSerializableError: if this version of torch does not know a dtype of it.
     """
 
@@ -89,6 +89,11 @@ class ImageReader:
         self.values = {name_of(value.path): value.at for value in self.shards.values}
         self._dtypes = {name: dtype_of(tensor) for name, tensor in self.tensors.items()}
         self._image, self._manifest = image, manifest
+        for name, tensor in self.tensors.items():  # first: there is memory only for what the snapshot holds
+            for shard in tensor.shards:
+                there, nbytes = shard.at.nbytes - shard.data, shard.numel * self._dtypes[name].itemsize
+                if there < nbytes:
+                    raise CorruptSnapshotError(f"a shard of {name} has {there} of {nbytes} bytes", where=manifest.name)
 
     def value(self, name: str) -> Any:
         """What was saved that is no tensor; see :func:`load_value`."""
@@ -116,14 +121,11 @@ class ImageReader:
         if not shard.numel:
             return torch.empty(shard.sizes, dtype=dtype)
         data = archived(self._image, self._manifest, shard.at)[shard.data :]
-        nbytes = shard.numel * dtype.itemsize
-        if len(data) < nbytes:
-            raise CorruptSnapshotError(f"a shard has {len(data)} of {nbytes} bytes", where=self._manifest.name)
         if not data.readonly:  # it may be there for this tensor only, which keeps it
             return torch.frombuffer(data, dtype=dtype, count=shard.numel).view(shard.sizes)
         # By its address, since torch warns of memory that cannot be written to. The tensor keeps what holds it.
         elements = numpy.frombuffer(data, numpy.uint8)
-        memory: Any = (ctypes.c_char * nbytes).from_address(elements.ctypes.data)
+        memory: Any = (ctypes.c_char * (shard.numel * dtype.itemsize)).from_address(elements.ctypes.data)
         memory.kept = elements
         return torch.frombuffer(memory, dtype=dtype).view(shard.sizes)
 

@@ -168,9 +168,21 @@ class _Checked:
         tensors = tuple(self._tensor(*item) for item in fields["tensors"])
         values = tuple(StoredValue(self._path(path), self._place(*at)) for path, at in fields["values"])
         shards = Shards(self._number(fields["world_size"]), tensors, values)
-        names = [".".join(map(str, path)) for path in shards.paths]
-        self._is(len(set(names)) == len(names), "an item is there twice")
+        self._check_paths(shards.paths)
+        archives = [*(shard.at for tensor in tensors for shard in tensor.shards), *(value.at for value in values)]
+        self._is(sum(at.nbytes for at in archives) <= self._manifest.nbytes, "archives overlap")
         return shards
+
+    def _check_paths(self, paths: list[Path]) -> None:
+        """Refuse paths that no nested state has: who puts it together makes a list as long as its last place says."""
+        names = [".".join(map(str, path)) for path in paths]
+        self._is(len(set(names)) == len(names), "an item is there twice")
+        kinds: dict[Path, type] = {(): str}
+        for path in paths:
+            for depth, key in enumerate(path):
+                self._is(kinds.setdefault(path[:depth], type(key)) is type(key), f"{path} is in a list and in a dict")
+                self._is(isinstance(key, str) or 0 <= key < len(paths), f"{path} is a place that no list has")
+        self._is(kinds.keys().isdisjoint(paths), "an item holds another one")
 
     def _tensor(self, path: Any, dtype: Any, shape: Any, shards: Any) -> ShardedTensor:
         self._is(isinstance(dtype, str), "a dtype is no name")

@@ -256,13 +256,19 @@ HOSTILE: dict[str, Any] = {
     "other dimensions": lambda f: f["tensors"][0][3][0][1].pop(),
     "an item twice": lambda f: f["values"].append(f["values"][0]),
     "a path of lists": lambda f: f["values"][0].__setitem__(0, [["x"]]),
+    "a list as long as memory": lambda f: f["values"][0].__setitem__(0, ["x", 2**40]),
+    "a place below zero": lambda f: f["values"][0].__setitem__(0, ["x", -1]),
+    "a list at the top": lambda f: f["values"][0].__setitem__(0, [0]),
+    "a list that is a dict": lambda f: f["values"].extend([["x", key], f["values"][0][1]] for key in (0, "y")),
+    "an item in another": lambda f: f["values"].append([[*f["tensors"][0][0], "x"], f["values"][0][1]]),
+    "one archive for all": lambda f: f["values"].extend([[f"x{n}"], f["tensors"][0][3][0][2]] for n in range(999)),
     "a number that is none": lambda f: f.update(world_size="2"),
     "dtype": lambda f: f["tensors"][0].__setitem__(1, 7),
 }
 
 
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_places_that_cannot_be_are_refused(one: Any, change: Any) -> None:
+def forged(one: Any, change: Callable[[Any], Any]) -> tuple[memoryview, Manifest]:
+    """A snapshot that says something else of where its tensors are."""
     _, image, manifest = one
     span = next(file for file in manifest.files if file.name == SHARDS_FILE)
     fields = json.loads(image[span.offset : span.stop])
@@ -271,8 +277,25 @@ def test_places_that_cannot_be_are_refused(one: Any, change: Any) -> None:
     changed = bytearray(image) + text
     files = [file for file in manifest.files if file.name != SHARDS_FILE]
     files.append(replace(span, offset=len(image), nbytes=len(text)))
+    return memoryview(changed), replace(manifest, nbytes=len(changed), files=tuple(files), checksums=())
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_places_that_cannot_be_are_refused(one: Any, change: Any) -> None:
     with pytest.raises(CorruptSnapshotError):
-        Shards.read(memoryview(changed), replace(manifest, nbytes=len(changed), files=tuple(files), checksums=()))
+        Shards.read(*forged(one, change))
+
+
+def test_a_tensor_larger_than_what_holds_it_is_refused(one: Any) -> None:
+    """It was made first, as large as it was said to be."""
+
+    def change(fields: Any) -> None:
+        _, _, shape, shards = fields["tensors"][0]
+        for sizes in (shape, *(shard[1] for shard in shards)):
+            sizes[1] = 2**50
+
+    with pytest.raises(CorruptSnapshotError):
+        load_all(ImageReader(*forged(one, change)))
 
 
 def test_a_dtype_that_torch_does_not_know_is_named(one: Any) -> None:
