@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 from lightning_spot.capture.contents import SlotViews
 from lightning_spot.capture.copier import Copier
-from lightning_spot.capture.host_link import SAY_S, HostLink, say_waiting
+from lightning_spot.capture.host_link import SAY_S, HostLink, say_waiting, within
 from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.protocol.slot import SHM_FULL, most_in, slot_capacity
@@ -24,7 +25,7 @@ LEAST_BYTES = 64 * 1024 * 1024
 """Smaller slots are made when they are asked for: that takes some hundredths of a second."""
 
 AHEAD_S = 1.0
-"""A slot is leased ahead if the next snapshot comes sooner; one that is not used for so long is given back."""
+"""A slot is leased ahead if the last two snapshots were closer together; one that is not used for so long goes back."""
 
 _SLICE_S = 2.0
 _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
@@ -35,7 +36,6 @@ _MOST_ASKED = 8
 """So often a further slot is asked for in vain: there is no memory, or one more would not help."""
 _LEAST_SLOTS = 2
 """One stays whole while the other is filled: room to grow never takes the memory of the second."""
-_LONG_S = 0.05  # who waits longer for a slot waits for one that is in use
 
 
 def _made_within_s(nbytes: int) -> float:
@@ -56,10 +56,13 @@ def give_back(host: Host, lease: Lease) -> None:
         break
 
 
-def say_backing(lease: Lease) -> None:
-    """Warn if a slot is a memory file, since tmpfs was too small for it."""
+def _lease(host: Host, nbytes: int, wait_s: float, making: Making, *, making_s: float, writer: int) -> Lease:
+    """Lease a slot, whose memory may have to be made: that has up to ``making_s`` more, see :meth:`Host.lease`."""
+    limit_s = max(making_s, host.server_call_timeout_s)
+    lease = host.lease(nbytes, wait_s, limit_s=limit_s, making=making, writer=writer)
     if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
         say(logging.WARNING, "shm-full", SHM_FULL, about=shm_dir, size=format_bytes(lease.nbytes))
+    return lease
 
 
 class SlotMaker:
@@ -171,8 +174,8 @@ class SlotMaker:
             self._begin(host, Making.BEYOND if is_on_gpu and self.beyond else Making.SPARE, nbytes)
 
     @property
-    def now(self) -> Making:
-        """Whether who waits for a slot may have its memory made now: not while slots are being made."""
+    def while_waiting(self) -> Making:
+        """Whether who waits for a slot may have its memory made: not while slots are being made here."""
         return Making.NEVER if self._thread is not None else Making.NOW
 
     def close(self, wait_s: float) -> bool:
@@ -250,16 +253,13 @@ class SlotMaker:
 
         So what is superseded goes for it, where its slots are too small for a state that has grown.
         """
+        lease = functools.partial(_lease, host, nbytes, 0.0, making_s=_made_within_s(nbytes), writer=self._writer)
         try:
-            return self._ask(host, nbytes, making)
+            return lease(making)
         except SnapshotFailedError as error:
             if error.reason is not FailureReason.RING_FULL or not (making.is_ahead and self._asked):
                 raise
-            return self._ask(host, nbytes, Making.NOW)
-
-    def _ask(self, host: Host, nbytes: int, making: Making) -> Lease:
-        """Lease a slot only to have its memory made, for which there is more time; see :meth:`Host.lease`."""
-        return host.lease(nbytes, 0.0, limit_s=_made_within_s(nbytes), making=making, writer=self._writer)
+            return lease(Making.NOW)
 
 
 def _with_room(nbytes: int, memory_bytes: int) -> int:
@@ -285,14 +285,9 @@ class SlotPool:
         self._is_awaited = False  # the next slot is for who waits for it, not to be leased ahead
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether a slot is leased that nobody has asked for yet."""
-        return self._ahead is not None
-
-    @property
     def idle_s(self) -> float | None:
-        """After how long a slot that nobody has asked for is given back; ``None`` if there is none."""
-        return AHEAD_S if self.is_ahead else None
+        """After how long a slot that is leased, and nobody has asked for yet, is given back; ``None`` if none is."""
+        return AHEAD_S if self._ahead is not None else None
 
     def wait_warm(self, host: Host, wait_s: float) -> None:
         """Wait while the first slot is made in the background, no longer than for a clean one.
@@ -335,60 +330,61 @@ class SlotPool:
                 if nbytes <= len(ahead[1].map):
                     return replace(ahead[1], nbytes=nbytes)
                 give_back(*ahead)
-            return self._next(host, nbytes, deadline_s, waits=wait_s > 0)
+            return self._next(host, nbytes, deadline_s)
         finally:
             self._is_awaited = False
 
-    def _next(self, host: Host, nbytes: int, deadline_s: float, *, waits: bool) -> Lease:
-        """The next slot that can be had; where none was free, a further one is made in the background.
+    def _next(self, host: Host, nbytes: int, deadline_s: float) -> Lease:
+        """The next slot that can be had; where none could be had at once, a further one is made in the background.
 
-        Where memory may not be made for the caller, a slot that has some is asked for first, without waiting.
+        Who waits asks every few seconds: a ring that hangs is told from one that is full, or busy with making it.
         """
-        maker, began_s = self._maker, time.monotonic()
+        maker, began_s, wait_s = self._maker, time.monotonic(), 0.0
         making = maker.making(nbytes)
-        if waits and making is not Making.NEVER:
-            lease = self._in_time(host, nbytes, deadline_s - began_s, lambda: making)
-            if time.monotonic() - began_s > _LONG_S:
-                maker.found_none(host, nbytes)
-            return lease
-        try:
-            return self._in_time(host, nbytes, 0.0, lambda: making)
-        except SnapshotFailedError as error:
-            if error.reason is not FailureReason.RING_FULL:
+        while True:
+            left_s = within(deadline_s)
+            wait_s = min(wait_s, left_s)
+            try:
+                # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
+                making_s = min(left_s - wait_s, _made_within_s(nbytes))
+                return _lease(host, nbytes, wait_s, making, making_s=making_s, writer=self._writer)
+            except SnapshotFailedError as full:
+                if full.reason is not FailureReason.RING_FULL:
+                    raise
+                if wait_s == 0:
+                    maker.found_none(host, nbytes)
+                if left_s <= wait_s:
+                    raise
+                if time.monotonic() - began_s >= SAY_S:
+                    say_waiting(self._link, full, within(deadline_s))
+            except ServerUnreachableError as error:
+                self._link.lose(host, error)
                 raise
-            maker.found_none(host, nbytes)
-            if not waits:
-                raise
-            return self._in_time(host, nbytes, deadline_s - time.monotonic(), lambda: maker.now)
+            wait_s, making = _SLICE_S, maker.while_waiting
 
     def look_ahead(self, host: Host, nbytes: int, *, is_short: bool) -> None:
-        """A snapshot is committed: have the slot of the next one made, or lease it.
+        """A snapshot is committed: have the slot of the next one made, or lease it if that comes soon.
+
+        Nobody waits for that one: if there is none now, who needs it asks.
 
         Args:
             host: the ring.
             nbytes: of the next one, about.
             is_short: whether it needs a slot that is still to be made.
         """
-        if not (is_short and self._maker.another(host, nbytes)):
-            self.lease_ahead(host, nbytes)
-
-    def lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:
-        """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it.
-
-        Args:
-            host: the ring.
-            nbytes: size of the last snapshot.
-            comes: whether it is known to come soon; else it is if snapshots have followed each other so far.
-        """
+        if is_short and self._maker.another(host, nbytes):
+            return
         with self._lock:
-            is_wanted = self._ahead is None and not self._is_awaited and (comes or self._pace_s < AHEAD_S)
-            if is_wanted and host is self._link.host:
-                try:
-                    self._ahead = (host, self._ask(host, nbytes, 0.0, self._maker.making(nbytes)))
-                except ServerUnreachableError as error:
-                    self._link.lose(host, error)
-                except SpotError as error:
-                    logger.debug("no slot ahead: %s", error)
+            is_soon = self._pace_s < AHEAD_S and not self._is_awaited
+            if self._ahead is not None or not is_soon or host is not self._link.host:
+                return
+            try:
+                making = self._maker.making(nbytes)
+                self._ahead = host, _lease(host, nbytes, 0.0, making, making_s=0.0, writer=self._writer)
+            except ServerUnreachableError as error:
+                self._link.lose(host, error)
+            except SpotError as error:
+                logger.debug("no slot ahead: %s", error)
 
     def give_back(self) -> None:
         """Let the slot go that was leased ahead."""
@@ -396,30 +392,3 @@ class SlotPool:
             ahead, self._ahead = self._ahead, None
         if ahead is not None:
             give_back(*ahead)
-
-    def _in_time(self, host: Host, nbytes: int, wait_s: float, making: Callable[[], Making]) -> Lease:
-        """The next slot that can be had.
-
-        It is asked for every few seconds: a ring that hangs is told from one that is full, or busy with making it.
-        """
-        deadline_s = time.monotonic() + wait_s
-        while True:
-            left_s = deadline_s - time.monotonic()
-            slice_s = max(0.0, min(left_s, _SLICE_S))
-            try:
-                # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
-                return self._ask(host, nbytes, slice_s, making(), min(left_s - slice_s, _made_within_s(nbytes)))
-            except SnapshotFailedError as full:
-                if full.reason is not FailureReason.RING_FULL or left_s <= _SLICE_S or time.monotonic() >= deadline_s:
-                    raise
-                if wait_s - left_s >= SAY_S:
-                    say_waiting(self._link, full, left_s)
-            except ServerUnreachableError as error:
-                self._link.lose(host, error)
-                raise
-
-    def _ask(self, host: Host, nbytes: int, wait_s: float, making: Making, limit_s: float = 0.0) -> Lease:
-        limit_s = max(limit_s, host.server_call_timeout_s)
-        lease = host.lease(nbytes, wait_s, limit_s=limit_s, making=making, writer=self._writer)
-        say_backing(lease)
-        return lease

@@ -122,7 +122,7 @@ def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypat
     monkeypatch.setattr(slot_pool, "AHEAD_S", 30.0)
     for step in range(2):
         desk.begin(step, desk.checkpoint()).result(120)
-    until(lambda: desk.writer._slots.is_ahead, "a slot leased ahead")
+    until(lambda: desk.writer._slots.idle_s, "a slot leased ahead")
     asked = []
     lease = desk.host.lease
 
@@ -134,7 +134,7 @@ def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypat
     for step in range(2, 5):
         desk.begin(step, desk.checkpoint()).result(120)
         assert same(desk.saved(step), desk.weights, desk.buffer)
-        until(lambda: desk.writer._slots.is_ahead, "a slot leased ahead")
+        until(lambda: desk.writer._slots.idle_s, "a slot leased ahead")
     assert threading.current_thread() not in asked
     larger = desk.checkpoint(extra=torch.ones(3_000_000))
     desk.begin(5, larger).result(120)  # needs a larger slot
