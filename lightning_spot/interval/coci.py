@@ -12,7 +12,6 @@ import numpy as np
 from lightning_spot.config import LARGEST, check_number
 from lightning_spot.errors import SettingsError
 from lightning_spot.interval.adaptive import FIRST_S, Adaptive
-from lightning_spot.interval.costs import Costs
 from lightning_spot.renamed import refusing_old
 
 CociMode = Literal["auto", "manual", "ccm"]
@@ -115,11 +114,6 @@ class COCI(Adaptive):
         super().taken(step, now_s)
         self._slots = self._slots[bisect.bisect_right(self._slots, self._elapsed_s) :]
 
-    def learn(self, costs: Costs) -> None:
-        """Take over what was measured; the first time makes a plan possible."""
-        self._planned = self._planned and self._costs is not None
-        super().learn(costs)
-
     def progress(self, step: int, value: float) -> None:
         """A reading of the loss."""
         if self.mode != "auto" or not math.isfinite(value):
@@ -133,18 +127,17 @@ class COCI(Adaptive):
             self._refit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Readings and slots."""
+        """Readings, and what was fitted to them; slots are planned again from it."""
         readings = [list(reading) for reading in self._readings]
         theta = list(self._theta) if self._theta is not None else None
-        return {"readings": readings, "elapsed_s": self._elapsed_s, "slots": self._slots, "theta": theta}
+        return {"readings": readings, "elapsed_s": self._elapsed_s, "theta": theta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the snapshot was taken."""
         self._readings = [(t, value) for t, value in state["readings"]]
-        self._elapsed_s, self._slots = state["elapsed_s"], list(state["slots"])
+        self._elapsed_s, self._planned = state["elapsed_s"], False
         if self.mode == "auto" and state["theta"] is not None:
             self._theta = (state["theta"][0], state["theta"][1])
-            self._planned = bool(self._slots)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -157,14 +157,12 @@ class LossCurve:
 
     Attributes:
         fit: the newest, or ``None`` while the metric does not clearly fall.
-        version: changes whenever ``fit`` does.
     """
 
     def __init__(self, *, averaged: bool = False) -> None:
         self._buckets = Buckets(1 if averaged else LEAST_IN_BUCKET)
         self._unreadable = 0
         self.fit: CurveFit | None = None
-        self.version = 0
 
     def add(self, step: int, value: float, total_steps: float) -> None:
         """Another reading.
@@ -177,7 +175,7 @@ class LossCurve:
         if not math.isfinite(value):
             self._unreadable += 1
             if self._unreadable >= 3:
-                self._set(None)
+                self.fit = None
             return
         self._unreadable = 0
         if self._buckets.add(step, value):
@@ -187,13 +185,12 @@ class LossCurve:
         """Fit what is there."""
         steps, values, counts = self._buckets.points()
         if len(steps) < LEAST_POINTS or not math.isfinite(total_steps) or total_steps <= 0:
-            self._set(None)
+            self.fit = None
             return
-        fitted = fit_points(steps / total_steps, values, counts)
-        if fitted is BREAK:
+        self.fit = fit_points(steps / total_steps, values, counts)
+        if self.fit is BREAK:
             self._buckets.keep_last(3)  # a restart of the learning rate, or another phase: begin anew
-            fitted = None
-        self._set(fitted)
+            self.fit = None
 
     def state_dict(self) -> dict[str, Any]:
         """The readings."""
@@ -202,11 +199,6 @@ class LossCurve:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the readings of an earlier attempt; :meth:`refit` fits them."""
         self._buckets.load_state_dict(state)
-
-    def _set(self, fit: CurveFit | None) -> None:
-        if fit is not self.fit:
-            self.version += 1
-        self.fit = fit
 
 
 BREAK = CurveFit(np.zeros(0), np.zeros(0))
@@ -390,10 +382,12 @@ class ConvergenceAware(YoungDaly):
         self._owed = 0.0  # snapshots that evenly spaced ones would be ahead by
         self._regret_s = 0.0
         self._plan: tuple[float, list[float]] = (-1.0, [])
-        self._planned_for: tuple[int, float] = (-1, 0.0)
+        self._planned_for: tuple[CurveFit | None, float] = (None, 0.0)
 
     def learn(self, costs: Costs) -> None:
-        """Take over what was measured."""
+        """Take over what was measured; the readings of an earlier attempt can be fitted then."""
+        if self._costs is None and costs.total_steps is not None:
+            self._curve.refit(costs.total_steps)
         super().learn(costs)
         self._even_s = YoungDaly.interval_s(self, 0)
         self._shortest_s = OverheadBudget.interval_s(self, 0)
@@ -430,7 +424,7 @@ class ConvergenceAware(YoungDaly):
         """Go on where the snapshot was taken."""
         self._curve.load_state_dict(state["curve"])
         self._elapsed_s, self._owed, self._regret_s = state["elapsed_s"], state["owed"], state["regret_s"]
-        self._planned_for = (-1, 0.0)
+        self._costs = None  # what they are now is learned first, and the readings are fitted then
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -450,13 +444,13 @@ class ConvergenceAware(YoungDaly):
         total = costs.total_steps
         if total is None or not (math.isfinite(total) and 0 < step < total) or not self._even_s > 0:
             return 1.0
-        wanted = (self._curve.version, self._even_s)
         begin, stretches = self._plan
         x = step / total
-        stale = self._planned_for[0] != wanted[0] or abs(self._planned_for[1] - wanted[1]) > 0.02 * wanted[1]
-        if stale or not begin <= x < begin + _REPLAN:
+        fit, even_s = self._planned_for
+        is_stale = fit is not self._curve.fit or abs(even_s - self._even_s) > 0.02 * self._even_s
+        if is_stale or not begin <= x < begin + _REPLAN:
             begin, stretches = self._plan = self._replan(x, costs)
-            self._planned_for = wanted
+            self._planned_for = self._curve.fit, self._even_s
         if not stretches:
             return 1.0
         place = min(max((x - begin) / (1 - begin) * PLACES - 0.5, 0.0), PLACES - 1.0)
@@ -465,8 +459,6 @@ class ConvergenceAware(YoungDaly):
 
     def _replan(self, x: float, costs: Costs) -> tuple[float, list[float]]:
         """Stretches at ``PLACES`` evenly spaced places from ``x`` to the end; none where progress is not seen."""
-        if self._curve.fit is None and self._curve.version == 0 and costs.total_steps is not None:
-            self._curve.refit(costs.total_steps)  # after a resume
         fit = self._curve.fit
         if fit is None or self._elapsed_s <= 0:
             return x, []

@@ -221,8 +221,8 @@ def test_it_goes_on_where_a_snapshot_was_taken() -> None:
     for step in range(1, STEPS // 3):
         first.progress(step, falling(step / STEPS))
         first.due(step, step * STEP_S)
-    second.learn(COSTS)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.learn(COSTS)
     assert second.interval_s(STEPS // 3) == pytest.approx(first.interval_s(STEPS // 3), rel=0.02)
     assert first.interval_s(STEPS // 3) != first._even_s
 
