@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,7 +38,7 @@ from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.snapshot.safe_load import kind_of, placeholders_in, safe_load
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.snapshot.tensor_index import Path as ItemPath
-from lightning_spot.snapshot.tensor_index import Shard, Shards, archived
+from lightning_spot.snapshot.tensor_index import Shard, ShardedTensor, Shards, archived
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
 _OWN = "lightning_spot"  # exact state, which is that of the ranks there were
@@ -99,14 +99,17 @@ class ImageReader:
         """What was saved that is no tensor; see :func:`load_value`."""
         return load_value(io.BytesIO(archived(self._image, self._manifest, self.values[name])), name)
 
-    def fill(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
-        """Give a box of a tensor its values. The tensor is in the snapshot, and of the same shape.
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Give a tensor its values, or what this rank has of it. It is in the snapshot, and of the same shape.
 
         Args:
             name: of the tensor.
-            offsets: of the first element of the box in it.
-            target: the box.
+            tensor: that gets them.
         """
+        part = _part_of(name, tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tensor.detach())
+        if part is None:
+            return
+        offsets, target = part
         for shard in self.tensors[name].shards:
             if (found := _overlap(offsets, target.shape, shard)) is None:
                 continue
@@ -147,11 +150,8 @@ def load(state: State, reader: ImageReader, whole: ItemPath | None = None) -> No
     for name, value in flat.items():
         if name in reader.values:
             set_element(state, paths[name], reader.value(name))
-        elif isinstance(value, DTensor):
-            if (part := _part_of(name, value)) is not None:
-                reader.fill(name, *part)
         else:
-            reader.fill(name, (0,) * value.ndim, value.detach())
+            reader.fill(name, value)
 
 
 def _part_of(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
@@ -225,15 +225,32 @@ def _overlap(offsets: Sequence[int], sizes: Sequence[int], shard: Shard) -> list
     return found if all(start < stop for start, stop in found) else None
 
 
-def load_all(reader: ImageReader) -> State:
-    """The whole state of a snapshot, in the memory of the CPU."""
+def on_cpu(tensor: ShardedTensor) -> torch.Tensor:
+    """What a whole tensor is read into, in the memory of the CPU."""
+    return torch.empty(tensor.shape, dtype=dtype_of(tensor))
+
+
+def load_all(reader: ImageReader, path: ItemPath = (), room: Callable[[ShardedTensor], torch.Tensor] = on_cpu) -> Any:
+    """All that was saved below a path, put together as it was; nothing, if that was all.
+
+    Args:
+        reader: of the snapshot.
+        path: where it was; by default the whole state.
+        room: makes what a tensor is read into.
+    """
     state: State = {}
     for tensor in reader.shards.tensors:
-        set_element(state, tensor.path, torch.empty(tensor.shape, dtype=dtype_of(tensor)))
+        if tensor.path[: len(path)] == path:
+            made = room(tensor)
+            reader.fill(name_of(tensor.path), made)
+            set_element(state, tensor.path, made)
     for value in reader.shards.values:
-        set_element(state, value.path, None)
-    load(state, reader)
-    return state
+        if value.path[: len(path)] == path:
+            set_element(state, value.path, reader.value(name_of(value.path)))
+    found: Any = state
+    for key in path:
+        found = found.get(key, {})
+    return found
 
 
 def load_value(data: io.BytesIO, name: str) -> Any:

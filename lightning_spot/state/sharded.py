@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -22,7 +21,7 @@ from lightning_spot.errors import ModelChangedError, NotSerializableError
 from lightning_spot.patches import Patches
 from lightning_spot.sharded.metadata import dtype_of
 from lightning_spot.sharded.plan import EXTRA, EXTRA_SUFFIX, is_extra
-from lightning_spot.sharded.reader import ImageReader, changed, load
+from lightning_spot.sharded.reader import ImageReader, changed, load, load_all
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.snapshot.tensor_index import ShardedTensor
@@ -98,7 +97,7 @@ class Dtensors:
             return _empty_like(parameters[str(tensor.path[2])], tensor)
 
         numbers = {name: number for number, name in enumerate(parameters)}
-        return {numbers[name]: value for name, value in _read_below(reader, (key, _STATE), room).items()}
+        return {numbers[name]: value for name, value in load_all(reader, (key, _STATE), room).items()}
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
@@ -174,7 +173,7 @@ def _set_extra(module: Module | None, extra: State) -> None:
 
 
 def _put_back_optimizer(holder: Dtensors, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> None:
-    groups = _groups_of(reader, key)
+    groups: list[dict[str, Any]] = load_all(reader, (key, _GROUPS))  # a learning rate may be a tensor
     saved = [sorted(group[_NAMES]) for group in groups]
     present = [list(map(holder.name, group[_NAMES])) for group in optimizer.param_groups]
     if saved != [sorted(names) for names in present]:
@@ -202,33 +201,6 @@ def _empty_like(parameter: torch.Tensor, saved: ShardedTensor) -> torch.Tensor:
     if tuple(parameter.shape) == saved.shape:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     return torch.empty(saved.shape, dtype=dtype)
-
-
-def _groups_of(reader: ImageReader, key: str) -> list[dict[str, Any]]:
-    """The groups of an optimizer's parameters, as they were saved; a learning rate may be a tensor."""
-    groups: list[dict[str, Any]] = _read_below(
-        reader, (key, _GROUPS), lambda saved: torch.empty(saved.shape, dtype=dtype_of(saved))
-    )
-    return groups
-
-
-def _read_below(reader: ImageReader, path: tuple[str, str], room: Callable[[ShardedTensor], torch.Tensor]) -> Any:
-    """All that was saved below a path, put together as it was; nothing, if that was all.
-
-    Args:
-        reader: of the snapshot.
-        path: where it was.
-        room: makes what a tensor is read into.
-    """
-    state: State = {}
-    for tensor in reader.shards.tensors:
-        if tensor.path[:2] == path:
-            set_element(state, tensor.path, room(tensor))
-    for value in reader.shards.values:
-        if value.path[:2] == path:
-            set_element(state, value.path, None)
-    load(state, reader)
-    return state.get(path[0], {}).get(path[1], {})
 
 
 def _key(number: int) -> str:
