@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lightning_spot.callbacks.fit_callback import FitCallback, move_to_the_end
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.partitions import CopyMode
+from lightning_spot.capture.schedule import PlaceKind
 from lightning_spot.config import (
     DEVICE_BUFFER,
     KEEP,
@@ -249,12 +250,12 @@ class RemoteSnapshot(FitCallback):
         if self.is_passed_over:
             self.on_train_start(trainer, pl_module)
         if self.snapshotter is not None:
-            self.snapshotter.writing.iterations.schedule.batch_begins()
+            self.snapshotter.writing.iterations.schedule.reached(PlaceKind.FORWARD)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """The backward pass begins."""
         if self.snapshotter is not None:
-            self.snapshotter.writing.iterations.schedule.backward_begins()
+            self.snapshotter.writing.iterations.schedule.reached(PlaceKind.BACKWARD)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All gradients of a micro-batch are there."""

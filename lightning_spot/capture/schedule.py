@@ -100,10 +100,13 @@ class PlaceKind(IntEnum):
     BEGIN = 0
     """The last optimizer step is over: data is loaded."""
     FORWARD = 1
+    """The forward pass of the next micro-batch begins."""
     BACKWARD = 2
+    """The backward pass begins."""
     GRADIENT = 3
-    """The gradient of one parameter is ready."""
+    """The gradient of one parameter is accumulated."""
     BACKWARD_END = 4
+    """All gradients of a micro-batch are there."""
 
 
 class Point(NamedTuple):
@@ -372,25 +375,24 @@ class Schedule:
             self._profiler.begin()
 
     @_told
-    def batch_begins(self) -> None:
-        """The forward pass of the next micro-batch begins."""
-        self._batch += 1
-        self._at(PlaceKind.FORWARD)
+    def reached(self, kind: PlaceKind, gradient: int = -1) -> None:
+        """Training has come to a place of its iteration. Called from the thread that comes there.
 
-    @_told
-    def backward_begins(self) -> None:
-        """The backward pass begins."""
-        self._at(PlaceKind.BACKWARD)
-
-    @_told
-    def gradient_ready(self, gradient: int) -> None:
-        """The gradient of a parameter is accumulated. Called from the thread that computes it."""
-        self._at(PlaceKind.GRADIENT, gradient)
-
-    @_told
-    def backward_ends(self) -> None:
-        """All gradients of a micro-batch are there."""
-        self._at(PlaceKind.BACKWARD_END)
+        Args:
+            kind: of the place.
+            gradient: number of the parameter, for a gradient.
+        """
+        self._batch += kind is PlaceKind.FORWARD
+        if not self._is_open:
+            return
+        point = Point(self._batch, kind, gradient)
+        if self._profiler is not None:
+            self._profiler.reached(point)
+        place = self._profile.places.get(point, 0) if self._profile is not None else 0
+        if place > self._reached:
+            self._reached = place
+            for job in self._jobs:
+                job.release(place)
 
     @_told
     def stepping(self) -> None:
@@ -488,18 +490,6 @@ class Schedule:
         self._profile = self._trial = self._kept = self._used = self._over = self._last = None
         self._buckets, self._ends = {}, []
         self._measured.clear()
-
-    def _at(self, kind: PlaceKind, gradient: int = -1) -> None:
-        if not self._is_open:
-            return
-        point = Point(self._batch, kind, gradient)
-        if self._profiler is not None:
-            self._profiler.reached(point)
-        place = self._profile.places.get(point, 0) if self._profile is not None else 0
-        if place > self._reached:
-            self._reached = place
-            for job in self._jobs:
-                job.release(place)
 
     def _plan(self, profiler: Profiler) -> None:
         """Enough is recorded: keep the ends of buckets, and use the rest no more."""

@@ -30,7 +30,7 @@ from lightning_spot.capture.layouts import (
     ranges_for,
 )
 from lightning_spot.capture.partitions import CopyMode
-from lightning_spot.capture.schedule import BUCKET_BYTES, GradientWatch, Schedule
+from lightning_spot.capture.schedule import BUCKET_BYTES, GradientWatch, PlaceKind, Schedule
 from lightning_spot.capture.tensors import Owners, by_storage, optimizer_owned, overwritten, owned_nbytes
 from lightning_spot.capture.unexpected import Pause, failure_of
 from lightning_spot.capture.writer import SnapshotWriter
@@ -516,7 +516,7 @@ class Iterations(OfTrainer):
         device = trainer.strategy.root_device
         # With a hook at a parameter that it keeps in the memory of the CPU, FSDP waits for each gradient to come there.
         parameters = (item for item in trainer.lightning_module.parameters() if item.device.type == device.type)
-        watch = GradientWatch(parameters, self.schedule.gradient_ready)
+        watch = GradientWatch(parameters, partial(self.schedule.reached, PlaceKind.GRADIENT))
         numbers = {id(parameter): number for number, parameter in enumerate(watch.parameters)}
         self.schedule.owned = lambda: overwritten(trainer.optimizers, numbers)
         self.schedule.begin(

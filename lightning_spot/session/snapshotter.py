@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_spot.capture.device import Cuda
+from lightning_spot.capture.schedule import PlaceKind
 from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, BestEffort, failure_of
 from lightning_spot.config import format_bytes, format_seconds
 from lightning_spot.errors import SettingsError, SpotError
@@ -515,7 +516,7 @@ class Snapshotter(OfTrainer):
 
     def after_backward(self) -> None:
         """All gradients of a micro-batch are there. A module's own ``optimizer_step`` may go past Lightning's hook."""
-        self.writing.iterations.schedule.backward_ends()
+        self.writing.iterations.schedule.reached(PlaceKind.BACKWARD_END)
         if self._steps_itself:
             self.before_step()
 

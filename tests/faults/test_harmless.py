@@ -69,7 +69,7 @@ WHERE = [
     "capture/copier:Copier.start",
     "capture/copier:CopyJob.settle",
     "capture/copier:CopyJob.wait_cpu",
-    "capture/schedule:Schedule._at",
+    "capture/schedule:Profiler.reached",
     "goodput/records:Journal.note",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from lightning_spot.capture.batch import SlotView
 from lightning_spot.capture.copier import Copier, Watches
 from lightning_spot.capture.device import Cuda, DeviceClock
 from lightning_spot.capture.partitions import BESIDE, Mode
-from lightning_spot.capture.schedule import GradientWatch, Schedule
+from lightning_spot.capture.schedule import GradientWatch, PlaceKind, Schedule
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.snapshot.layout import Layout, lay_out
@@ -89,7 +90,7 @@ def test_a_large_state_in_every_mode(
     model, optimizer = large
     x = torch.randn(512, 4096, device="cuda")
     schedule = Schedule(mode)
-    gradients = GradientWatch(model.parameters(), schedule.gradient_ready)
+    gradients = GradientWatch(model.parameters(), partial(schedule.reached, PlaceKind.GRADIENT))
     numbers = {parameter: number for number, parameter in enumerate(gradients.parameters)}
 
     def storages() -> dict[int, int]:
@@ -100,11 +101,11 @@ def test_a_large_state_in_every_mode(
         }
 
     def forward_and_backward() -> None:
-        schedule.batch_begins()
+        schedule.reached(PlaceKind.FORWARD)
         loss = model(x).square().mean()
-        schedule.backward_begins()
+        schedule.reached(PlaceKind.BACKWARD)
         loss.backward()
-        schedule.backward_ends()
+        schedule.reached(PlaceKind.BACKWARD_END)
         schedule.stepping()
 
     schedule.owned = storages

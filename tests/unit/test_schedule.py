@@ -41,13 +41,13 @@ class Training:
         schedule.iteration_begins()
         self.works(0.5)
         for _ in range(self.batches):
-            schedule.batch_begins()
+            schedule.reached(PlaceKind.FORWARD)
             self.works(1.0)
-            schedule.backward_begins()
+            schedule.reached(PlaceKind.BACKWARD)
             for gradient in gradients:
                 self.works(2.0)
-                schedule.gradient_ready(gradient)
-            schedule.backward_ends()
+                schedule.reached(PlaceKind.GRADIENT, gradient)
+            schedule.reached(PlaceKind.BACKWARD_END)
         self.works(extra_s)
         schedule.stepping()
         self.works(0.25)
@@ -165,11 +165,11 @@ def test_what_follows_the_first_step_of_an_iteration_counts_not() -> None:
     job = Job()
     schedule.attach(job)
     schedule.iteration_begins()
-    schedule.batch_begins()
+    schedule.reached(PlaceKind.FORWARD)
     schedule.stepping()
     told = list(job.places)
-    schedule.backward_begins()
-    schedule.gradient_ready(0)
+    schedule.reached(PlaceKind.BACKWARD)
+    schedule.reached(PlaceKind.GRADIENT, 0)
     assert job.places == told
 
 
