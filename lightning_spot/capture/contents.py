@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from lightning_spot.capture.batch import SlotView
-from lightning_spot.capture.copier import Copier, CopyJob, Watches
+from lightning_spot.capture.copier import Copier, CopyJob
 from lightning_spot.capture.schedule import Schedule
-from lightning_spot.capture.tensors import Owners
+from lightning_spot.capture.tensors import Owners, Watches
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.server.host import Host, Lease
 from lightning_spot.snapshot.layout import Layout

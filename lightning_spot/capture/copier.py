@@ -14,6 +14,7 @@ import torch
 
 from lightning_spot.capture.batch import NEVER, NOW, Batch, SlotView, batches_of
 from lightning_spot.capture.cuda import CudaCopier, CudaCopy, Held
+from lightning_spot.capture.tensors import Watches
 from lightning_spot.errors import SpotError
 from lightning_spot.say import UNEXPECTED, say
 from lightning_spot.snapshot.pieces import Piece
@@ -66,26 +67,6 @@ class LoneThread(threading.Thread):
         compute_alone()
         self._is_alone.set()
         super().run()
-
-
-class Watches:
-    """Tensors that must not change until they are copied; on any device, and kept alive meanwhile.
-
-    Args:
-        tensors: the tensors, as they are when the copy is ordered. Those of inference have no version counters and are
-            left out: nothing tracks them.
-    """
-
-    __slots__ = ("_tensors", "_versions")
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._versions = [tensor._version for tensor in self._tensors]
-
-    def changed(self) -> list[torch.Tensor]:
-        """Those that were written to since."""
-        pairs = zip(self._tensors, self._versions, strict=True)
-        return [tensor for tensor, version in pairs if tensor._version != version]
 
 
 class CopyJob:

@@ -138,6 +138,26 @@ def optimizer_tensors(optimizers: Iterable[Any]) -> list[torch.Tensor]:
     return owned
 
 
+class Watches:
+    """Tensors that must not change until they are copied; on any device, and kept alive meanwhile.
+
+    Args:
+        tensors: the tensors, as they are when the copy is ordered. Those of inference have no version counters and are
+            left out: nothing tracks them.
+    """
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def changed(self) -> list[torch.Tensor]:
+        """Those that were written to since."""
+        pairs = zip(self._tensors, self._versions, strict=True)
+        return [tensor for tensor, version in pairs if tensor._version != version]
+
+
 class Noted:
     """How tensors are: torch's counts of the writes to them, and some of their bytes, on their device.
 
@@ -150,18 +170,15 @@ class Noted:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._counts, self._bytes = self._counted(), list(map(_glance, self._tensors))
+        self._watches, self._bytes = Watches(self._tensors), list(map(_glance, self._tensors))
 
     @property
     def are_unchanged(self) -> bool:
         """Whether all are as they were. A GPU is waited for."""
-        return self._counts == self._counted() and all(
+        return not self._watches.changed() and all(
             torch.equal(seen, now) if seen is not None and now is not None else seen is now
             for seen, now in zip(self._bytes, map(_glance, self._tensors), strict=True)
         )
-
-    def _counted(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors if not tensor.is_inference()]
 
 
 def _glance(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -14,10 +14,11 @@ from torch import nn
 
 from lightning_spot.capture import device
 from lightning_spot.capture.batch import SlotView
-from lightning_spot.capture.copier import Copier, Watches
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.device import Cuda, DeviceClock
 from lightning_spot.capture.partitions import BESIDE, Mode
 from lightning_spot.capture.schedule import GradientWatch, PlaceKind, Schedule
+from lightning_spot.capture.tensors import Watches
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.snapshot.layout import Layout, lay_out

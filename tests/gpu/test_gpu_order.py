@@ -12,9 +12,10 @@ import torch
 
 from lightning_spot.capture import cuda, device
 from lightning_spot.capture.batch import SlotView
-from lightning_spot.capture.copier import Copier, Watches
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.partitions import Partition, Span
 from lightning_spot.capture.schedule import Schedule, Timetable
+from lightning_spot.capture.tensors import Watches
 from lightning_spot.session import snapshotter
 from lightning_spot.snapshot.pieces import Piece
 from tests.support.fake_device import FakeDevice, StreamOfEachThread

@@ -16,11 +16,12 @@ from lightning_spot.capture import batch as batch_module
 from lightning_spot.capture import copier as copier_module
 from lightning_spot.capture import cuda
 from lightning_spot.capture.batch import Batch, SlotView, batches_of
-from lightning_spot.capture.copier import Copier, Watches
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.cuda import CudaCopier, Lane
 from lightning_spot.capture.device import DeviceClock
 from lightning_spot.capture.partitions import Span
 from lightning_spot.capture.schedule import Schedule
+from lightning_spot.capture.tensors import Watches
 from lightning_spot.errors import SpotError
 from lightning_spot.snapshot import pieces
 from lightning_spot.snapshot.pieces import Piece, cut_end
