@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_spot.capture.contents import SlotViews
+from lightning_spot.capture.batch import SlotView
 from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.host_link import SAY_S, HostLink, say_waiting, within
 from lightning_spot.config import format_bytes, read_environment
@@ -63,6 +64,47 @@ def _lease(host: Host, nbytes: int, wait_s: float, making: Making, *, making_s: 
     if lease.backing == "memfd" and (shm_dir := read_environment().shm_dir) is not None:
         say(logging.WARNING, "shm-full", SHM_FULL, about=shm_dir, size=format_bytes(lease.nbytes))
     return lease
+
+
+class SlotViews:
+    """Views of slots, by ring and place in it. One slot is used by one thread at a time, which leased it.
+
+    Args:
+        copier: pins slots, and unpins them before they are unmapped.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._views: dict[Host, dict[int, SlotView]] = {}
+
+    def of(self, host: Host, lease: Lease) -> SlotView:
+        """The view of a leased slot; made again if the slot has other memory than last time."""
+        if host not in self._views:
+            self._views[host] = {}
+            host.released = functools.partial(self._release, host)
+        views = self._views[host]
+        view = views.get(lease.slot)
+        if view is None or view.map is not lease.map:
+            if view is not None:
+                self._copier.unpin(view)
+            view = views[lease.slot] = SlotView(lease.map)
+        return view
+
+    def others(self, host: Host | None) -> list[Host]:
+        """Rings beside ``host`` of which there are views: they were lost."""
+        return [other for other in list(self._views) if other is not host]
+
+    def drop(self, host: Host) -> None:
+        """Let the slots of a ring go; nothing may be copied into them any more."""
+        host.released = None
+        for view in self._views.pop(host, {}).values():
+            self._copier.unpin(view)
+
+    def _release(self, host: Host, shared: mmap.mmap) -> None:
+        """The ring has replaced a slot: let its memory go before it is unmapped."""
+        views = self._views.get(host, {})
+        for slot in [slot for slot, view in list(views.items()) if view.map is shared]:  # another thread may add one
+            self._copier.unpin(views.pop(slot))
 
 
 class SlotMaker:

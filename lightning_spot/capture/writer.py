@@ -1,5 +1,9 @@
 """Takes snapshots: lays out what this rank writes, leases a slot, copies beside training, guards, commits.
 
+What forward may change is copied at once, the rest before the optimizer steps. What is copied must not change
+meanwhile. Torch counts the writes to a tensor, and the counts are compared when the copy is over; a write that goes
+past them (``tensor.data``, some kernels) goes unnoticed.
+
 Every rank has a writer, and waits for no other one. The training thread calls :meth:`SnapshotWriter.begin` and, before
 the tensors change, :meth:`~SnapshotWriter.copied`. Everything else happens on one background thread; there rank 0
 learns whether the shards of all ranks are there. A snapshot that fits no memory is streamed from the tensors, part by
@@ -9,25 +13,25 @@ part, while training waits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lightning_spot.capture.batch import SlotView
-from lightning_spot.capture.contents import Copying, Pending
-from lightning_spot.capture.copier import Copier, LoneThread
+from lightning_spot.capture.copier import Copier, CopyJob, LoneThread
 from lightning_spot.capture.host_link import HostLink, say_failing, within
 from lightning_spot.capture.layouts import CheckpointLayouter, Laid, RankLayouter
 from lightning_spot.capture.schedule import Schedule
-from lightning_spot.capture.slot_pool import SlotMaker, SlotPool, give_back
-from lightning_spot.capture.tensors import NOBODY, Owners
+from lightning_spot.capture.slot_pool import SlotMaker, SlotPool, SlotViews, give_back
+from lightning_spot.capture.tensors import NOBODY, Owners, Watches
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.say import UNEXPECTED, recovered, say
@@ -97,6 +101,34 @@ def floats_of(layout: Layout, owned: Owners) -> tuple[Floats, ...]:
         if len(names) == 1 and (name := names.pop()) is not None:
             found.append(Floats(piece.offset, piece.nbytes // WIDTHS[name] * WIDTHS[name], name))
     return tuple(found)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A snapshot on its way.
+
+    Attributes:
+        manifest: what it will be.
+        lease: its slot.
+        first: copies that were ordered before it was begun. They are waited for as well: a GPU may still be reading,
+            on another stream, storages that only the snapshot holds, and this keeps them alive.
+        job: copies that may go on until the next optimizer step.
+        done: becomes the manifest when committed, or the error.
+        destinations: tiers below, if not the run's.
+        tried: what is tried to be read back, see :class:`~lightning_spot.capture.layouts.Laid`.
+        view: its slot, as the writer sees it.
+        floats: where in it numbers lie that may be approximated on their way to a snapshot server.
+    """
+
+    manifest: Manifest
+    lease: Lease
+    first: CopyJob
+    job: CopyJob
+    done: Future[Manifest]
+    destinations: list[str] | None
+    tried: Layout | None
+    view: SlotView
+    floats: tuple[Floats, ...] = ()
 
 
 def _nobody(_error: BaseException) -> None:
@@ -207,13 +239,15 @@ class SnapshotWriter:
         self.why_aborted = ""
         self._failing = ""
         self._rank, self._counted_s = rank, 0.0
-        self._copying = copying = Copying(copier if copier is not None else Copier(), schedule)
-        self._maker = SlotMaker(copying.views, copying.copier, self.link.lose, rank)
+        self._copier = copier if copier is not None else Copier()
+        self._views, self._schedule = SlotViews(self._copier), schedule
+        self._unsteady: frozenset[int] = frozenset()
+        self._maker = SlotMaker(self._views, self._copier, self.link.lose, rank)
         self._slots = slots = SlotPool(self.link, self._maker, rank)
         try:
             self._tasks = Background("spot-writer", slots.give_back, lambda: slots.idle_s)
         except BaseException:  # nobody else closes what was given
-            copying.copier.close()
+            self._copier.close()
             raise
         self._approximates = approximates
         self._pending: list[Pending] = []
@@ -301,10 +335,10 @@ class SnapshotWriter:
         if host is None:
             raise self.link.missing()
         self._slots.wait_warm(host, wait_s)
-        if lost := self._copying.views.others(host):
+        if lost := self._views.others(host):
             self.copied()
             for other in lost:
-                self._copying.views.drop(other)
+                self._views.drop(other)
         lease: Lease | None = None
         view: SlotView | None = None
         done: Future[Manifest] = Future()
@@ -313,9 +347,9 @@ class SnapshotWriter:
             layout = laid.layout
             lease = self._slots.take(host, layout.nbytes, within(deadline_s))
             self._forget_done()
-            view = self._copying.views.of(host, lease)
+            view = self._views.of(host, lease)
             self.copied_bytes += layout.nbytes
-            first, job = self._copying.start(layout, view, owned)
+            first, job = self._copy(layout, view, owned)
             floats = floats_of(layout, owned) if self._approximates else ()
             pending = Pending(
                 manifest=laid.manifest,
@@ -333,7 +367,7 @@ class SnapshotWriter:
         except BaseException:
             if lease is not None and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
-                    self._copying.copier.give_up(view)
+                    self._copier.give_up(view)
                 self._forget_done()
                 give_back(host, lease)
             raise
@@ -341,6 +375,20 @@ class SnapshotWriter:
             self.copied()  # what goes wrong below, or takes longer, does so beside training
             futures.wait([pending.done], host.server_call_timeout_s)
         return pending.done
+
+    def _copy(self, layout: Layout, view: SlotView, owned: Owners) -> tuple[CopyJob, CopyJob]:
+        """Copy now what forward may change, and let the optimizer's own follow until its next step; both copies."""
+        following = owned.keys() - self._unsteady
+        first = [piece for piece in layout.pieces if piece.storage.data_ptr() not in following]
+        later = [piece for piece in layout.pieces if piece.storage.data_ptr() in following]
+        watched = dict.fromkeys(piece.storage.data_ptr() for piece in later)  # each once, of however many pieces
+        copied = self._copier.start(first, view)
+        for offset, data in layout.frame:
+            view.map[offset : offset + len(data)] = data
+        copied.wait_cpu()
+        self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
+        watches = Watches(itertools.chain.from_iterable(map(owned.__getitem__, watched)))
+        return copied, self._copier.start(later, view, watches, self._schedule)
 
     def fail(self, manifest: Manifest, error: BaseException) -> None:
         """Put into the ring why this rank will have no shard of a snapshot; nothing if one rank writes all of it.
@@ -357,7 +405,10 @@ class SnapshotWriter:
         """Return when the tensors may change: call it before every optimizer step, swap of weights, and at the end."""
         for pending in self._pending:
             try:
-                self._copying.copied(pending)
+                pending.job.wait_cpu()
+                self._copier.fence()
+                pending.job.settle()
+                self._unsteady |= pending.job.moved
             except SpotError:
                 continue  # the background thread reports it through the future
             except Exception as error:  # training goes on without it
@@ -388,7 +439,9 @@ class SnapshotWriter:
             self._maker.close(CLOSE_S)
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
             ends.callback(self._pending.clear)
-            ends.callback(self._copying.close)
+            for host in self._views.others(None):
+                ends.callback(self._views.drop, host)
+            ends.callback(self._copier.close)
 
     def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
         """Bring a snapshot that fits no slot to a tier, part by part, or raise a ``SpotError``. Training waits for it.
@@ -414,7 +467,7 @@ class SnapshotWriter:
             return  # Ctrl-C: its slot was given back
         manifest = pending.manifest
         try:
-            self._copying.check(pending)
+            self._check(pending)
             is_short = host.seal(pending.lease, manifest, pending.destinations, pending.floats)
         except BaseException as error:
             self._failed(host, pending, error)
@@ -435,6 +488,23 @@ class SnapshotWriter:
         self._look_at(pending)
         if self._rank == 0 and pending.lease.backing != "process":
             say_failing(self.link)
+
+    def _check(self, pending: Pending) -> None:
+        """Wait until all of a snapshot is in its slot.
+
+        Raises:
+            SnapshotFailedError: if that is not what the tensors were.
+        """
+        try:
+            pending.first.wait()
+        finally:
+            pending.job.wait()
+        if moved := pending.job.moved:
+            raise SnapshotFailedError(
+                f"snapshot {pending.manifest.snapshot} was dropped: {len(moved)} tensors changed between two optimizer"
+                " steps while they were copied. From now on these are copied before the step goes on",
+                reason=FailureReason.TORN,
+            )
 
     def _wait_until_it_counts(self, name: str) -> None:
         """Wait for the shards of the other ranks; a ring that is lost meanwhile may be found again with what it had.
@@ -476,7 +546,7 @@ class SnapshotWriter:
         error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
         self.torn += FailureReason.TORN.caused(error)
         if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
-            self._copying.copier.give_up(pending.view)
+            self._copier.give_up(pending.view)
         if isinstance(error, ServerUnreachableError):
             self.link.lose(host, error)
         else:

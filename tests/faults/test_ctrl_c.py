@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from lightning_spot.capture import batch as batch_module
-from lightning_spot.capture.contents import Copying
 from lightning_spot.capture.copier import Copier, CopyJob
 from lightning_spot.capture.partitions import Span
 from lightning_spot.capture.schedule import Schedule
@@ -127,7 +126,7 @@ class Watching(InProcessHost):
 BEGINNING = [
     SnapshotWriter.begin,
     SnapshotWriter._begin,
-    Copying.start,
+    SnapshotWriter._copy,
     Copier.start,
     Copier._fill,
     CopyJob.hold,
@@ -147,8 +146,8 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 def test_ctrl_c_at_any_line_of_begin_leaves_no_copy_and_no_slot(desk: Desk) -> None:
     copier = Copier(threads=0)  # what its threads would do is done below
-    desk.writer._copying.copier.close()
-    desk.writer._copying.copier, desk.writer._copying._schedule = copier, Held("eager")
+    desk.writer._copier.close()
+    desk.writer._copier, desk.writer._schedule = copier, Held("eager")
     desk.writer._slots.look_ahead = lambda *_, **__: None  # type: ignore[method-assign]
     desk.weights = [torch.randn(30, 10) for _ in range(3)]
     given: list[Lease] = desk.host.given  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from lightning_spot.capture.contents import Copying
 from lightning_spot.capture.copier import Copier, CopyJob
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotMaker, give_back
@@ -108,7 +107,7 @@ def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(
         desk.begin(1, desk.checkpoint()).result(SOON_S)
 
 
-@pytest.mark.parametrize("where", [[(Copying, "check")], [(CopyJob, "wait"), (HostLink, "is_loss")]])
+@pytest.mark.parametrize("where", [[(CopyJob, "wait")], [(CopyJob, "wait"), (HostLink, "is_loss")]])
 def test_nobody_waits_for_a_snapshot_whose_end_has_failed(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, where: list[tuple[type, str]]
 ) -> None:

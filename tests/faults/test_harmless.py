@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 WHERE = [
     "capture/writer:SnapshotWriter.begin",
-    "capture/contents:Copying.start",
+    "capture/writer:SnapshotWriter._copy",
     "capture/writer:SnapshotWriter.copied",
     "capture/slot_pool:SlotPool.take",
     "state/dump:Dump._with",

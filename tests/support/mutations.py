@@ -490,7 +490,7 @@ newest is by its order | server.slots | groups::only_what_is_complete_supersedes
 version counters | capture.tensors | fit::a_tensor_that_moves_is_never_committed
 -if tensor._version != version]
 +if False]
-dropped if torn | capture.contents | fit::a_tensor_that_moves_is_never_committed
+dropped if torn | capture.writer | fit::a_tensor_that_moves_is_never_committed
 -        if moved := pending.job.moved:
 +        if moved := ():
 # who reads a link in a history or a log sees the status page
