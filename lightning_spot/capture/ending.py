@@ -92,12 +92,11 @@ class Safety:
         newest = self._writer.committed
         nbytes = self.writers_here * newest.nbytes if newest is not None else 0
         tiers = tiers_of(self._writer.link)
-        speeds = {
-            url: tier.flushed_bytes / tier.flush_s for url, tier in tiers.items() if tier.flush_s and not tier.carried
-        }
+        speeds = [tier.flushed_bytes / tier.flush_s for tier in tiers.values() if tier.flush_s and not tier.carried]
         # What is committed and not safe yet goes first.
-        waits = bool(tiers) and newest is not None and self._safe_step(self._ring_safe_step()) < newest.step
-        return plan_urgent(nbytes, left_s, speeds, waiting_bytes=nbytes if waits else 0)
+        safe_step = self._writer.link.ask(lambda host: host.safe_step(), None)
+        waits = bool(tiers) and newest is not None and self._safe_step(safe_step) < newest.step
+        return plan_urgent(2 * nbytes if waits else nbytes, left_s, speeds)
 
     def paces(self) -> tuple[TierPace, ...]:
         """How fast each working tier takes snapshots, as measured."""
@@ -161,9 +160,6 @@ class Safety:
     def _why_refused(self) -> str:
         """Why a tier takes nothing of this attempt any more, for good; ``""`` if none does so."""
         return next((tier.refused for tier in tiers_of(self._writer.link).values() if tier.refused), "")
-
-    def _ring_safe_step(self) -> int | None:
-        return self._writer.link.ask(lambda host: host.safe_step(), None)
 
     def _safe_step(self, from_memory: int | None) -> int:
         """Newest step that is safe outside this machine, -1 if none is.

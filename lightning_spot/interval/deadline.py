@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MARGIN = 1.2
@@ -50,29 +50,23 @@ class DeadlinePlan:
 
     Attributes:
         take: whether a new snapshot is worth it; otherwise only what is committed already is brought to safety.
-        url: the tier that is expected to have it first; ``None`` where no speed was measured yet.
-        expected_s: seconds until it is safe there; ``None`` likewise.
+        expected_s: seconds until it is safe at the fastest tier; ``None`` where no speed was measured yet.
     """
 
     take: bool
-    url: str | None
     expected_s: float | None
 
 
-def plan_urgent(
-    nbytes: int, left_s: float | None, bytes_per_s: Mapping[str, float], waiting_bytes: int = 0
-) -> DeadlinePlan:
+def plan_urgent(nbytes: int, left_s: float | None, bytes_per_s: Iterable[float]) -> DeadlinePlan:
     """Plan an urgent snapshot.
 
     Args:
-        nbytes: size of a snapshot.
+        nbytes: size of a snapshot, and of what goes before it.
         left_s: seconds until the deadline, at most 0 if it is past; ``None`` if it is not known.
-        bytes_per_s: measured speed of each tier that outlives this machine.
-        waiting_bytes: what these tiers have to take before it.
+        bytes_per_s: measured speeds of the tiers that outlive this machine.
     """
-    speeds = {url: speed for url, speed in bytes_per_s.items() if speed > 0}
-    if not speeds:
-        return DeadlinePlan(take=left_s is None or left_s > 0, url=None, expected_s=None)
-    url = max(speeds, key=lambda key: speeds[key])
-    expected_s = (nbytes + waiting_bytes) / speeds[url]
-    return DeadlinePlan(take=left_s is None or expected_s * MARGIN <= left_s, url=url, expected_s=expected_s)
+    fastest = max(bytes_per_s, default=0.0)
+    if fastest <= 0:
+        return DeadlinePlan(take=left_s is None or left_s > 0, expected_s=None)
+    expected_s = nbytes / fastest
+    return DeadlinePlan(take=left_s is None or expected_s * MARGIN <= left_s, expected_s=expected_s)
