@@ -170,7 +170,9 @@ class COCI(Adaptive):
         if count < 1 or not -700 < end <= begin < 700:
             return
         losses = math.exp(begin) - (math.exp(begin) - math.exp(end)) * np.arange(1, count + 1) / count
-        self._slots = [float(slot) for slot in (np.log(losses) - offset) / slope]
+        with np.errstate(divide="ignore", invalid="ignore"):  # where it falls by more than a float tells
+            slots = np.fmin((np.log(losses) - offset) / slope, end_s)
+        self._slots = slots.tolist()
 
 
 def _moved(old: tuple[float, float], new: tuple[float, float]) -> bool:

@@ -330,7 +330,7 @@ class Pacing:
         step_s = max((now_s - self._begun[1]) / max(1, step - self._begun[0]), *self._laps_s, 1e-9)
         wait_s = self.policy.wait_s(step, now_s)
         wait_s = wait_s / 2 if wait_s > 0 else _RETRY_S  # due, but there is no slot yet
-        return max(1, min(_MOST_STEPS_APART, int(wait_s / step_s)))
+        return max(1, int(min(_MOST_STEPS_APART, wait_s / step_s)))
 
 
 class Readings:

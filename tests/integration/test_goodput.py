@@ -690,6 +690,13 @@ def test_a_long_step_makes_no_snapshot_due_before_its_time(monkeypatch: pytest.M
     assert len(apart) > 15
 
 
+def test_a_policy_may_say_that_nothing_is_ever_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many steps that is ended the training of several ranks."""
+    never = EverySeconds(10)
+    monkeypatch.setattr(never, "wait_s", lambda _step, _now_s: math.inf)
+    assert _taken_at(monkeypatch, never, [1.0] * 100, 10) == []
+
+
 def test_ranks_talk_in_time_when_steps_become_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = _taken_at(monkeypatch, EverySeconds(60), [0.1] * 36_000 + [1.0] * 3600)
     late = [seconds for seconds in taken if seconds > 3600 + 600]

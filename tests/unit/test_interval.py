@@ -327,6 +327,18 @@ def test_coci_slots_are_equal_drops_of_the_loss() -> None:
     assert np.median(drops[:20]) == pytest.approx(np.median(drops[-20:]), rel=0.3)  # steps are coarse
 
 
+@pytest.mark.filterwarnings("error")
+def test_coci_slots_end_with_a_run_whose_loss_falls_to_nothing() -> None:
+    """The last drop was of a loss of zero: its slot was never to come."""
+    policy = COCI("manual", snapshot_cost_s=1.0, slope=-1.0, offset=0.0, failure_rate_per_s=1 / 3600)
+    policy.learn(Costs(stall_s=1.0, mtbf_s=3600.0, total_steps=1000))
+    policy.wait_s(0, 0.0)
+    assert 0 < policy.wait_s(100, 60.0) < 1  # the run takes 600 s
+    assert policy.wait_s(120, 72.0) < 0
+    policy.taken(120, 72.0)
+    assert policy.wait_s(121, 72.6) == pytest.approx(600.0 - 72.6)
+
+
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
