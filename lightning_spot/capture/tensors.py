@@ -119,12 +119,7 @@ def by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, Sequence[torch.Tens
 
 
 def optimizer_owned(optimizers: Iterable[Any]) -> dict[int, Sequence[torch.Tensor]]:
-    """:func:`optimizer_tensors` by the address of their storage."""
-    return by_storage(optimizer_tensors(optimizers))
-
-
-def optimizer_tensors(optimizers: Iterable[Any]) -> list[torch.Tensor]:
-    """Tensors that change in ``optimizer.step()`` and nowhere else: parameters and their state.
+    """Tensors that change in ``optimizer.step()`` and nowhere else, parameters and their state; :func:`by_storage`.
 
     Args:
         optimizers: ``torch.optim.Optimizer`` or Lightning's wrappers.
@@ -135,7 +130,7 @@ def optimizer_tensors(optimizers: Iterable[Any]) -> list[torch.Tensor]:
             owned += group["params"]
         for state in optimizer.state.values():
             owned += tensors_in(state)
-    return owned
+    return by_storage(owned)
 
 
 class Watches:
