@@ -13,9 +13,8 @@ import numpy as np
 from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot.config import format_seconds
 from lightning_spot.interval.convergence import ConvergenceAware
-from lightning_spot.interval.costs import Failure
 from lightning_spot.interval.policy import EverySeconds
-from lightning_spot.simulation.failures import Fleet, Mixed, Weibull
+from lightning_spot.simulation.failures import Failure, Fleet, Mixed, Weibull
 from lightning_spot.simulation.simulator import (
     PolicyRow,
     SimulatedJob,

@@ -17,7 +17,6 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import ServerUnreachableError, SpotError
-from lightning_spot.interval.costs import Failure, TierPace
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
 from lightning_spot.run.survey import ask_all
 from lightning_spot.say import say
@@ -98,9 +97,9 @@ class Safety:
         waits = bool(tiers) and newest is not None and self._safe_step(safe_step) < newest.step
         return plan_urgent(2 * nbytes if waits else nbytes, left_s, speeds)
 
-    def paces(self) -> tuple[TierPace, ...]:
-        """How fast each working tier takes snapshots, as measured."""
-        return paces_of(tiers_of(self._writer.link), self._min_upload_interval_s)
+    def drain_s(self) -> float:
+        """See :func:`drain_s_of`."""
+        return drain_s_of(tiers_of(self._writer.link), self._min_upload_interval_s)
 
     def bring(
         self,
@@ -171,24 +170,22 @@ class Safety:
         return max(-1 if from_memory is None else from_memory, past.step if past is not None else -1)
 
 
-def paces_of(tiers: Mapping[str, TierHealth], min_upload_interval_s: float = 0.0) -> tuple[TierPace, ...]:
-    """How fast each working tier takes snapshots; a snapshot server counts as fast until it has taken one.
+def drain_s_of(tiers: Mapping[str, TierHealth], min_upload_interval_s: float = 0.0) -> float:
+    """Seconds from one snapshot to the next that the nearest working tier takes; 0 if none was measured.
+
+    Snapshot servers count as fast until one has taken a snapshot.
 
     Args:
         tiers: how each is doing, by its URL.
         min_upload_interval_s: least seconds between two snapshots brought to storage.
     """
     working = [tier for tier in tiers.values() if not tier.error and not tier.carried]
-    paces = [
-        TierPace(drain_s=tier.drain_s, survives=Failure.MACHINE)
-        if tier.kind == "server"
-        else TierPace(drain_s=max(tier.drain_s, min_upload_interval_s), survives=Failure.SERVER)
-        for tier in working
-        if tier.flushed
-    ]
-    if any(tier.kind == "server" for tier in working) and all(pace.survives == Failure.SERVER for pace in paces):
-        paces.append(TierPace(drain_s=0.0, survives=Failure.MACHINE))
-    return tuple(paces)
+    servers = [tier for tier in working if tier.kind == "server"]
+    found = [tier.drain_s for tier in servers if tier.flushed]
+    if servers and not found:
+        return 0.0
+    found += [max(tier.drain_s, min_upload_interval_s) for tier in working if tier.flushed and tier.kind != "server"]
+    return min(found, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

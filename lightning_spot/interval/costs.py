@@ -5,33 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
-
-
-class Failure(IntEnum):
-    """What a failure takes away; each takes what those before it take, too."""
-
-    PROCESS = 0
-    """The trainer's process. The server on its host stays, with all that is committed there."""
-    MACHINE = 1
-    """The trainer's machine, as a preemption does."""
-    SERVER = 2
-    """The machine at a time when the snapshot server is gone as well."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierPace:
-    """How fast a tier takes snapshots, and what it outlives. It takes the newest one whenever it is free.
-
-    Attributes:
-        drain_s: least seconds from one snapshot that it takes to the next. One is safe there every
-            ``max(interval, drain_s)``.
-        survives: the worst failure that leaves its snapshots in place.
-    """
-
-    drain_s: float
-    survives: Failure = Failure.SERVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +15,15 @@ class Costs:
     Attributes:
         stall_s: how long training waits for one snapshot.
         mtbf_s: mean time between failures of the job.
-        tiers: how fast each tier takes snapshots, as far as that was measured.
+        drain_s: that the nearest tier which outlives the machine takes for one snapshot; 0 if none was measured.
+            Snapshots that follow each other faster than that bring no newer one out of the machine.
         total_steps: optimizer steps of the whole run; ``None`` if it has no known end.
     """
 
     stall_s: float
     mtbf_s: float
-    tiers: tuple[TierPace, ...] = ()
+    drain_s: float = 0.0
     total_steps: float | None = None
-
-    @property
-    def drain_s(self) -> float:
-        """Seconds that the nearest tier which outlives the machine takes for one snapshot; 0 if none was measured.
-
-        Snapshots that follow each other faster than that bring no newer one out of the machine.
-        """
-        return min((tier.drain_s for tier in self.tiers if tier.survives >= Failure.MACHINE), default=0.0)
 
 
 class RobustMean:

@@ -19,7 +19,7 @@ from lightning_spot.capture.schedule import PlaceKind
 from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, BestEffort, failure_of
 from lightning_spot.config import format_bytes, format_seconds
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
+from lightning_spot.interval.costs import Costs, FailureRate, RobustMean
 from lightning_spot.interval.policy import ByTime, IntervalPolicy
 from lightning_spot.patches import Patches
 from lightning_spot.run.choice import say_what_is_left
@@ -41,8 +41,6 @@ from lightning_spot.state.per_trainer import OfTrainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-Tiers = tuple[TierPace, ...]
 
 LEARN_EVERY_S = 5.0
 _MOST_STEPS_APART = 10_000
@@ -219,13 +217,13 @@ class Pacing:
         self.policy.taken(step, self._taken_s)
         self._stalled_s = 0.0
 
-    def due(self, trainer: pl.Trainer, decide: Callable[[], Any], tiers: Callable[[], Tiers]) -> Any:
+    def due(self, trainer: pl.Trainer, decide: Callable[[], Any], drain_s: Callable[[], float]) -> Any:
         """Whether all ranks take a snapshot now, and how: on all of them, what ``decide`` says on rank 0.
 
         Args:
             trainer: that is at a step boundary after an optimizer step.
             decide: how it is taken, as plain values; ``None`` if there is no slot for it. Asked on rank 0.
-            tiers: how fast each tier takes snapshots; asked on rank 0, now and then.
+            drain_s: how long the nearest tier takes for a snapshot, see :class:`Costs`; asked on rank 0, now and then.
 
         Returns:
             ``None`` if none is taken.
@@ -233,7 +231,7 @@ class Pacing:
         step, now_s = trainer.global_step, time.monotonic()
         self._note_step(step, now_s)
         if trainer.is_global_zero:  # here, since the step after a snapshot has waited for the rest of it by now
-            self._best_effort.run("learning what snapshots cost", partial(self._learn, now_s, tiers), None)
+            self._best_effort.run("learning what snapshots cost", partial(self._learn, now_s, drain_s), None)
         if trainer.world_size == 1:
             return self._decide(step, now_s, decide)
         if self.policy.by_step and not self.policy.due(step, now_s):
@@ -305,7 +303,7 @@ class Pacing:
         """Seconds that training waits for one snapshot, as far as is known."""
         return self._stall.value or 0.0
 
-    def _learn(self, now_s: float, tiers: Callable[[], Tiers]) -> None:
+    def _learn(self, now_s: float, drain_s: Callable[[], float]) -> None:
         """Tell the policy what was measured, every few seconds, and when a snapshot has shown what it costs."""
         by_step = self.policy.by_step
         if self._stalled_s >= 0:  # the optimizer step after the last one has waited for the rest of the copy
@@ -317,9 +315,8 @@ class Pacing:
         self._rate.ran(now_s - self._ran_until_s)
         self._learned_s = self._ran_until_s = now_s
         if (stall_s := self._stall.value) is not None:
-            paces = () if by_step else tiers()
-            costs = Costs(stall_s=stall_s, mtbf_s=self._rate.mtbf_s, tiers=paces, total_steps=self._total_steps)
-            self.policy.learn(costs)
+            took_s, mtbf_s = 0.0 if by_step else drain_s(), self._rate.mtbf_s
+            self.policy.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, drain_s=took_s, total_steps=self._total_steps))
 
     def _apart(self, step: int) -> int:
         """Steps until the next announcement: half of the way to where a snapshot is due.
@@ -607,7 +604,7 @@ class Snapshotter(OfTrainer):
         trainer, run, iterations = self._trainer, self.best_effort.run, self.writing.iterations
         run(_FOLLOWING, iterations.ends, None)
         run(_AHEAD, self.writing.warm, None)
-        if (how := self.pacing.due(trainer, self._decide, self._paces)) is not None:
+        if (how := self.pacing.due(trainer, self._decide, self._drain_s)) is not None:
             self._take(Decision.heard(how), before_validation=before_validation)
         self.pacing.look_ahead(trainer, self._decide)
         if not self._has_said_first:
@@ -632,9 +629,9 @@ class Snapshotter(OfTrainer):
             interval=self.pacing.interval,
         )
 
-    def _paces(self) -> tuple[TierPace, ...]:
+    def _drain_s(self) -> float:
         attempt = self.writing.attempt
-        return attempt.safety.paces() if attempt is not None else ()
+        return attempt.safety.drain_s() if attempt is not None else 0.0
 
     def _decide(self) -> list[Any] | None:
         """See :meth:`Coordinator.decide`."""

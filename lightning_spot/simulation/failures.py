@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from enum import IntEnum
 from math import exp, gamma, inf
 from pathlib import Path
 from typing import Protocol
@@ -15,9 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spot.errors import SettingsError
-from lightning_spot.interval.costs import PROCESS_MTBF_S, SERVER_MTBF_S, Failure
+from lightning_spot.interval.costs import PROCESS_MTBF_S, SERVER_MTBF_S
 
 Array = NDArray[np.float64]
+
+
+class Failure(IntEnum):
+    """What a failure takes away; each takes what those before it take, too."""
+
+    PROCESS = 0
+    """The trainer's process. The server on its host stays, with all that is committed there."""
+    MACHINE = 1
+    """The trainer's machine, as a preemption does."""
+    SERVER = 2
+    """The machine at a time when the snapshot server is gone as well."""
 
 
 class Lifetimes(Protocol):
@@ -44,8 +56,8 @@ class Weibull:
 
 
 Event = tuple[Array, NDArray[np.int64]]
-"""Seconds from a start of the job to its next failure, and what that takes away (:class:`~lightning_spot.interval.costs
-.Failure`), each of shape ``(runs,)``."""
+"""Seconds from a start of the job to its next failure, and what that takes away (:class:`Failure`), each of shape
+``(runs,)``."""
 
 
 class Failures(Protocol):

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from lightning_spot.interval.adaptive import OverheadBudget, YoungDaly
 from lightning_spot.interval.coci import COCI
 from lightning_spot.interval.convergence import ConvergenceAware
-from lightning_spot.interval.costs import Costs, Failure, TierPace
+from lightning_spot.interval.costs import Costs
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
-from lightning_spot.simulation.failures import Failures
+from lightning_spot.simulation.failures import Failure, Failures
 
 Array = NDArray[np.float64]
 Loss = Callable[[Array], Array]
@@ -94,8 +94,8 @@ class SimulatedJob:
 
     def costs(self, mtbf_s: float) -> Costs:
         """What a policy would measure in it."""
-        paces = tuple(TierPace(drain_s=tier.drain_s, survives=tier.survives) for tier in self.tiers)
-        return Costs(stall_s=self.stall_s, mtbf_s=mtbf_s, tiers=paces, total_steps=self.steps)
+        outside = [tier.drain_s for tier in self.tiers if tier.survives >= Failure.MACHINE]
+        return Costs(stall_s=self.stall_s, mtbf_s=mtbf_s, drain_s=min(outside, default=0.0), total_steps=self.steps)
 
 
 def chain(*tiers: Tier) -> tuple[Tier, ...]:

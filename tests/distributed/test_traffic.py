@@ -222,7 +222,7 @@ def taken_by(ranks: int, every: int, steps: list[int], lasts: float = 0.0) -> tu
         return "alone" if trainer.global_step >= over else ""
 
     for trainer.global_step in steps:
-        if pacing.due(trainer, can_begin, tuple):
+        if pacing.due(trainer, can_begin, float):
             taken.append(trainer.global_step)
             pacing.taken(trainer.global_step)
             over = trainer.global_step + lasts

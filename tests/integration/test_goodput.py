@@ -669,7 +669,7 @@ def _taken_at(
     pacing.begin(two, 1, None)
     for step, step_s in enumerate(steps_s, start=1):
         two.global_step, now[0] = step, now[0] + step_s
-        if pacing.due(two, lambda: "alone", tuple):
+        if pacing.due(two, lambda: "alone", float):
             taken.append(now[0])
             pacing.taken(step)
         pacing.look_ahead(two, lambda: "alone")

@@ -18,7 +18,7 @@ from scipy import optimize
 from lightning_spot import COCI, ConvergenceAware, OverheadBudget, YoungDaly
 from lightning_spot.interval.adaptive import FIRST_S, young_daly_s
 from lightning_spot.interval.convergence import BREAK, WIDEST, LossCurve, Price, fit_points, spread
-from lightning_spot.interval.costs import Costs, FailureRate, RobustMean, TierPace
+from lightning_spot.interval.costs import Costs, FailureRate, RobustMean
 from lightning_spot.interval.policy import IntervalPolicy
 
 pytestmark = pytest.mark.guarantee("G25")
@@ -87,7 +87,7 @@ def test_it_is_the_best_there_is(ratio: float, mtbf_s: float) -> None:
 
 @given(positive, positive, st.floats(0.001, 0.5), st.floats(0, 1e4))
 def test_budget_and_drain_are_kept(stall_s: float, mtbf_s: float, share: float, drain_s: float) -> None:
-    costs = Costs(stall_s=stall_s, mtbf_s=mtbf_s, tiers=(TierPace(drain_s=drain_s),), total_steps=STEPS)
+    costs = Costs(stall_s=stall_s, mtbf_s=mtbf_s, drain_s=drain_s, total_steps=STEPS)
     policies = [OverheadBudget(share), YoungDaly(share), ConvergenceAware(max_overhead=share)]
     for policy in policies:
         policy.learn(costs)

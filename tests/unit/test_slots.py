@@ -328,7 +328,7 @@ def test_a_server_still_making_a_slot_does_not_count_as_lost() -> None:
 def at_seams(pacing: Pacing, steps: range, can_begin: Callable[[], str]) -> None:
     trainer = SimpleNamespace(global_step=0, is_global_zero=True, world_size=1)
     for trainer.global_step in steps:
-        if pacing.due(cast(Any, trainer), can_begin, tuple):
+        if pacing.due(cast(Any, trainer), can_begin, float):
             pacing.taken(trainer.global_step)
 
 

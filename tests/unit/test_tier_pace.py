@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from benchmarks.closed_form import FailureClass, expected_total_s
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
-from lightning_spot.capture.ending import paces_of
+from lightning_spot.capture.ending import drain_s_of
 from lightning_spot.interval.adaptive import Adaptive
-from lightning_spot.interval.costs import Costs, Failure, TierPace
+from lightning_spot.interval.costs import Costs
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.simulation.failures import Event, Failures, Fleet, Mixed, Weibull
+from lightning_spot.simulation.failures import Event, Failure, Failures, Fleet, Mixed, Weibull
 from lightning_spot.simulation.simulator import SimulatedJob, Tier, chain, lost_s, simulate
 from tests.support.server import StartServer
 from tests.support.trainer import Net, data, trainer
@@ -52,13 +52,13 @@ seconds = st.floats(1e-2, 1e4)
 def test_the_pace_is_that_of_the_nearest_tier_off_the_machine(
     stall_s: float, mtbf_s: float, near_s: float, slower: float, policy: type[Adaptive]
 ) -> None:
-    near = TierPace(drain_s=near_s, survives=Failure.MACHINE)
-    of_host = TierPace(drain_s=near_s / 2, survives=Failure.PROCESS)
-    far = TierPace(drain_s=near_s * slower, survives=Failure.SERVER)
+    near = Tier(name="near", drain_s=near_s, survives=Failure.MACHINE)
+    of_host = Tier(name="host", drain_s=near_s / 2, survives=Failure.PROCESS)
+    far = Tier(name="far", drain_s=near_s * slower, survives=Failure.SERVER)
 
-    def interval_s(*paces: TierPace) -> float:
+    def interval_s(*tiers: Tier) -> float:
         found = policy()
-        found.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, tiers=paces))
+        found.learn(SimulatedJob(work_s=DAY_S, stall_s=stall_s, tiers=tiers).costs(mtbf_s))
         return found.interval_s(1)
 
     assert interval_s(of_host, near, far) == interval_s(near) >= near_s
@@ -71,7 +71,7 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s:
     """Machines alone fail: then neither a shorter nor a longer interval than the policy's has a lower overhead."""
     assume(stall_s + near_s < mtbf_s / 20)  # the closed form is of first order
     policy = YoungDaly(max_overhead=0.9)
-    policy.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, tiers=(TierPace(drain_s=near_s),)))
+    policy.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, drain_s=near_s))
     periods = np.geomspace(stall_s, 10 * mtbf_s, 2000)
 
     def overhead(period_s: float) -> float:
@@ -85,7 +85,7 @@ def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s:
 
 def paced_by(min_upload_interval_s: float = 0.0, **found: TierHealth) -> float:
     """Seconds that the measured tiers ask to have between two snapshots."""
-    return Costs(stall_s=1.0, mtbf_s=3600.0, tiers=paces_of(found, min_upload_interval_s)).drain_s
+    return drain_s_of(found, min_upload_interval_s)
 
 
 def test_the_measured_pace_is_that_of_the_server_while_it_works() -> None:
@@ -123,10 +123,7 @@ def test_a_training_tells_its_policy_how_fast_its_server_is(tmp_path: Path, star
         server_idle_timeout_s=10.0,
     )
     trainer(snapshots, Pause(0.05), max_epochs=2).fit(Net(), data())
-    told = policy.costs[-1]
-    (server,) = [tier for tier in told.tiers if tier.survives == Failure.MACHINE]
-    assert 0 < server.drain_s < 30
-    assert told.drain_s == server.drain_s  # and not the hour of the durable tier
+    assert 0 < policy.costs[-1].drain_s < 30  # and not the hour of the durable tier
 
 
 class Pause(pl.Callback):
