@@ -48,7 +48,7 @@ class Turns(EverySteps, ModeTrial):
         """Have ``spot`` ask this instead of its own trial, once it has a trial; whether it did already."""
         snapshotter = spot.snapshots.snapshotter
         assert snapshotter is not None
-        schedule = snapshotter.writing.iterations.schedule
+        schedule = snapshotter.writing.schedule
         decided = schedule._trial is self
         if schedule._trial is not None:
             schedule._trial = self

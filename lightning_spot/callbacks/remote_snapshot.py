@@ -250,12 +250,12 @@ class RemoteSnapshot(FitCallback):
         if self.is_passed_over:
             self.on_train_start(trainer, pl_module)
         if self.snapshotter is not None:
-            self.snapshotter.writing.iterations.schedule.reached(PlaceKind.FORWARD)
+            self.snapshotter.writing.schedule.reached(PlaceKind.FORWARD)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """The backward pass begins."""
         if self.snapshotter is not None:
-            self.snapshotter.writing.iterations.schedule.reached(PlaceKind.BACKWARD)
+            self.snapshotter.writing.schedule.reached(PlaceKind.BACKWARD)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """All gradients of a micro-batch are there."""

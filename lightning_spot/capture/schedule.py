@@ -94,6 +94,9 @@ class GradientWatch:
         self._ready(number)
 
 
+_NONE = GradientWatch((), lambda _: None)
+
+
 class PlaceKind(IntEnum):
     """What happens at a place of an iteration."""
 
@@ -308,18 +311,13 @@ class Schedule:
     Args:
         copy_mode: the user's setting.
         clock: measures iterations.
-
-    Attributes:
-        owned: finds the addresses of the storages that the optimizer will overwrite, first ones first, each with the
-            number of the parameter to which it belongs. Asked where the pieces are not those of the last snapshot.
     """
 
     def __init__(self, copy_mode: CopyMode = "auto", clock: Clock | None = None) -> None:
         self.setting = copy_mode
-        self.owned: Callable[[], Mapping[int, int]] = dict
+        self._owned: Callable[[], Mapping[int, int]] = dict
         self._clock: Clock = clock if clock is not None else HostClock()
-        self._gradient_bytes: Callable[[], Sequence[int]] = tuple
-        self._bucket_bytes = BUCKET_BYTES
+        self._gradients, self._bucket_bytes = _NONE, BUCKET_BYTES
         self._profile: Profile | None = None
         self._profiler: Profiler | None = None
         self._trial: ModeTrial | None = None
@@ -340,7 +338,8 @@ class Schedule:
 
     def begin(
         self,
-        gradient_bytes: Callable[[], Sequence[int]],
+        gradients: GradientWatch,
+        owned: Callable[[], Mapping[int, int]] = dict,
         bucket_bytes: int = BUCKET_BYTES,
         clock: Clock | None = None,
         *,
@@ -349,22 +348,27 @@ class Schedule:
         """Training begins, with the parameters of a model.
 
         Args:
-            gradient_bytes: tells those of each parameter; asked when iterations are known.
+            gradients: watches theirs; told which ones are wanted, and closed at the :meth:`end`.
+            owned: finds the addresses of the storages that the optimizer will overwrite, first ones first, each with
+                the number of the parameter to which it belongs. Asked where the pieces are not those of the last
+                snapshot.
             bucket_bytes: what fills a bucket of gradients.
             clock: measures iterations from now on.
             may_stand: whether training may stand still for a snapshot: on a CPU, and nobody waits for it meanwhile.
         """
-        self._gradient_bytes, self._bucket_bytes = gradient_bytes, bucket_bytes
+        self._gradients, self._owned, self._bucket_bytes = gradients, owned, bucket_bytes
         self._clock = clock if clock is not None else self._clock
         self._may_stand = may_stand
         self._reached, self._batch, self._is_open = 0, -1, False
         self._jobs.clear()
         self._drift = Drift()
         self._measure_anew()
+        gradients.keep(self.watched)
 
     def end(self) -> None:
         """Training ends: what is copied from now on goes at once."""
-        self.begin(tuple, self._bucket_bytes)
+        self._gradients.close()
+        self.begin(_NONE)
         self._profiler = None
 
     @_told
@@ -412,8 +416,11 @@ class Schedule:
     @_told
     def iteration_ends(self) -> None:
         """The optimizer has stepped; before a snapshot begins, which is part of the iteration that follows."""
-        if not self._measures:
-            return
+        if self._measures:
+            self._measure()
+        self._gradients.keep(self.watched)
+
+    def _measure(self) -> None:
         begun, self._over = self._over, self._clock.mark()
         used, self._used = self._used, None
         disturbed, self._is_disturbed = self._is_disturbed, False
@@ -433,7 +440,7 @@ class Schedule:
         text = "copies are no longer spread over iterations ({error}). Training waits longer for them. Report it."
         say(logging.WARNING, "copying-at-once", text, error=f"{type(error).__name__}: {error}")
 
-    # -- asked by whoever watches gradients -------------------------------------------------------------------------
+    # -- what is known ----------------------------------------------------------------------------------------------
 
     @property
     def mode(self) -> Mode | None:
@@ -494,7 +501,7 @@ class Schedule:
     def _plan(self, profiler: Profiler) -> None:
         """Enough is recorded: keep the ends of buckets, and use the rest no more."""
         ready = profiler.profile().gradients()
-        nbytes = self._gradient_bytes()
+        nbytes = self._gradients.nbytes()
         sizes = [nbytes[gradient] for gradient in ready]
         limit = max(self._bucket_bytes, sum(sizes) // _MOST_BUCKETS)
         begin = 0
@@ -525,7 +532,7 @@ class Schedule:
     def _partitions(
         self, profile: Profile, mode: Mode, addresses: Sequence[int], nbytes: Sequence[int]
     ) -> list[Partition]:
-        owned = self.owned()
+        owned = self._owned()
         due = {address: rank for rank, address in enumerate(owned)}
         order = sorted(range(len(addresses)), key=lambda number: due.get(addresses[number], len(due)))
         sizes = [nbytes[number] for number in order]

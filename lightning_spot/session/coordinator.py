@@ -138,7 +138,7 @@ class Coordinator(OfTrainer):
         number: of the attempt, from 1; 0 before it has begun.
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
         uploaded_bytes: to snapshot servers and storage by this attempt; known after :meth:`finish`.
-        iterations: tells the copying where training is.
+        schedule: of what this rank copies; told where training is.
         is_warm: whether slots are being made, or are there.
     """
 
@@ -153,7 +153,7 @@ class Coordinator(OfTrainer):
         super().__init__(trainer)
         self.attempt: Attempt | None = None
         self.number, self.begun_step = 0, -1
-        self.iterations = Iterations(trainer, settings.copy_mode)
+        self.schedule = Schedule(settings.copy_mode)
         self.is_warm = False
         self.uploaded_bytes = self._begun = self._skipped = self._dropped = 0
         self._location, self._settings, self._resume, self._interval = location, settings, resume, interval
@@ -245,7 +245,7 @@ class Coordinator(OfTrainer):
             return attempt
 
     def _attempt_at(self, host: Host) -> Attempt:
-        found, look, schedule = self._resume.found, self._resume.trial(), self.iterations.schedule
+        found, look, schedule = self._resume.found, self._resume.trial(), self.schedule
         assert found is not None
         return Attempt.begin(found, host, self._settings.ring, self._layouter, look, schedule)
 
@@ -263,7 +263,7 @@ class Coordinator(OfTrainer):
             self.attempt = Attempt.join(
                 *(self._location, info, host, self._settings.ring),
                 layouter=self._layouter(info),
-                schedule=self.iterations.schedule,
+                schedule=self.schedule,
                 rank=self._trainer.global_rank,
                 is_guest=self._hosts.is_guest,
             )
@@ -411,6 +411,22 @@ class Coordinator(OfTrainer):
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
+    def follow(self) -> None:
+        """Training begins: have what is copied spread over its iterations."""
+        trainer = self._trainer
+        device = trainer.strategy.root_device
+        # With a hook at a parameter that it keeps in the memory of the CPU, FSDP waits for each gradient to come there.
+        parameters = (item for item in trainer.lightning_module.parameters() if item.device.type == device.type)
+        watch = GradientWatch(parameters, partial(self.schedule.reached, PlaceKind.GRADIENT))
+        numbers = {id(parameter): number for number, parameter in enumerate(watch.parameters)}
+        self.schedule.begin(
+            watch,
+            lambda: overwritten(trainer.optimizers, numbers),
+            int(getattr(trainer.model, "bucket_bytes_cap", BUCKET_BYTES)),  # DDP's
+            DeviceClock(device.index or 0) if device.type == "cuda" else None,
+            may_stand=device.type == "cpu" and trainer.world_size == 1,
+        )
+
     def copied(self) -> None:
         """Wait for what is not copied yet: weights may change now."""
         if self.attempt is not None:
@@ -492,56 +508,3 @@ class Coordinator(OfTrainer):
             return content
         except Exception as error:
             return failure_of(error)
-
-
-class Iterations(OfTrainer):
-    """The iterations of one ``fit``, on one rank.
-
-    Args:
-        trainer: that fits.
-        copy_mode: how copying is spread over an iteration.
-
-    Attributes:
-        schedule: of what this rank copies.
-    """
-
-    def __init__(self, trainer: pl.Trainer, copy_mode: CopyMode) -> None:
-        super().__init__(trainer)
-        self.schedule = Schedule(copy_mode)
-        self._gradients: GradientWatch | None = None
-
-    def begin(self) -> None:
-        """Training begins."""
-        trainer = self._trainer
-        device = trainer.strategy.root_device
-        # With a hook at a parameter that it keeps in the memory of the CPU, FSDP waits for each gradient to come there.
-        parameters = (item for item in trainer.lightning_module.parameters() if item.device.type == device.type)
-        watch = GradientWatch(parameters, partial(self.schedule.reached, PlaceKind.GRADIENT))
-        numbers = {id(parameter): number for number, parameter in enumerate(watch.parameters)}
-        self.schedule.owned = lambda: overwritten(trainer.optimizers, numbers)
-        self.schedule.begin(
-            watch.nbytes,
-            int(getattr(trainer.model, "bucket_bytes_cap", BUCKET_BYTES)),  # DDP's
-            DeviceClock(device.index or 0) if device.type == "cuda" else None,
-            may_stand=device.type == "cpu" and trainer.world_size == 1,
-        )
-        watch.keep(self.schedule.watched)
-        self._gradients = watch
-
-    def end(self) -> None:
-        """Let the model go."""
-        if self._gradients is not None:
-            self._gradients.close()
-            self._gradients = None
-        self.schedule.end()
-        self.schedule.owned = dict
-
-    def ends(self) -> None:
-        """The optimizer has stepped: one iteration is over."""
-        self.schedule.iteration_ends()
-        if self._gradients is not None:
-            self._gradients.keep(self.schedule.watched)
-
-    def begins(self) -> None:
-        """The next one begins: a snapshot has begun, or none is due."""
-        self.schedule.iteration_begins()

@@ -446,7 +446,7 @@ def _take_urgent(writing: Coordinator, ranks: Agreement, dump: Dump, deadline: D
 
 def _stand_still(snapshotter: Snapshotter) -> None:
     snapshotter.wait_copied()
-    snapshotter.writing.iterations.end()  # none comes over which to spread it
+    snapshotter.writing.schedule.end()  # none comes over which to spread it
 
 
 def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: StepBoundary) -> Dump | None:

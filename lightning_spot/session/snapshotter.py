@@ -55,7 +55,6 @@ Reading = tuple[int, float]
 
 WAIT_FOR_SLOT_S = 600.0
 _UNCOUNTED_BATCHES = 8  # after so many: a GAN may step its second network, with Lightning, in every fifth batch only
-_FOLLOWING = "following the iterations of training"
 _AHEAD = "making slots ahead"
 
 
@@ -458,8 +457,8 @@ class Snapshotter(OfTrainer):
         self.pacing.begin(trainer, writing.number, self._resume.interval)
         StepBoundaries.of(trainer).add(self)
         self._patches.callback(lambda: StepBoundaries.of(trainer).remove(self))
-        writing.iterations.begin()
-        self._patches.callback(writing.iterations.end)
+        writing.follow()
+        self._patches.callback(writing.schedule.end)
         self._steps_itself = namespaces.overrides(trainer.lightning_module, "optimizer_step")
         self._follow_steps()
 
@@ -513,18 +512,18 @@ class Snapshotter(OfTrainer):
 
     def after_backward(self) -> None:
         """All gradients of a micro-batch are there. A module's own ``optimizer_step`` may go past Lightning's hook."""
-        self.writing.iterations.schedule.reached(PlaceKind.BACKWARD_END)
+        self.writing.schedule.reached(PlaceKind.BACKWARD_END)
         if self._steps_itself:
             self.before_step()
 
     def before_step(self) -> None:
         """The optimizer is about to step: wait for what is not copied yet."""
-        self.writing.iterations.schedule.stepping()
+        self.writing.schedule.stepping()
         self.wait_copied()
 
     def disturbed(self) -> None:
         """Something else than training comes, in which weights may change: wait for what is not copied yet."""
-        self.writing.iterations.schedule.disturbed()
+        self.writing.schedule.disturbed()
         self.wait_copied()
 
     def wait_copied(self) -> None:
@@ -601,15 +600,15 @@ class Snapshotter(OfTrainer):
         say(logging.WARNING, "steps-not-counted", text, only_rank_zero=True, batches=self._uncounted)
 
     def _after_step(self, *, before_validation: bool) -> bool:
-        trainer, run, iterations = self._trainer, self.best_effort.run, self.writing.iterations
-        run(_FOLLOWING, iterations.ends, None)
+        trainer, run, schedule = self._trainer, self.best_effort.run, self.writing.schedule
+        schedule.iteration_ends()
         run(_AHEAD, self.writing.warm, None)
         if (how := self.pacing.due(trainer, self._decide, self._drain_s)) is not None:
             self._take(Decision.heard(how), before_validation=before_validation)
         self.pacing.look_ahead(trainer, self._decide)
         if not self._has_said_first:
             run("logging the first snapshot", self._say_first, None)
-        run(_FOLLOWING, iterations.begins, None)
+        schedule.iteration_begins()
         return True
 
     def _say_first(self) -> None:

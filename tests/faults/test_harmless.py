@@ -60,7 +60,7 @@ WHERE = [
     "state/dump:Dump._with",
     "state/state_parts:StateParts.capture",
     "state/module_state:ModuleState.capture",
-    "session/coordinator:Iterations.ends",
+    "capture/schedule:GradientWatch.keep",
     "session/snapshotter:Pacing._learn",
     "session/coordinator:Coordinator.warm",
     "snapshot/layout:_tail",
@@ -270,7 +270,7 @@ def threads() -> set[str]:
 
 URGENT = [
     (0, "session/session:_has_taken"),
-    (1, "session/coordinator:Iterations.end"),
+    (1, "capture/schedule:Schedule.end"),
     (0, "capture/ending:Safety.plan"),
     (1, "session/coordinator:Coordinator._decision"),
 ]

@@ -109,10 +109,8 @@ def test_a_large_state_in_every_mode(
         schedule.reached(PlaceKind.BACKWARD_END)
         schedule.stepping()
 
-    schedule.owned = storages
-    schedule.begin(gradients.nbytes, clock=DeviceClock(0))
+    schedule.begin(gradients, storages, clock=DeviceClock(0))
     for _ in range(8):
-        gradients.keep(schedule.watched)
         schedule.iteration_begins()
         forward_and_backward()
         optimizer.step()
@@ -125,7 +123,6 @@ def test_a_large_state_in_every_mode(
     view = desk.slot(layout.nbytes)
     copier = desk.copier(view, buffer_bytes)
     for _ in range(3):
-        gradients.keep(schedule.watched)
         truth = [tensor.detach().clone() for tensor in tensors]
         job = copier.start(layout.pieces, view, Watches(tensors), schedule)
         schedule.iteration_begins()

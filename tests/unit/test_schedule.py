@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_spot.capture.partitions import LEAST_BYTES, Drift, Mode, ModeTrial
-from lightning_spot.capture.schedule import START, HostClock, PlaceKind, Point, Profiler, Schedule, Timetable
+from lightning_spot.capture.schedule import (
+    START,
+    GradientWatch,
+    HostClock,
+    PlaceKind,
+    Point,
+    Profiler,
+    Schedule,
+    Timetable,
+)
 
 MIB = LEAST_BYTES
 GRADIENTS = [30 * MIB, 10 * MIB, 30 * MIB, 2 * MIB]  # of parameters 0 to 3; ready from the last to the first
@@ -22,8 +31,7 @@ class Training:
         self.now_s = self.used_s = 0.0
         self.batches = batches
         self.schedule = Schedule(copy_mode, HostClock(lambda: self.now_s, lambda: self.used_s, processors=2))
-        self.schedule.owned = lambda: {100 + number: number for number in range(4)}
-        self.schedule.begin(lambda: GRADIENTS, may_stand=may_stand)
+        self.schedule.begin(Gradients(), lambda: {100 + number: number for number in range(4)}, may_stand=may_stand)
         self.job = Job()
 
     def works(self, seconds: float, processors: float = 1.0) -> None:
@@ -58,6 +66,19 @@ class Training:
         for _ in range(6):
             self.iteration()
         return self
+
+
+class Gradients(GradientWatch):
+    """Those of a model that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__((), lambda _: None)
+
+    def nbytes(self) -> list[int]:
+        return GRADIENTS
+
+    def keep(self, wanted: frozenset[int] | None) -> None:
+        """None has hooks."""
 
 
 class Job:
@@ -181,7 +202,7 @@ def test_small_states_are_copied_at_once() -> None:
 
 def test_storages_go_in_the_order_the_optimizer_overwrites_them() -> None:
     training = Training("asymmetric")
-    training.schedule.owned = lambda: {address: number for number, (address, _) in enumerate(PIECES[::-1])}
+    training.schedule.begin(Gradients(), lambda: {each: number for number, (each, _) in enumerate(PIECES[::-1])})
     training.profiled()
     plan = training.iteration(snapshot=True)
     order = [span.piece for part in plan.partitions for span in part.spans]
