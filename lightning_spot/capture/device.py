@@ -33,35 +33,6 @@ _seen: dict[int, torch.Tensor] = {}
 """Slots as tensors of the device by which they were page-locked, if its kernels see them where they are here."""
 
 
-def page_lock(address: int, nbytes: int, index: int) -> int:
-    """Page-lock memory of the host, from which a device is copied to; 0, or CUDA's error.
-
-    It goes piece by piece: training goes on between them. What was page-locked where this memory lies now was unmapped
-    without being let go: CUDA would go on copying to the pages that were there before.
-    """
-    end = address + nbytes
-    pieces = [(at, min(PAGE_LOCKED_BYTES, end - at)) for at in range(address, end, PAGE_LOCKED_BYTES)]
-    with _locking:
-        _let_go(address, end)
-        calls = [functools.partial(_lock, *piece, index) for piece in pieces]
-        code = _apart(index, [*calls, functools.partial(_see, pieces)])
-        if code != 0:
-            _let_go(address, end)
-    return code
-
-
-def page_unlock(address: int, nbytes: int) -> int:
-    """Undo :func:`page_lock`; 0, or CUDA's error."""
-    with _locking:
-        return _let_go(address, address + nbytes)
-
-
-def seen_by_gpu(address: int, index: int) -> torch.Tensor | None:
-    """Page-locked memory as a tensor of a device: what is written there is here. ``None`` if it doesn't see it."""
-    found = _seen.get(address)
-    return found if found is not None and found.device.index == index else None
-
-
 def _lock(address: int, nbytes: int, index: int) -> int:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
     if (code := int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))) == 0:
@@ -242,7 +213,8 @@ class Cuda:
 
     def seen(self, slot: torch.Tensor, index: int) -> torch.Tensor | None:
         """A page-locked slot as a device sees it: what is written there is in the slot. ``None`` if it doesn't."""
-        return seen_by_gpu(slot.data_ptr(), index)
+        found = _seen.get(slot.data_ptr())
+        return found if found is not None and found.device.index == index else None
 
     def to_host(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Order a copy of one number by the calling thread's stream: it, and an event after which it is there."""
@@ -287,12 +259,25 @@ class Cuda:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, slot: torch.Tensor, index: int) -> int:
-        """Page-lock memory of the host, from which a device is copied to; 0, or CUDA's error."""
-        return page_lock(slot.data_ptr(), slot.numel(), index)
+        """Page-lock memory of the host, from which a device is copied to; 0, or CUDA's error.
+
+        It goes piece by piece: training goes on between them. What was page-locked where this memory lies now was
+        unmapped without being let go: CUDA would go on copying to the pages that were there before.
+        """
+        address, end = slot.data_ptr(), slot.data_ptr() + slot.numel()
+        pieces = [(at, min(PAGE_LOCKED_BYTES, end - at)) for at in range(address, end, PAGE_LOCKED_BYTES)]
+        with _locking:
+            _let_go(address, end)
+            calls = [functools.partial(_lock, *piece, index) for piece in pieces]
+            code = _apart(index, [*calls, functools.partial(_see, pieces)])
+            if code != 0:
+                _let_go(address, end)
+        return code
 
     def unpin(self, slot: torch.Tensor) -> int:
         """Undo :meth:`pin`; 0, or CUDA's error."""
-        return page_unlock(slot.data_ptr(), slot.numel())
+        with _locking:
+            return _let_go(slot.data_ptr(), slot.data_ptr() + slot.numel())
 
 
 class DeviceClock:
