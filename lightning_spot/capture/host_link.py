@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -129,16 +130,19 @@ class HostLink:
     def tell(self, send: Callable[[Host], None]) -> None:
         """Tell the ring what others may wait for; one that is lost: the next one, once it is found."""
         asked = self._host
-        if asked is not None:
-            if (error := _sent(asked, send)) is None:
-                return
-            self.lose(asked, error)
+
+        def sent(host: Host) -> bool:
+            send(host)
+            return True
+
+        if self.ask(sent, False):
+            return
         with self._changed:
-            host = self._host
-            if host is None and self._thread is not None:
+            if self._host is None and self._thread is not None:
                 self._untold.append(send)
-        if host is not None and host is not asked:  # nothing takes the place of one that is left, or the only one
-            _sent(host, send)
+                return
+        if self._host is not asked:  # nothing takes the place of one that is left, or the only one
+            self.ask(sent, False)
 
     def lose(self, host: Host, error: SpotError) -> None:
         """Let a ring go that is gone or does not answer, and look for a new one in the background."""
@@ -228,20 +232,10 @@ class HostLink:
             recovered("local-server-lost", "a snapshot server runs on this host again")
             recovered("no-local-server", "a snapshot server runs on this host again")
             for send in untold:
-                _sent(found, send)
+                with contextlib.suppress(SpotError):  # one that is lost, too, is found to be so by who asks next
+                    send(found)
             if unwanted:
                 leave(found)
-
-
-def _sent(host: Host, send: Callable[[Host], None]) -> ServerUnreachableError | None:
-    """Send something to a ring; the error if it is not there."""
-    try:
-        send(host)
-    except ServerUnreachableError as error:
-        return error
-    except SpotError as error:
-        logger.debug("the ring on this host: %s", error)
-    return None
 
 
 def leave(host: Host, *, complete: bool = False) -> None:
