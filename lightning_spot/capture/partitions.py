@@ -7,7 +7,6 @@ partitions that end where gradient buckets do. Pure.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,9 +19,6 @@ LEAST_BYTES = 1024 * 1024
 _ROUNDS = 4
 _CLEAR_ROUNDS = 2  # are enough if one was faster each time than all others ever were
 _WINDOW = 2  # iterations: what copies leave to do, such as sealing, falls on the next one as well
-_DRIFT = 1.5
-_LATEST = 16
-_FIRST_PATIENCE, _LAST_PATIENCE = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,33 +236,3 @@ class ModeTrial:
         best = min(self.found, key=lambda mode: max(self.found[mode]))
         others = [took_s for mode, took in self.found.items() if mode != best for took_s in took]
         return best if max(self.found[best]) < min(others, default=0.0) else None
-
-
-class Drift:
-    """Tells when iterations take another time than they did: then what was measured holds no more.
-
-    It grows more patient each time, so that a training whose iterations differ anyway is not measured for ever.
-    """
-
-    def __init__(self) -> None:
-        self._patience = _FIRST_PATIENCE
-        self._latest: deque[float] = deque(maxlen=_LATEST)
-        self._usual_s: float | None = None
-        self._seen = 0
-
-    def add(self, seconds: float) -> bool:
-        """An iteration took so long; whether they have changed since the first ones."""
-        self._latest.append(seconds)
-        self._seen += 1
-        if len(self._latest) < _LATEST:
-            return False
-        now_s = median(self._latest)
-        if self._usual_s is None:
-            self._usual_s = now_s
-        apart = now_s > _DRIFT * self._usual_s or _DRIFT * now_s < self._usual_s
-        if not apart or self._seen < self._patience:
-            return False
-        self._patience = min(2 * self._patience, _LAST_PATIENCE)
-        self._latest.clear()
-        self._usual_s, self._seen = None, 0
-        return True

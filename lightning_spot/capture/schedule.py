@@ -23,7 +23,6 @@ from lightning_spot.capture.partitions import (
     LEAST_BYTES,
     MODES,
     CopyMode,
-    Drift,
     Mode,
     ModeTrial,
     Partition,
@@ -304,9 +303,9 @@ class Schedule:
     """Spreads copying over iterations. One iteration is that from one optimizer step to the next.
 
     Training tells it where it is. It measures some iterations, plans from them, and with ``"auto"`` tries each mode in
-    some snapshots and keeps the one with the shortest iterations. When iterations take another time than before, it
-    begins again. A place that is not reached, or out of order, holds nothing back for long: a later one releases it,
-    the time does, or the optimizer's step.
+    some snapshots and keeps the one with the shortest iterations. From then on it measures nothing. A place that is not
+    reached, or out of order, holds nothing back for long: a later one releases it, the time does, or the optimizer's
+    step.
 
     Args:
         copy_mode: the user's setting.
@@ -332,7 +331,6 @@ class Schedule:
         self._may_stand = False
         self._reached, self._batch, self._is_open = 0, -1, False
         self._jobs: list[HeldTensors] = []
-        self._drift = Drift()
 
     # -- told by training -----------------------------------------------------------------------------------------
 
@@ -361,7 +359,6 @@ class Schedule:
         self._may_stand = may_stand
         self._reached, self._batch, self._is_open = 0, -1, False
         self._jobs.clear()
-        self._drift = Drift()
         self._measure_anew()
         gradients.keep(self.watched)
 
@@ -416,21 +413,22 @@ class Schedule:
     @_told
     def iteration_ends(self) -> None:
         """The optimizer has stepped; before a snapshot begins, which is part of the iteration that follows."""
-        if self._measures:
-            self._measure()
+        if self._trial is not None:
+            self._measure(self._trial)
+        if self._profiler is not None and self._profiler.iterations() > _PROFILED:  # the first one is slow
+            self._plan(self._profiler)
         self._gradients.keep(self.watched)
 
-    def _measure(self) -> None:
+    def _measure(self, trial: ModeTrial) -> None:
         begun, self._over = self._over, self._clock.mark()
         used, self._used = self._used, None
         disturbed, self._is_disturbed = self._is_disturbed, False
-        if begun is not None:
-            self._measured.append((None if disturbed else begun, self._over, used))
+        self._measured.append((None if disturbed else begun, self._over, used))
         while self._measured and self._clock.is_over(self._measured[0][1]):
             first, last, mode = self._measured.popleft()
-            self._learn(self._clock.between(first, last)[0] if first is not None else None, mode)
-        if self._profiler is not None and self._profiler.iterations() > _PROFILED:  # the first one is slow
-            self._plan(self._profiler)
+            trial.add(mode, self._clock.between(first, last)[0] if first is not None else None)
+        if trial.best is not None:
+            self._kept, self._trial = trial.best, None
 
     def turn_off(self, error: Exception) -> None:
         """Copy all at once from now on. What is held goes when its time is up, or the optimizer steps."""
@@ -513,16 +511,9 @@ class Schedule:
         self._profile = profiler.profile(lambda point: point.kind is not PlaceKind.GRADIENT or point.gradient in wanted)
         self._profiler = None
         modes = MODES if self._may_stand else BESIDE
-        self._trial = ModeTrial(modes, usual_s=self._profile.length_s) if self.setting == "auto" else None
-
-    def _learn(self, seconds: float | None, mode: Mode | None) -> None:
-        trial = self._trial
-        if trial is not None:
-            trial.add(mode, seconds)
-            if trial.best is not None:
-                self._kept, self._trial = trial.best, None
-        elif self._profile is not None and seconds is not None and self._drift.add(seconds):
-            self._measure_anew()
+        if self.setting == "auto":
+            self._trial = ModeTrial(modes, usual_s=self._profile.length_s)
+            self._over, self._is_disturbed = self._clock.mark(), False
 
     def _next_mode(self) -> Mode:
         mode = self._trial.take() if self._trial is not None else self.mode

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_spot.capture.partitions import LEAST_BYTES, Drift, Mode, ModeTrial
+from lightning_spot.capture.partitions import LEAST_BYTES, Mode, ModeTrial
 from lightning_spot.capture.schedule import (
     START,
     GradientWatch,
@@ -38,9 +38,7 @@ class Training:
         self.now_s += seconds
         self.used_s += processors * seconds
 
-    def iteration(
-        self, *, snapshot: bool = False, extra_s: float = 0.0, gradients: Sequence[int] = (3, 2, 1, 0)
-    ) -> Timetable | None:
+    def iteration(self, *, snapshot: bool = False, gradients: Sequence[int] = (3, 2, 1, 0)) -> Timetable | None:
         """One iteration, maybe with a snapshot; its plan."""
         schedule, self.job = self.schedule, Job()
         plan = schedule.timetable(*PIECES_OF) if snapshot else None
@@ -56,7 +54,6 @@ class Training:
                 self.works(2.0)
                 schedule.reached(PlaceKind.GRADIENT, gradient)
             schedule.reached(PlaceKind.BACKWARD_END)
-        self.works(extra_s)
         schedule.stepping()
         self.works(0.25)
         schedule.iteration_ends()
@@ -265,33 +262,6 @@ def test_disturbed_iterations_do_not_count() -> None:
         training.works(5.0)
         training.schedule.iteration_ends()
     assert training.schedule.mode is None
-
-
-def test_iterations_that_take_another_time_are_measured_anew() -> None:
-    training = Training("asymmetric").profiled()
-    for _ in range(80):
-        training.iteration()
-    assert training.schedule.watched is not None
-    for _ in range(12):
-        training.iteration(extra_s=20.0)
-    assert training.schedule.watched is None
-    assert training.iteration(snapshot=True, extra_s=20.0) is None
-    for _ in range(6):
-        training.iteration(extra_s=20.0)
-    plan = training.iteration(snapshot=True, extra_s=20.0)
-    assert plan.limit_s == 29.5
-
-
-def test_iterations_that_differ_anyway_are_not_measured_for_ever() -> None:
-    drift, found = Drift(), 0
-    for number in range(20_000):
-        found += drift.add(1.0 if number // 40 % 2 else 10.0)
-    assert 1 <= found <= 20
-
-
-def test_no_drift_where_nothing_changes() -> None:
-    drift = Drift()
-    assert not any(drift.add(1.0 + 0.3 * (number % 2)) for number in range(5000))
 
 
 def test_one_odd_iteration_decides_nothing() -> None:
