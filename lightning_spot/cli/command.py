@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import logging
@@ -44,9 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         code = int(command.load(command.call or arguments.command)(arguments))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever reads the answer has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     except CorruptSnapshotError as error:
         _say(str(error))
         return 1
@@ -59,6 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
+    except OSError as error:
+        with contextlib.suppress(OSError):  # what is not printed yet stays so: Python would fail once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # whoever reads the answer has enough of it
+            return 128 + signal.SIGPIPE
+        _say(str(error))
+        return 2
 
 
 def command_parser(complete: Collection[str] | None = None) -> argparse.ArgumentParser:

@@ -538,6 +538,15 @@ def test_an_answer_that_is_read_no_further_is_no_error(arguments: list[str]) -> 
     assert writer.returncode == 128 + signal.SIGPIPE
 
 
+def test_an_answer_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "lightning_spot", "completion", "bash"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "No space left" in line
+
+
 def test_completion_registers_itself(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "script").write_text(cli("completion", "bash"))
     code = f"source {tmp_path / 'script'}; complete -p lightning-spot"
