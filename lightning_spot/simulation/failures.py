@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import IntEnum
-from math import exp, gamma, inf
+from math import exp, gamma, inf, isfinite
 from pathlib import Path
 from typing import Protocol
 
@@ -139,7 +139,7 @@ class Trace:
         try:
             with open(path, newline="") as file:
                 times = sorted(_seconds(row["time"]) for row in csv.DictReader(file))
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:  # a short row has no time at all
             raise SettingsError(
                 f"{path} cannot be used as a trace ({type(error).__name__}: {error}). Give a CSV file with a column"
                 " 'time' (seconds or ISO 8601) and a row for each loss"
@@ -220,6 +220,9 @@ _TOGETHER_S = 180.0
 
 def _seconds(text: str) -> float:
     try:
-        return float(text)
+        value_s = float(text)
     except ValueError:
         return datetime.fromisoformat(text).timestamp()
+    if not isfinite(value_s):
+        raise ValueError(f"{text!r} is no time")
+    return value_s

@@ -90,7 +90,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
     assert Trace.read(path).uptimes_s == (3600.0,)
     path.write_text("time\n0\n100\n7200\n")
     assert Trace.read(path).uptimes_s == (7200.0,)
-    for text in ("when\n1\n", "time\nsoon\n", "time\n5\n"):
+    for text in ("when\n1", "time\nsoon", "time\n5", "node,time\na\nb,1", "time\n0\n1\ninf", f"time\n{10**6 * 'x'}"):
         path.write_text(text)
         with pytest.raises(SettingsError, match=re.escape(str(path))):
             Trace.read(path)
