@@ -7,17 +7,11 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.config import (
-    check_run_name,
-    directory_of,
-    names_server,
-    scheme_of,
-    why_no_place,
-    without_password,
-)
+from lightning_spot.config import directory_of, names_server, scheme_of, why_no_place, without_password
 from lightning_spot.errors import SettingsError
 from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.run.location import Location
@@ -50,7 +44,6 @@ def add_run(
     parser.add_argument("run", metavar=metavar, help=f"{places}{which}")
     if servers:
         add_servers(parser, "also ask this snapshot server; may be given several times")
-    parser.add_argument("--run-name", metavar="NAME", help="name of the run (default: last component of RUN)")
 
 
 def add_servers(parser: argparse.ArgumentParser, text: str) -> None:
@@ -86,22 +79,6 @@ def split_run(given: str) -> tuple[str, str | None]:
     return (run, selector) if separator and selects else (given, None)
 
 
-def check_given(url: str, servers: Sequence[str], run: str | None) -> None:
-    """Refuse what names no place, no snapshot server or no run.
-
-    Raises:
-        SettingsError: naming the flag.
-    """
-    if why := why_no_place(url):
-        raise SettingsError(f"{without_password(url)!r}: {why}")
-    check_servers(servers)
-    if run is not None:
-        try:
-            check_run_name(run)
-        except SettingsError as error:
-            raise SettingsError(f"--run-name: {error}") from error
-
-
 def ask_status(address: Address) -> dict[str, Any]:
     """What a server says of itself.
 
@@ -129,29 +106,27 @@ def check_servers(servers: Sequence[str], given_by: str = "--server") -> None:
         raise SettingsError(f"{given_by} names {twice[0]} twice")
 
 
-def location_of(url: str, servers: Sequence[str], run: str | None) -> Location:
+def location_of(url: str, servers: Sequence[str] = ()) -> Location:
     """Where a run is.
 
     Args:
         url: its directory or URL.
         servers: snapshot servers that are asked, too.
-        run: its name, if that is not the last part of ``url``.
 
     Raises:
         SettingsError: in words of the command line.
     """
     if names_server(url):
-        raise SettingsError(f"{url} is a snapshot server: give a directory or URL, and the server by --server")
-    check_given(url, servers, run)
+        raise SettingsError(f"{url} is a snapshot server: give a directory or URL of a run, in storage")
+    if why := why_no_place(url):
+        raise SettingsError(f"{without_password(url)!r}: {why}")
+    check_servers(servers)
     if not scheme_of(url) and os.path.isfile(directory_of(url)):
         raise SettingsError(
             f"{url} is a file, and not the directory of a run: give that. A checkpoint is read by torch.load, or named"
             " in fit(ckpt_path=)"
         )
-    place = Location.of(url, servers=servers or None, run_name=run or "run")
-    if run is not None:
-        return place
     try:
         return Location.of(url, servers=servers or None)
-    except SettingsError:  # all else was good
-        raise SettingsError(f"{url!r} does not end with a name of a run: give it by --run-name") from None
+    except SettingsError:  # it ends with no name of a run, which only its trainer needs
+        return replace(Location.of(url, servers=servers or None, run_name="run"), named=False)

@@ -93,7 +93,7 @@ def _brought(given: str, servers: list[str], folder: Path) -> tuple[Path, int]:
     path = Path(given)
     if path.is_file() or any((path / name).is_file() for name in (MANIFEST_FILE, MODEL_FILE)):
         return path, 0
-    found = ask(argparse.Namespace(run=given, server=servers, run_name=None))
+    found = ask(argparse.Namespace(run=given, server=servers))
     with contextlib.closing(open_selected(found)) as snapshot:
         copy_files(snapshot, folder)
     return folder, code_of_newest(found)

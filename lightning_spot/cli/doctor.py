@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from lightning_spot.cli.arguments import add_servers, location_of
+from lightning_spot.cli.arguments import add_run, add_servers, location_of
 from lightning_spot.cli.output import add_output, error_console, print_answer, warning
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import start
@@ -58,7 +58,7 @@ _WAY_ON = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
-    parser.add_argument("url", metavar="RUN", help="directory, or URL in a bucket, that snapshots are to go to")
+    add_run(parser, which=" that snapshots are to go to", servers=False, stored=True)
     add_servers(parser, "also measure this snapshot server; may be given several times")
     parser.add_argument(
         "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest in RUN, or 1GB)"
@@ -75,7 +75,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     check_number("--lifetime", arguments.lifetime, 0, above=True)
     if sample > (most := memory_limit_bytes(None)):
         raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
-    location = location_of(arguments.url, arguments.server, "doctor")
+    location = location_of(arguments.run, arguments.server)
     scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
     problems: list[str] = []
     found: Holdings | None = None

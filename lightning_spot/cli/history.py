@@ -97,7 +97,7 @@ class _Run:
             SnapshotNotFoundError: if no run was ever there.
         """
         url, selected = split_run(arguments.run)
-        location = location_of(url, arguments.server, arguments.run_name)
+        location = location_of(url, arguments.server)
         seen = survey(location, ONCE, begins=False)
         if seen.problems or seen.durable is None:
             silent = "; ".join(of_tier(tier, why) for tier, why in seen.problems.items())
@@ -129,7 +129,7 @@ class _Run:
         """
         claim = self.seen.claim
         if any(run.live for run in self.seen.runs.values()):
-            raise RunBusyError(f"a trainer on this host writes run {self.location.name!r}. End it first")
+            raise RunBusyError(f"a trainer on this host writes {self.location.url}. End it first")
         if claim is None:
             return
         record = newest_record(self.location.url)
@@ -152,7 +152,7 @@ class _Run:
             RunBusyError: in that case.
         """
         if self.store.claimed() > self.attempt:
-            raise RunBusyError(f"a trainer of run {self.location.name!r} has begun meanwhile: nothing more is changed")
+            raise RunBusyError(f"a trainer of {self.location.url} has begun meanwhile: nothing more is changed")
 
     def pick(self, manifests: Iterable[Manifest]) -> Manifest:
         """The newest of that step, or the one of that name.
@@ -184,7 +184,7 @@ def prune(arguments: argparse.Namespace) -> int:
     url, selected = split_run(arguments.run)
     if selected is not None:
         raise SettingsError(f"prune is of a run: give {url}, or rm {arguments.run}")
-    store = open_store(location_of(url, (), arguments.run_name).url)
+    store = open_store(location_of(url).url)
     held = store.survey()
     if not held.manifests:
         raise SnapshotNotFoundError(f"no snapshots are at {url!r}")

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from lightning_spot.cli.arguments import location_of
+from lightning_spot.cli.arguments import add_run, location_of
 from lightning_spot.cli.output import add_output, plain_table, print_answer
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import format_count, format_seconds, names_server
+from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
 from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
 from lightning_spot.goodput.records import completed, read_records
@@ -31,7 +31,7 @@ _COLOURS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
-    parser.add_argument("url", metavar="RUN", help="the run's directory, or URL in a bucket")
+    add_run(parser, servers=False, stored=True)
     parser.add_argument("--plot", metavar="FILE.svg", help="draw where the time of each attempt went")
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page, with that drawing")
     add_output(parser)
@@ -41,11 +41,7 @@ def report(arguments: argparse.Namespace) -> int:
     """Show the attempts of a run, and the whole."""
     if arguments.plot and Path(arguments.plot).suffix.lower() not in ("", ".svg"):
         raise SettingsError(f"--plot {arguments.plot}: the drawing is SVG. Give a file that ends in .svg")
-    if names_server(arguments.url):
-        raise SettingsError(
-            f"{arguments.url} names a snapshot server, which keeps no records of attempts: give the run's dirpath"
-        )
-    url = location_of(arguments.url, (), "report").url
+    url = location_of(arguments.run).url
     before, records = history(_records(url))
     if not records:
         open_store(url).survey()  # a bucket that is not there is another error than one without this run

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from lightning_spot.cli.arguments import LATEST, add_run, check_given, location_of, split_run
+from lightning_spot.cli.arguments import LATEST, add_run, check_servers, location_of, split_run
 from lightning_spot.cli.output import (
     add_output,
     age,
@@ -201,9 +201,9 @@ def _check_names_a_run(url: str) -> None:
 
 def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
     """Ask servers for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
-    check_given("/", arguments.server, arguments.run_name)
+    check_servers(arguments.server)
     address, path = parse_spot_url(url)
-    run = arguments.run_name or path.split("/")[0]
+    run = path.split("/")[0]
     if not run:
         raise SettingsError(f"{url!r} names no run; write {address}/RUN")
     found = Found(
@@ -230,7 +230,7 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
 
 def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
-    location = location_of(url, arguments.server, arguments.run_name)
+    location = location_of(url, arguments.server)
     seen = survey(location, ONCE, begins=False)
     problems = [of_tier(tier, why) for tier, why in seen.problems.items()]
     found = Found(unreadable=seen.unreadable, problems=problems, rewinds=seen.rewinds)

@@ -72,7 +72,7 @@ def stop(arguments: argparse.Namespace) -> int:
         raise SettingsError("stop needs one of RUN, --server and --all")
     check_servers(arguments.server)
     if arguments.run:
-        url = location_of(arguments.run, (), "stop").url
+        url = location_of(arguments.run).url
         record = find_record(url)
         records = [record] if record in local_records() else []
         if not records:

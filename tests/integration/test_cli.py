@@ -125,7 +125,7 @@ def test_a_run_in_a_bucket_whose_name_ends_like_a_step(
         store = open_store(place)
         store.claim(claim_of(1))
         put(store, step)
-    assert main(["cp", f"{url}@5/", str(target), "--run-name", "run"]) == 0
+    assert main(["cp", f"{url}@5/", str(target)]) == 0
     assert "step 9" in capsys.readouterr().out
     assert main(["cp", f"{url}@5", str(target), "--force"]) == 0
     assert "step 5" in capsys.readouterr().out
@@ -299,8 +299,6 @@ WRONG = [
     (["x", "--server", "auto"], "--server 'auto' is no server URL"),
     (["x", "--server", ""], "--server '' is no server URL"),
     (["spot://h:9/run", "--server", "x"], "--server 'x' is no server URL"),
-    (["x", "--run-name", "a/b"], "--run-name: run name 'a/b' is not usable"),
-    (["x", "--run-name", ""], "--run-name: run name '' is not usable"),
 ]
 """Of each command that asks for a run; and what is wrong with it."""
 
@@ -317,7 +315,7 @@ WRONG = [
         (["ls", f"/{'n' * 300}/run"], "/.lightning_spot: File name too long"),
         (["ls", "ftp://127.0.0.1:9/run"], "ftp:// cannot keep snapshots"),
         (["ls", __file__], f"{__file__} is a file, and not the directory of a run"),
-        (["report", "spot://127.0.0.1:9/run"], "keeps no records of attempts: give the run's"),
+        (["report", "spot://127.0.0.1:9/run"], "is a snapshot server: give a directory or URL of a run"),
         (["doctor", "spot://127.0.0.1:9"], "spot://127.0.0.1:9 is a snapshot server: give a directory or URL"),
         (["doctor", "NOWHERE", *2 * ("--server", "spot://h:9")], "--server names spot://h:9 twice"),
         (["doctor", "NOWHERE", "--sample", "1000TB"], "--sample 1000TB: at most half"),
