@@ -112,7 +112,7 @@ def measure(link: Link, rounds: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _node(link: Link, folder: Path) -> Iterator[None]:
-    command = ["ip", "netns", "exec", link.far, sys.executable, "-m", "lightning_spot.http.program"]
+    command = ["ip", "netns", "exec", link.far, sys.executable, "-m", "lightning_spot", "serve"]
     command += ["--listen", f"{link.address}:7070", "--memory-limit", "4GiB", "--allow-storage", str(folder)]
     with open(folder / "node.log", "wb") as log:
         node = subprocess.Popen(command, stdout=log, stderr=log, env=_environment(folder / "far"))

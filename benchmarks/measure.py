@@ -116,7 +116,8 @@ def memory_node(folder: Path) -> Iterator[int]:
     command = [
         sys.executable,
         "-m",
-        "lightning_spot.http.program",
+        "lightning_spot",
+        "serve",
         "--listen",
         "127.0.0.1:0",
         "--memory-limit",

@@ -46,7 +46,7 @@ def _script(parser: argparse.ArgumentParser) -> str:
             choices = " ".join(map(str, action.choices or ()))
             if not action.option_strings:
                 values.append(choices)
-            elif action.help is not argparse.SUPPRESS:
+            else:
                 flags += action.option_strings
                 if action.nargs is None:  # it takes a value: without choices, files are what the shell completes
                     patterns = "|".join(f'"{name} {flag} "*' for flag in action.option_strings)

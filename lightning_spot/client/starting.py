@@ -8,6 +8,7 @@ slots. A server of another version is refused: whoever ends it has it upload its
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -36,7 +37,6 @@ _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measure
 _KILL_TIMEOUT_S = 5.0
 _DRAIN_S = UPLOAD_TIMEOUT_S + 30.0  # after SIGTERM a server uploads for so long, and closes
 _SHOWN_BYTES = 2000
-_FLAGS = {"slots": "--slots", "memory_bytes": "--memory-limit", "server_idle_timeout_s": "--idle-timeout"}
 
 
 def attach(dirpath: str, run: str, *, revive: bool = True) -> LocalServer | None:
@@ -197,17 +197,16 @@ def _wait_or_end(record: ServerRecord, error: ServerUnreachableError, deadline: 
 
 
 def _spawn(record: ServerRecord, opened: ServerRecord, deadline: float, settings: Mapping[str, Any]) -> None:
-    command = [sys.executable, "-m", "lightning_spot.http.program", "--embedded", str(record.folder), record.key]
-    command += [str(each) for name, flag in _FLAGS.items() for each in (flag, settings[name])]
+    command = [sys.executable, "-m", "lightning_spot.http.program", str(record.folder), record.key]
     package_home = str(Path(__file__).resolve().parents[2])
     environment, token = environment_of_server()
     environment["PYTHONPATH"] = os.pathsep.join([package_home, *_python_path()])
     remove_file(opened.http)  # a killed server's: nothing may be taken for the new one's socket
     with (
         open(open_file(opened.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log,
-        open(os.memfd_create("token"), "w+b") as given,
+        open(os.memfd_create("settings"), "w+b") as given,
     ):
-        given.write(token.encode())
+        given.write(json.dumps({**settings, "token": token}).encode())
         given.seek(0)
         process = subprocess.Popen(
             command,

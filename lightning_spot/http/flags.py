@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_spot.config import (
     SERVER_IDLE_TIMEOUT_S,
@@ -14,7 +13,6 @@ from lightning_spot.config import (
     check_number,
     format_bytes,
     names_server,
-    parse_bytes,
     parse_flag_bytes,
     parse_listen,
     parse_seconds,
@@ -114,10 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="text",
         help="of the lines on standard error: with time and level, or one JSON object each (default: %(default)s)",
     )
-    parser.add_argument(
-        "--idle-timeout", type=float, default=SERVER_IDLE_TIMEOUT_S, metavar="S", help=argparse.SUPPRESS
-    )
-    parser.add_argument("--embedded", nargs=2, metavar=("DIR", "KEY"), help=argparse.SUPPRESS)
 
 
 def settings_from(arguments: argparse.Namespace) -> ServerSettings:
@@ -128,22 +122,9 @@ def settings_from(arguments: argparse.Namespace) -> ServerSettings:
     """
     if arguments.slots is not None and arguments.slots < 1:
         raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
-    for flag, value in (("--drain-timeout", arguments.drain_timeout), ("--idle-timeout", arguments.idle_timeout)):
-        check_number(flag, value, 0)
-    size = parse_bytes if arguments.embedded else parse_flag_bytes  # a trainer writes bytes, however few they are
-    memory_bytes = size(arguments.memory_limit, "--memory-limit")
-    run_memory = arguments.run_memory_limit
-    shared = {
-        "memory_bytes": memory_bytes,
-        "run_memory_bytes": size(run_memory, "--run-memory-limit") if run_memory is not None else None,
-        "slots": arguments.slots,
-        "server_idle_timeout_s": arguments.idle_timeout,
-        "drain_timeout_s": arguments.drain_timeout,
-    }
-    if arguments.embedded:
-        folder, key = arguments.embedded
-        return ServerSettings(record=ServerRecord(Path(folder), key), **shared)
-    if (whole := host_memory_bytes()) < shared["memory_bytes"]:
+    check_number("--drain-timeout", arguments.drain_timeout, 0)
+    memory_bytes, run_memory = parse_flag_bytes(arguments.memory_limit, "--memory-limit"), arguments.run_memory_limit
+    if (whole := host_memory_bytes()) < memory_bytes:
         raise SettingsError(
             f"--memory-limit {arguments.memory_limit}: this machine (or container) has {format_bytes(whole)} in all."
             " Give what slots may take of it, and leave some for everything else"
@@ -156,7 +137,17 @@ def settings_from(arguments: argparse.Namespace) -> ServerSettings:
     flush_to = _absolute("--storage", arguments.storage) if arguments.storage is not None else None
     allow = tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage)
     tls = (cert, key, client_ca) if cert is not None else None
-    return ServerSettings(host=host, port=port, flush_to=flush_to, allow=allow, tls=tls, **shared)
+    return ServerSettings(
+        host=host,
+        port=port,
+        flush_to=flush_to,
+        allow=allow,
+        tls=tls,
+        memory_bytes=memory_bytes,
+        run_memory_bytes=parse_flag_bytes(run_memory, "--run-memory-limit") if run_memory is not None else None,
+        slots=arguments.slots,
+        drain_timeout_s=arguments.drain_timeout,
+    )
 
 
 def _absolute(flag: str, url: str) -> str:

@@ -37,20 +37,21 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.events import CLOSE_S, Events
-from lightning_spot.http.flags import ServerSettings, add_arguments, settings_from
+from lightning_spot.http.flags import ServerSettings, settings_from
+from lightning_spot.http.flags import add_arguments as add_arguments  # of the command, which this module is
 from lightning_spot.http.limits import DESCRIPTORS
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import Reloaded, current_secrets, server_context
 from lightning_spot.protocol.listening import allow_descriptors
 from lightning_spot.protocol.ownership import own_socket, remove_file
-from lightning_spot.protocol.record import ABANDONED_S, ServerRecord, hold, local_areas, port_area, sweep
+from lightning_spot.protocol.record import ABANDONED_S, ServerRecord, hold, local_areas, port_area, settings_of, sweep
 from lightning_spot.retry import unless_silent
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.fsspec_client import try_writing
 from lightning_spot.store.posix import why_not_writable
-from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain
+from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain, read_object, text
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,6 @@ UNCONNECTED_S = 15.0
 """A draining server waits so long for a client that has begun to send a snapshot and is not connected now."""
 
 _THREADS = 64
-_EMBEDDED_SLOTS = 4
 _HOLD_S = 1.0
 _BACKLOG = 512
 _AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
@@ -78,8 +78,8 @@ def serve(settings: ServerSettings) -> int:
         exit code: 0 when everything is stored, 1 when something could not be uploaded.
 
     Raises:
-        OSError: if the port is taken; nothing was touched then.
-        SettingsError: if it is to write to what no file system that is installed can.
+        SettingsError: if the port is taken, and nothing was touched then; or if no file system that is installed can
+            write to where it is to.
     """
     allow_descriptors(DESCRIPTORS)
     for why in filter(None, map(why_weak, read_environment().secrets)):
@@ -105,7 +105,7 @@ def _run_embedded(settings: ServerSettings, record: ServerRecord) -> int:
     try:
         record.note(
             alive,
-            slots=settings.slots or _EMBEDDED_SLOTS,
+            slots=settings.slots,
             memory_bytes=settings.memory_bytes,
             server_idle_timeout_s=settings.server_idle_timeout_s,
         )
@@ -117,13 +117,17 @@ def _run_embedded(settings: ServerSettings, record: ServerRecord) -> int:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything else is touched."""
+    """Take the port before anything else is touched.
+
+    Raises:
+        SettingsError: if it cannot be had.
+    """
     try:
         if host == "::" and socket.has_dualstack_ipv6():  # all interfaces, as elsewhere
             return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
         return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
     except OSError as error:
-        raise OSError(error.errno, f"{host}:{port}: {error.strerror or error}") from error
+        raise SettingsError(f"{host}:{port} cannot be bound: {error.strerror or error}") from error
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -187,7 +191,7 @@ async def _serve_metrics(server: SnapshotServer, environment: Environment, ends:
         return
     try:
         listener = ends.enter_context(_bind(*environment.metrics))
-    except OSError as error:  # the server of another run on this host may have it
+    except SettingsError as error:  # the server of another run on this host may have it
         text = "metrics of this host's server are not served: {error}. Set LIGHTNING_SPOT_METRICS to a free address"
         say(logging.WARNING, "metrics-not-served", text, error=error)
         return
@@ -364,28 +368,20 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run a server as the flags say."""
     log_plainly(logging.INFO, arguments.log_format)
+    return serve(settings_from(arguments))
+
+
+def main() -> int:
+    """Run the local server of a trainer, who names its record, and how it is run by JSON on standard input."""
+    log_plainly(logging.INFO, "text")
+    folder, key = sys.argv[1:]
     try:
-        return serve(settings_from(arguments))
-    except OSError as error:
-        return _failed(error)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run a server from command-line flags."""
-    parser = argparse.ArgumentParser(prog="lightning-spot serve")
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    if arguments.embedded:
-        take_token(sys.stdin.read())
-    try:
-        return run(arguments)
-    except SpotError as error:
-        return _failed(error)
-
-
-def _failed(error: Exception) -> int:
-    print(plain(f"lightning-spot serve: {error}", LONGEST_TEXT), file=sys.stderr)
-    return 2
+        given = read_object(sys.stdin.read())
+        take_token(text(given, "token"))
+        return serve(ServerSettings(record=ServerRecord(Path(folder), key), **settings_of(given)))
+    except (SpotError, OSError) as error:
+        print(plain(f"the local server cannot be run: {error}", LONGEST_TEXT), file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -112,12 +112,7 @@ class ServerRecord:
     def settings(self) -> dict[str, Any]:
         """How the last server was run, as :meth:`note` wrote it; empty if nothing of it is left."""
         try:
-            noted = read_object(read_file(self.alive, _LONGEST_NOTE_BYTES))
-            return {
-                "slots": integer(noted, "slots", None, 1, LARGEST),
-                "memory_bytes": integer(noted, "memory_bytes", None, 0, 2**63),
-                "server_idle_timeout_s": number(noted, "server_idle_timeout_s", None, 0, LARGEST),
-            }
+            return settings_of(read_object(read_file(self.alive, _LONGEST_NOTE_BYTES)))
         except (OSError, SettingsError):
             return {}
 
@@ -169,6 +164,19 @@ class ServerRecord:
         """Remove what a server that has ended left here."""
         for path in (self.http, self.log, self.lock, self.alive):
             path.unlink(missing_ok=True)
+
+
+def settings_of(noted: Mapping[str, Any]) -> dict[str, Any]:
+    """How a local server is run, as a trainer or the last server wrote it.
+
+    Raises:
+        MalformedError: if it is nothing such.
+    """
+    return {
+        "slots": integer(noted, "slots", None, 1, LARGEST),
+        "memory_bytes": integer(noted, "memory_bytes", None, 0, 2**63),
+        "server_idle_timeout_s": number(noted, "server_idle_timeout_s", None, 0, LARGEST),
+    }
 
 
 def is_held(path: Path) -> bool:

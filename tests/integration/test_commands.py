@@ -507,7 +507,6 @@ SHELLS = [shell for shell in ("bash", "zsh") if shutil.which(shell)]
         (["completion", ""], {"bash", "zsh"}),
         (["ls", ""], set()),  # files, by the shell itself
         (["ls", "--server", "-"], set()),
-        (["serve", "--emb"], set()),  # which is hidden
     ],
 )
 def test_completion(shell: str, words: list[str], offered: set[str], tmp_path: Path, cli: Cli) -> None:

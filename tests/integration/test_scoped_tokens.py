@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import Rights, Scope, current_secrets, scope_of
+from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.parts import checksum
@@ -363,9 +363,9 @@ def test_a_training_with_a_scoped_token_shows_it_nowhere(
     assert [run["name"] for run in runs] == ["run-1"]
     store = ServerStore(f"{server.url}/run-1")
     until(lambda: 15 in {manifest.step for manifest in store.survey().manifests}, "the newest snapshot at the server")
-    pids = [name for name in os.listdir("/proc") if name.isdecimal()]
-    servers = [pid for pid in pids if b"--embedded" in _of(pid, "cmdline") or str(server.process.pid) == pid]
-    assert len(servers) >= 1
+    local = find_record(str(tmp_path / "run-1")).process()
+    assert local is not None
+    servers = [str(server.process.pid), str(local.pid)]
     shown = [server.log.read_bytes(), caplog.text.encode()]
     shown += [_of(pid, name) for pid in servers for name in ("cmdline", "environ")]
     files = [*folders.files_below(runtime_dir), *folders.files_below(tmp_path / "run-1")]

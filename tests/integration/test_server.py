@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from lightning_spot.cli import main
 from lightning_spot.client import server_client as client_module
 from lightning_spot.client import starting
 from lightning_spot.client.encoding import OutgoingPart
@@ -41,7 +42,6 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.http import program
-from lightning_spot.http.program import main
 from lightning_spot.protocol.wire import (
     DIGEST_HEADER,
     NO_DIGEST,
@@ -100,7 +100,7 @@ def put_file(server: RunningServer, run: str, name: str, data: bytes, info: RunI
     ],
 )
 def test_bad_flags_are_one_line(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags) == 2
+    assert main(["serve", *flags]) == 2
     said = capsys.readouterr().err
     assert complaint in said
     assert "Traceback" not in said
@@ -272,7 +272,7 @@ def test_sigterm_says_what_it_could_not_flush(start_server: StartServer, tmp_pat
 
 def test_a_bucket_that_is_not_there_is_an_error_at_the_start(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"{s3}-not-there/runs"
-    assert main(["--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", url]) == 2
+    assert main(["serve", "--listen", "127.0.0.1:0", "--memory-limit", "64MiB", "--storage", url]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert url in line
 
@@ -355,7 +355,7 @@ def test_a_server_that_ends_and_removes_its_log_has_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program"
-    program.write_text('#!/bin/sh\nrm "$4/$5.log"\n')
+    program.write_text('#!/bin/sh\nrm "$3/$4.log"\n')
     program.chmod(0o700)
     monkeypatch.setattr(starting, "subprocess", subprocess)
     monkeypatch.setattr(sys, "executable", str(program))

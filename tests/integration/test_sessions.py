@@ -23,13 +23,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from lightning_spot.cli import main
 from lightning_spot.client import local_server, starting
 from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import RunBusyError, ServerUnreachableError, SpotError, TierError
 from lightning_spot.http import program
-from lightning_spot.http.program import main
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -478,7 +478,7 @@ def test_a_second_server_on_a_taken_port_touches_nothing(
     shm = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"])
     before = sorted((path, path.stat().st_ino) for path in shm.rglob("*"))
     assert before
-    assert main(["--listen", f"127.0.0.1:{port}", "--memory-limit", "64MiB"]) == 2
+    assert main(["serve", "--listen", f"127.0.0.1:{port}", "--memory-limit", "64MiB"]) == 2
     assert "in use" in capsys.readouterr().err
     assert sorted((path, path.stat().st_ino) for path in shm.rglob("*")) == before
     commit(client, 2, image_of(2, 1000), upload=upload)

@@ -121,7 +121,8 @@ class Machines:
         if what == "a link":
             self.cut_for_a_while()
         elif what == "the first server":
-            os.kill(self._processes("first", b"--embedded")[-1], signal.SIGKILL)  # the twin's may be there yet
+            servers = self._processes("first", b"lightning_spot.http.program")
+            os.kill(servers[-1], signal.SIGKILL)  # the twin's may be there yet
         elif what == self.third:
             self.lose_third()
         elif what in ("a rank", "the first rank"):

@@ -254,7 +254,7 @@ def listening(network: Network, host: str, port: int, log: Path, *more: str) -> 
     url = f"spot://[{address}]:{port}" if ":" in address else f"spot://{address}:{port}"
     flags = ["--listen", url.removeprefix("spot://"), "--memory-limit", "512MiB", *more]
     with open(log, "wb") as output:
-        process = network.start(host, "-m", "lightning_spot.http.program", *flags, log=output)
+        process = network.start(host, "-m", "lightning_spot", "serve", *flags, log=output)
 
     def is_there() -> bool:
         assert process.poll() is None, log.read_text()

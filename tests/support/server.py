@@ -354,7 +354,7 @@ class RunningServer:
         with open(log, "wb") as output:
             self.process = warm.Fork(
                 self.python,
-                ["-m", "lightning_spot.http.program", *arguments],
+                ["-m", "lightning_spot", "serve", *arguments],
                 stdout=output,
                 environment={**os.environ, **(environment or {})},
             )

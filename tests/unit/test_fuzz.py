@@ -25,8 +25,9 @@ import pytest
 from lightning_spot.client.local_server import Session
 from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.server_client import ServerClient
+from lightning_spot.client.starting import start
 from lightning_spot.errors import SnapshotNotFoundError, SpotError
-from lightning_spot.protocol.record import ServerRecord
+from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import ATTEMPT_HEADER, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.snapshot.delta import Coding, changed_ranges, encode
 from lightning_spot.snapshot.files import FileSpan
@@ -36,7 +37,6 @@ from lightning_spot.snapshot.parts import checksum
 from tests.support.server import RunningServer
 from tests.support.small_trainer import image_of as archive_of
 from tests.support.uploads import commit, plain_of
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
 
@@ -350,19 +350,15 @@ def over_tcp(tmp_path: Path) -> Iterator[Target]:
 
 
 @pytest.fixture
-def over_unix(tmp_path: Path) -> Iterator[Target]:
-    """An local server writes wherever a trainer says: no request here names a place."""
-    record = ServerRecord(tmp_path, "0" * 16)
-    flags = ["--embedded", str(tmp_path), "0" * 16, "--memory-limit", "64MiB"]
-    server = RunningServer(flags, tmp_path / "server.log", environment(tmp_path))
-    until(lambda: _listens(record.http), "the server to listen")
-    yield Target(Address(socket_path=str(record.http)), server.process.pid, server.log)
-    server.stop(9)
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as connection:
-        return connection.connect_ex(str(path)) == 0
+def over_unix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A local server writes wherever a trainer says: no request here names a place."""
+    monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", "")
+    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
+    start(str(tmp_path), "run", slots=4, memory_bytes=64 * MIB, server_idle_timeout_s=900.0).disconnect()
+    record = find_record(str(tmp_path))
+    process = record.process()
+    assert process is not None
+    return Target(Address(socket_path=str(record.http)), process.pid, record.log)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
