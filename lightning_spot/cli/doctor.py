@@ -22,9 +22,9 @@ from lightning_spot.cli.output import add_output, error_console, print_answer, w
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store, open_tier
-from lightning_spot.config import check_number, format_bytes, format_seconds, parse_flag_bytes, read_environment
-from lightning_spot.errors import ServerUnreachableError, SettingsError, SpotError, TierError
-from lightning_spot.http.flags import add_time
+from lightning_spot.config import format_bytes, format_seconds, read_environment
+from lightning_spot.errors import ServerUnreachableError, SpotError, TierError
+from lightning_spot.http.flags import takes_size, takes_time
 from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.retry import DEFAULT_POLICY, unless_silent
 from lightning_spot.run.location import Location, memory_limit_bytes
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _USUAL_BYTES = 10**9
 """Size of a snapshot of which nothing is known."""
+_SAMPLE_BYTES = 64 * 10**6
+"""How much is written for a measurement."""
 _MEMORY_FILES = "memory files are used, and end with the server that holds them"
 _RULE = "set AbortIncompleteMultipartUpload, to 7 days say"
 _ABORTS = {
@@ -61,20 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, which=" that snapshots are to go to", servers=False, stored=True)
     add_servers(parser, "also measure this snapshot server; may be given several times")
     parser.add_argument(
-        "--snapshot-size", metavar="SIZE", help="size of a snapshot (that of the newest in RUN, or 1GB)"
+        "--snapshot-size", help="size of a snapshot (that of the newest in RUN, or 1GB)", **takes_size()
     )
-    add_time(parser.add_argument, "--lifetime", 7200.0, "of a machine, mean (2h)")
-    parser.add_argument("--sample", default="64MB", metavar="SIZE", help="how much to write for a measurement (64MB)")
+    parser.add_argument("--lifetime", default=7200.0, help="of a machine, mean (2h)", **takes_time(above=True))
     add_output(parser)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Measure and recommend; 1 if a tier cannot be used."""
-    given = None if arguments.snapshot_size is None else _size(arguments, "--snapshot-size")
-    sample = _size(arguments, "--sample")
-    check_number("--lifetime", arguments.lifetime, 0, above=True)
-    if sample > (most := memory_limit_bytes(None)):
-        raise SettingsError(f"--sample {arguments.sample}: at most half of this host's memory, {format_bytes(most)}")
     location = location_of(arguments.run, arguments.server)
     scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
     problems: list[str] = []
@@ -84,13 +80,13 @@ def doctor(arguments: argparse.Namespace) -> int:
     except SpotError as error:
         problems.append(_problem(location.url, location.url, error))
     usual = found.manifests[0].stored_bytes if found is not None and found.manifests else _USUAL_BYTES
-    snapshot_bytes = given if given is not None else usual
-    tiers = _speeds(location, scratch, sample, problems, stores=found is not None)
+    snapshot_bytes = arguments.snapshot_size or usual
+    tiers = _speeds(location, scratch, problems, stores=found is not None)
     facts: dict[str, Any] = {"tiers_bytes_per_s": tiers}
     servers = [url for url in location.servers if url in tiers]
     error_console().print("starting a snapshot server on this host …")
     try:
-        facts["local_server_bytes_per_s"] = local_server_speed(scratch, sample)
+        facts["local_server_bytes_per_s"] = local_server_speed(scratch, _SAMPLE_BYTES)
     except (SpotError, OSError) as error:
         problems.append(f"the snapshot server on this host: {error}")
     cloud = detect_cloud()
@@ -106,7 +102,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _speeds(location: Location, scratch: str, sample: int, problems: list[str], *, stores: bool) -> dict[str, float]:
+def _speeds(location: Location, scratch: str, problems: list[str], *, stores: bool) -> dict[str, float]:
     """Bytes per second at which servers, and storage where it ``stores``, take snapshots; nothing is left there."""
     path = location.url.removeprefix("file://")
     folders = [] if "://" in path else [Path(path), *Path(path).parents]
@@ -115,9 +111,9 @@ def _speeds(location: Location, scratch: str, sample: int, problems: list[str], 
     if stores:
         places[location.url] = scratch
     for url, where in places.items():
-        error_console().print(f"writing {format_bytes(sample)} to {url} …")
+        error_console().print(f"writing {format_bytes(_SAMPLE_BYTES)} to {url} …")
         try:
-            tiers[url] = store_speed(open_tier(where), sample)
+            tiers[url] = store_speed(open_tier(where), _SAMPLE_BYTES)
         except SpotError as error:
             problems.append(_problem(url, where, error))
     try:
@@ -138,10 +134,6 @@ def _problem(url: str, where: str, error: SpotError) -> str:
     """What is wrong with a tier, said of it, and not of the place below it that was made up to be measured."""
     said = str(error).replace(where, url)
     return f"{url}: {said.removeprefix(f'{url}: ')}{_WAY_ON if isinstance(error, ServerUnreachableError) else ''}"
-
-
-def _size(arguments: argparse.Namespace, flag: str) -> int:
-    return parse_flag_bytes(getattr(arguments, flag[2:].replace("-", "_")), flag)
 
 
 def _ask(url: str) -> Holdings:

@@ -19,9 +19,9 @@ from pathlib import Path
 from lightning_spot.cli.arguments import add_program, program_of
 from lightning_spot.cli.diff import Difference, Verdict, compare_states
 from lightning_spot.cli.output import PlainConsole, add_output, error_console, print_answer
-from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, check_number, format_count
+from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, format_count
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.http.flags import add_time
+from lightning_spot.http.flags import takes_number, takes_time
 from lightning_spot.protocol.process import descendants
 from lightning_spot.protocol.record import find_record
 from lightning_spot.snapshot.manifest import Manifest
@@ -224,9 +224,9 @@ class Drill:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("--kills", type=int, default=3, help="how often the second run is disturbed (%(default)s)")
-    add_time(parser.add_argument, "--limit", 3600.0, "longest training (1h)")
-    parser.add_argument("--seed", type=int, help="of the moments of the kills (default: random, printed)")
+    parser.add_argument("--kills", default=3, help="how often the second run is disturbed (3)", **takes_number(1))
+    parser.add_argument("--limit", default=3600.0, help="longest training (1h)", **takes_time(above=True))
+    parser.add_argument("--seed", help="of the moments of the kills (default: random, printed)", **takes_number())
     parser.add_argument("--keep", metavar="DIR", help="keep snapshots and logs there")
     add_output(parser)
     add_program(parser)
@@ -235,8 +235,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def drill(arguments: argparse.Namespace) -> int:
     """Carry out a drill and report; 0 if the final states are equal bit by bit, 1 if not."""
     command = program_of(arguments)
-    check_number("--kills", arguments.kills, 1, whole=True)
-    check_number("--limit", arguments.limit, 0, above=True)
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(2**31)
     folder = Path(arguments.keep) if arguments.keep else Path(tempfile.mkdtemp(prefix="lightning-spot-drill-"))
     try:

@@ -22,6 +22,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST, format_bytes
 from lightning_spot.errors import RunBusyError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.goodput.records import completed, newest_record
+from lightning_spot.http.flags import takes_number, takes_time
 from lightning_spot.run.identity import ServerRun
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST
@@ -43,10 +44,10 @@ _FLUSH_S = 30.0
 def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``prune``."""
     add_run(parser, "RUN", servers=False, stored=True)
-    parser.add_argument("--keep", type=int, required=True, metavar="N", help="keep the newest N snapshots")
-    parser.add_argument("--every-n-steps", type=int, metavar="N", help="and the first at or after each multiple of N")
-    parser.add_argument("--newer-than", metavar="AGE", help="and those that are younger, such as 2d or 90min")
-    parser.add_argument("--best", type=int, default=0, metavar="N", help="and the N with the best value of --monitor")
+    parser.add_argument("--keep", required=True, help="keep the newest N snapshots", **takes_number(1))
+    parser.add_argument("--every-n-steps", help="and the first at or after each multiple of N", **takes_number(1))
+    parser.add_argument("--newer-than", help="and those that are younger, such as 2d or 90min", **takes_time())
+    parser.add_argument("--best", default=0, help="and the N with the best value of --monitor", **takes_number())
     parser.add_argument("--monitor", metavar="NAME", help="logged metric that ranks them")
     parser.add_argument("--mode", choices=("min", "max"), default="min", help="which value is the best (min)")
     _add_deletion(parser)

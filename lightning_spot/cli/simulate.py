@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from lightning_spot.cli.output import add_output, plain_table, print_answer
-from lightning_spot.config import check_number, format_seconds, parse_flag_bytes
+from lightning_spot.config import format_seconds
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import add_time
+from lightning_spot.http.flags import takes_number, takes_size, takes_time
 from lightning_spot.interval.costs import PROCESS_MTBF_S, SERVER_MTBF_S
 
 if TYPE_CHECKING:
@@ -21,75 +21,50 @@ if TYPE_CHECKING:
     from lightning_spot.simulation.simulator import PolicyRow, SimulatedJob
 
 _SMALL = 0.01
-_MOST_RUNS = 10**6
+_MOST_MACHINES = 10**7
 _LOSS_RATE = 5.0
 """The loss falls to ``exp(-5)`` in the run."""
 _OUTLIVES = {"process": "process", "machine": "machine", "server": "snapshot server"}
 
 
-def _add_size(add_argument: Callable[..., object], flag: str, default_bytes: int | None, text: str) -> None:
-    """Add a flag that takes a size, or a speed: a size with ``/s`` behind it."""
-    metavar = "SIZE/s" if flag.endswith("-speed") else "SIZE"
-    add_argument(flag, type=_nbytes, default=default_bytes, metavar=metavar, help=text)
-
-
-def _nbytes(text: str) -> int:
-    try:
-        return parse_flag_bytes(text.removesuffix("/s"))
-    except SettingsError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
+    size, time, positive = takes_size(), takes_time(), takes_time(above=True)
+    speed, price, count = takes_size("/s"), takes_number(whole=False), takes_number(1)
     job = parser.add_argument_group("job")
-    add_time(job.add_argument, "--work", 86400.0, "training time without losses (24h)")
-    _add_size(job.add_argument, "--snapshot-size", 10**9, "a snapshot of the complete job (1GB)")
-    add_time(job.add_argument, "--blocked", 1.0, "how long training waits for a snapshot (1s)")
+    job.add_argument("--work", default=86400.0, help="training time without losses (24h)", **positive)
+    job.add_argument("--snapshot-size", default=10**9, help="a snapshot of the complete job (1GB)", **size)
+    job.add_argument("--blocked", default=1.0, help="how long training waits for a snapshot (1s)", **time)
     spot = parser.add_argument_group("machines")
-    add_time(spot.add_argument, "--lifetime", 7200.0, "of a machine, mean (2h; Weibull, k = 0.6)")
-    spot.add_argument("--hosts", type=int, default=1, metavar="N", help="machines of the job (1)")
+    spot.add_argument("--lifetime", default=7200.0, help="of a machine, mean (2h; Weibull, k = 0.6)", **positive)
+    spot.add_argument("--hosts", default=1, help="machines of the job (1)", **count)
     spot.add_argument("--trace", metavar="CSV", help="recorded preemptions instead: a file with a column 'time'")
-    add_time(spot.add_argument, "--restart", 600.0, "from a loss until a machine is back (10min)")
-    add_time(spot.add_argument, "--restore", 60.0, "from then until training continues (1min)")
-    spot.add_argument("--price", type=float, default=0.0, metavar="PRICE", help="price of a machine for an hour (0)")
-    add_time(spot.add_argument, "--crash-every", PROCESS_MTBF_S, "mean between crashes of the process (7d)")
+    spot.add_argument("--restart", default=600.0, help="from a loss until a machine is back (10min)", **time)
+    spot.add_argument("--restore", default=60.0, help="from then until training continues (1min)", **time)
+    crashes = "mean between crashes of the process (7d)"
+    spot.add_argument("--crash-every", default=PROCESS_MTBF_S, help=crashes, **positive)
+    spot.add_argument("--price", default=0.0, help="price of a machine for an hour (0)", **price)
     tiers = parser.add_argument_group("storage and server")
-    _add_size(tiers.add_argument, "--storage-speed", 80 * 10**6, "bytes that storage takes in a second (80MB/s)")
-    speed = "bytes that a snapshot server takes; given, the job is simulated with one and without"
-    _add_size(tiers.add_argument, "--server-speed", None, speed)
-    tiers.add_argument(
-        "--server-price", type=float, default=0.0, metavar="PRICE", help="price of the snapshot server for an hour (0)"
-    )
-    lifetime = "mean lifetime of the snapshot server, which is no spot machine (30d)"
-    add_time(tiers.add_argument, "--server-lifetime", SERVER_MTBF_S, lifetime)
-    parser.add_argument(
-        "--policy", action="append", metavar="NAME", help="simulate only this policy; may be given several times (all)"
-    )
-    parser.add_argument("--runs", type=int, default=1000, help="simulated runs (1000)")
+    tiers.add_argument("--storage-speed", default=80 * 10**6, help="what storage takes in a second (80MB/s)", **speed)
+    both = "what a snapshot server takes; given, the job is simulated with one and without"
+    tiers.add_argument("--server-speed", help=both, **speed)
+    tiers.add_argument("--server-price", default=0.0, help="price of the snapshot server for an hour (0)", **price)
+    server = "mean lifetime of the snapshot server, which is no spot machine (30d)"
+    tiers.add_argument("--server-lifetime", default=SERVER_MTBF_S, help=server, **positive)
+    parser.add_argument("--runs", default=1000, help="simulated runs (1000)", **count)
     add_output(parser)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, and print a table for each choice of tiers."""
-    from lightning_spot.simulation.simulator import POLICIES, compare
+    from lightning_spot.simulation.simulator import compare
 
-    check_number("--price", arguments.price, 0)
-    check_number("--server-price", arguments.server_price, 0)
-    check_number("--work", arguments.work, 0, above=True)
-    check_number("--lifetime", arguments.lifetime, 0, above=True)
-    check_number("--crash-every", arguments.crash_every, 0, above=True)
-    check_number("--server-lifetime", arguments.server_lifetime, 0, above=True)
-    check_number("--hosts", arguments.hosts, 1, whole=True)
-    check_number("--runs", arguments.runs, 1, whole=True)
-    if arguments.runs > _MOST_RUNS:
-        raise SettingsError(f"--runs={arguments.runs}: at most {_MOST_RUNS}, which fit the memory; a thousand will do")
-    unknown = [name for name in arguments.policy or () if name not in POLICIES]
-    if unknown:
-        raise SettingsError(f"--policy {unknown[0]!r} is not known; there are {', '.join(map(repr, POLICIES))}")
-    policies = {name: make for name, make in POLICIES.items() if not arguments.policy or name in arguments.policy}
+    if arguments.runs * arguments.hosts > _MOST_MACHINES:
+        raise SettingsError(
+            f"--runs={arguments.runs} with --hosts={arguments.hosts}: {_MOST_MACHINES} machines at most fit the memory"
+        )
     failures = _failures(arguments)
-    groups = {name: compare(job, failures, policies, runs=arguments.runs) for name, job in _jobs(arguments).items()}
+    groups = {name: compare(job, failures, runs=arguments.runs) for name, job in _jobs(arguments).items()}
     verdict = _verdict(groups)
     tables = {name: [asdict(row) for row in rows] for name, rows in groups.items()}
     priced = bool(arguments.price or arguments.server_price)

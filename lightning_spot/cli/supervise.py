@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from lightning_spot.cli.arguments import add_program, program_of
 from lightning_spot.cli.output import error_console
-from lightning_spot.config import RESTARTER_VARIABLE, check_number
+from lightning_spot.config import RESTARTER_VARIABLE
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import add_time
+from lightning_spot.http.flags import takes_number, takes_time
 from lightning_spot.retry import growing
 
 MAX_RESTARTS = 100
@@ -123,30 +123,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add those of the command."""
     parser.add_argument(
         "--max-restarts",
-        type=int,
         default=MAX_RESTARTS,
-        metavar="N",
-        help=f"how often the program is started again (default {MAX_RESTARTS})",
+        help="how often the program is started again (default %(default)s)",
+        **takes_number(),
     )
     parser.add_argument(
         "--max-errors",
-        type=int,
         default=MAX_ERRORS,
-        metavar="N",
         help="how often in a row it may end with an error; notices (143) and kills (137) are none, 0 is no limit"
-        f" (default {MAX_ERRORS})",
+        " (default %(default)s)",
+        **takes_number(),
     )
-    pause = f"before the next start; it doubles while the program ends within a minute (default {PAUSE_S:g}s)"
-    add_time(parser.add_argument, "--pause", PAUSE_S, pause)
+    parser.add_argument(
+        "--pause",
+        default=PAUSE_S,
+        help="before the next start; it doubles while the program ends within a minute (default 1s)",
+        **takes_time(),
+    )
     add_program(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     command = program_of(arguments)
-    check_number("--max-restarts", arguments.max_restarts, 0, whole=True)
-    check_number("--max-errors", arguments.max_errors, 0, whole=True)
-    check_number("--pause", arguments.pause, 0)
     return Supervisor(
         command, max_restarts=arguments.max_restarts, max_errors=arguments.max_errors, pause_s=arguments.pause
     ).run()

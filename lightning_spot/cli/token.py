@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 
-from lightning_spot.config import check_number, read_environment
+from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import add_time
+from lightning_spot.http.flags import takes_time
 from lightning_spot.protocol.credentials import Rights, Scope
 
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[each.value for each in Rights],
         help="read: list runs and read snapshots; write: also open runs and upload",
     )
-    add_time(parser.add_argument, "--expires", 7 * 86400.0, "how long it holds (default: 7d)")
+    parser.add_argument("--expires", default=7 * 86400.0, help="how long it holds (default: 7d)", **takes_time(1))
 
 
 def token(arguments: argparse.Namespace) -> int:
@@ -34,7 +34,6 @@ def token(arguments: argparse.Namespace) -> int:
     Raises:
         SettingsError: if there is no secret, or a value cannot be used.
     """
-    check_number("--expires", arguments.expires, 1)
     secret = read_environment().token
     if secret is None:
         raise SettingsError(

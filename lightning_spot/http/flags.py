@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_spot.config import (
     SERVER_IDLE_TIMEOUT_S,
@@ -59,21 +61,48 @@ class ServerSettings:
     drain_timeout_s: float = UPLOAD_TIMEOUT_S
 
 
-def seconds(text: str) -> float:
-    """A duration with a unit, such as ``90s``, ``10min``, ``2h`` or ``3d``; only 0 does without.
+class CheckedValue(argparse.Action):
+    """A flag whose value is read and checked by ``read(text, flag)``, so that an error names the flag."""
 
-    Raises:
-        argparse.ArgumentTypeError: if it is none.
-    """
-    try:
-        return parse_seconds(text)
-    except SettingsError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    def __init__(self, *, read: Callable[[str, str], object], **how: Any) -> None:
+        super().__init__(**how)
+        self._read = read
+
+    def __call__(self, _parser: object, namespace: argparse.Namespace, values: Any, _flag: object = None) -> None:
+        """See :class:`argparse.Action`."""
+        setattr(namespace, self.dest, self._read(values, self.option_strings[-1]))
 
 
-def add_time(add_argument: Callable[..., object], flag: str, default_s: float, text: str) -> None:
-    """Add a flag that takes a duration, such as ``90s`` or ``2h``, by this method of a parser or of a group."""
-    add_argument(flag, type=seconds, default=default_s, metavar="TIME", help=text)
+def takes_time(least_s: float = 0, *, above: bool = False) -> dict[str, Any]:
+    """For a flag that takes a duration such as ``90s`` or ``2h``: ``least_s`` or more, more only if ``above``."""
+
+    def read(given: str, flag: str) -> float:
+        check_number(flag, value_s := parse_seconds(given, f"{flag} "), least_s, above=above)
+        return value_s
+
+    return {"action": CheckedValue, "read": read, "metavar": "TIME"}
+
+
+def takes_size(per: str = "") -> dict[str, Any]:
+    """For a flag that takes a size, or a speed with ``per="/s"`` behind it."""
+
+    def read(given: str, flag: str) -> int:
+        return parse_flag_bytes(given.removesuffix(per), flag)
+
+    return {"action": CheckedValue, "read": read, "metavar": f"SIZE{per}"}
+
+
+def takes_number(least: float = 0, *, whole: bool = True) -> dict[str, Any]:
+    """For a flag that takes a number, of ``least`` or more."""
+
+    def read(given: str, flag: str) -> object:
+        number: object = given
+        with contextlib.suppress(ValueError):
+            number = int(given) if whole else float(given)
+        check_number(flag, number, least, whole=whole)
+        return number
+
+    return {"action": CheckedValue, "read": read, "metavar": "N"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,16 +125,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory or fsspec URL below which trainers may have their runs stored; may be given several times",
     )
     parser.add_argument(
-        "--memory-limit", default="8GiB", metavar="SIZE", help="most memory for slots (default: %(default)s)"
+        "--memory-limit", default=8 * 2**30, help="most memory for slots (default: 8GiB)", **takes_size()
     )
     parser.add_argument(
-        "--run-memory-limit", metavar="SIZE", help="most memory for the slots of one run (default: all)"
+        "--run-memory-limit", help="most memory for the slots of one run (default: all)", **takes_size()
     )
+    parser.add_argument("--slots", help="most slots of each rank of a run (default: as many as fit)", **takes_number(1))
     parser.add_argument(
-        "--slots", type=int, metavar="N", help="most slots of each rank of a run (default: as many as fit)"
+        "--drain-timeout",
+        default=UPLOAD_TIMEOUT_S,
+        help="on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)",
+        **takes_time(),
     )
-    drain = "on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)"
-    add_time(parser.add_argument, "--drain-timeout", UPLOAD_TIMEOUT_S, drain)
     parser.add_argument(
         "--log-format",
         choices=["text", "json"],
@@ -120,14 +151,10 @@ def settings_from(arguments: argparse.Namespace) -> ServerSettings:
     Raises:
         SettingsError: naming the flag and what is wrong with it.
     """
-    if arguments.slots is not None and arguments.slots < 1:
-        raise SettingsError(f"--slots {arguments.slots}: a ring has at least one slot")
-    check_number("--drain-timeout", arguments.drain_timeout, 0)
-    memory_bytes, run_memory = parse_flag_bytes(arguments.memory_limit, "--memory-limit"), arguments.run_memory_limit
-    if (whole := host_memory_bytes()) < memory_bytes:
+    if (whole := host_memory_bytes()) < arguments.memory_limit:
         raise SettingsError(
-            f"--memory-limit {arguments.memory_limit}: this machine (or container) has {format_bytes(whole)} in all."
-            " Give what slots may take of it, and leave some for everything else"
+            f"--memory-limit {format_bytes(arguments.memory_limit)}: this machine (or container) has"
+            f" {format_bytes(whole)} in all. Give what slots may take of it, and leave some for everything else"
         )
     has_token = bool(read_environment().secrets)
     host, port = parse_listen("--listen", arguments.listen, has_token=has_token)
@@ -143,8 +170,8 @@ def settings_from(arguments: argparse.Namespace) -> ServerSettings:
         flush_to=flush_to,
         allow=allow,
         tls=tls,
-        memory_bytes=memory_bytes,
-        run_memory_bytes=parse_flag_bytes(run_memory, "--run-memory-limit") if run_memory is not None else None,
+        memory_bytes=arguments.memory_limit,
+        run_memory_bytes=arguments.run_memory_limit,
         slots=arguments.slots,
         drain_timeout_s=arguments.drain_timeout,
     )

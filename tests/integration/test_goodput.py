@@ -726,7 +726,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor(tmp_path: Path, cli: Cli) -> None:
-    said = cli("doctor", tmp_path / "mistyped" / "run", "--sample", "4MB")
+    said = cli("doctor", tmp_path / "mistyped" / "run")
     for word in ("committed by a local server", "stored at", "one every", "SpotCheckpoint("):
         assert word in said
     assert not (tmp_path / "mistyped").exists()
@@ -736,7 +736,7 @@ def test_doctor(tmp_path: Path, cli: Cli) -> None:
 
 def test_doctor_with_a_server(tmp_path: Path, cli: Cli, start_server: StartServer) -> None:
     run, server = tmp_path / "run", start_server()
-    size = ("--sample", "4MB", "--snapshot-size", "2GB")
+    size = ("--snapshot-size", "2GB")
     told = json.loads(cli("doctor", run, "--server", server.url, *size, "-o", "json"))
     assert set(told["tiers_bytes_per_s"]) == {server.url, str(run)}
     outlook = told["outlook"]
@@ -746,11 +746,11 @@ def test_doctor_with_a_server(tmp_path: Path, cli: Cli, start_server: StartServe
 
 
 def test_doctor_names_a_tier_that_fails(tmp_path: Path, cli: Cli) -> None:
-    said = cli("doctor", tmp_path / "run", "--server", "spot://127.0.0.1:9", "--sample", "1MB", code=1)
+    said = cli("doctor", tmp_path / "run", "--server", "spot://127.0.0.1:9", code=1)
     assert "spot://127.0.0.1:9: no snapshot server answers" in said
     assert "lightning-spot serve --listen" in said
     assert "servers=" not in said  # what does not work is not recommended
-    assert "the snapshot server on this host:" not in said  # that one works, with a small sample, too
+    assert "the snapshot server on this host:" not in said  # that one works
 
 
 def test_doctor_says_that_a_bucket_cannot_be_used(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -762,14 +762,14 @@ def test_doctor_says_that_a_bucket_cannot_be_used(tmp_path: Path, cli: Cli, monk
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     s3fs.S3FileSystem.clear_instance_cache()
-    said = cli("doctor", "s3://bucket/run", "--sample", "1MB", code=1)
+    said = cli("doctor", "s3://bucket/run", code=1)
     assert said.count("no credentials were found for s3://bucket/run (") == 1  # not of a place made up to be measured
     assert "nothing can be recommended for s3://bucket/run" in said
     assert "SpotCheckpoint(" not in said
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-SMALL = ("--sample", "1MB", "--snapshot-size", "1MB")
+SMALL = ("--snapshot-size", "1MB")
 
 
 @pytest.mark.parametrize(("command", "code"), [(["doctor", *SMALL], 1), (["report"], 2)])
