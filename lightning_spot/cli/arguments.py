@@ -6,12 +6,21 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.config import directory_of, names_server, scheme_of, why_no_place, without_password
+from lightning_spot.config import (
+    check_number,
+    directory_of,
+    names_server,
+    parse_flag_bytes,
+    parse_seconds,
+    scheme_of,
+    why_no_place,
+    without_password,
+)
 from lightning_spot.errors import SettingsError
 from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.run.location import Location
@@ -66,6 +75,50 @@ def program_of(arguments: argparse.Namespace) -> list[str]:
     if not program:
         raise SettingsError(f"give the command that trains: lightning-spot {arguments.command} -- python train.py")
     return program
+
+
+class CheckedValue(argparse.Action):
+    """A flag whose value is read and checked by ``read(text, flag)``, so that an error names the flag."""
+
+    def __init__(self, *, read: Callable[[str, str], object], **how: Any) -> None:
+        super().__init__(**how)
+        self._read = read
+
+    def __call__(self, _parser: object, namespace: argparse.Namespace, values: Any, _flag: object = None) -> None:
+        """See :class:`argparse.Action`."""
+        setattr(namespace, self.dest, self._read(values, self.option_strings[-1]))
+
+
+def takes_time(least_s: float = 0, *, above: bool = False) -> dict[str, Any]:
+    """For a flag that takes a duration such as ``90s`` or ``2h``: ``least_s`` or more, more only if ``above``."""
+
+    def read(given: str, flag: str) -> float:
+        check_number(flag, value_s := parse_seconds(given, f"{flag} "), least_s, above=above)
+        return value_s
+
+    return {"action": CheckedValue, "read": read, "metavar": "TIME"}
+
+
+def takes_size(per: str = "") -> dict[str, Any]:
+    """For a flag that takes a size, or a speed with ``per="/s"`` behind it."""
+
+    def read(given: str, flag: str) -> int:
+        return parse_flag_bytes(given.removesuffix(per), flag)
+
+    return {"action": CheckedValue, "read": read, "metavar": f"SIZE{per}"}
+
+
+def takes_number(least: float = 0, *, whole: bool = True) -> dict[str, Any]:
+    """For a flag that takes a number, of ``least`` or more."""
+
+    def read(given: str, flag: str) -> object:
+        number: object = given
+        with contextlib.suppress(ValueError):
+            number = int(given) if whole else float(given)
+        check_number(flag, number, least, whole=whole)
+        return number
+
+    return {"action": CheckedValue, "read": read, "metavar": "N"}
 
 
 def split_run(given: str) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ _VALID = timedelta(days=365)
 _SKEW = timedelta(hours=1)  # of clocks
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_cert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``cert``."""
     parser.add_argument("folder", metavar="DIR", help=f"for the files; a CA that is there ({CA}, {CA_KEY}) is used")
     parser.add_argument("hosts", metavar="HOST", nargs="+", help="name or IP address that clients reach the server by")

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         refuse_old_words(words)
         arguments = command_parser(words[:1]).parse_args(words)
         command = COMMANDS[arguments.command]
-        code = int(command.load(command.call or arguments.command)(arguments))
+        code = int(command.load(arguments.command)(arguments))
         sys.stdout.flush()
         return code
     except CorruptSnapshotError as error:
@@ -89,7 +89,7 @@ def command_parser(complete: Collection[str] | None = None) -> argparse.Argument
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if complete is None or name in complete:
-            each.load(each.add_arguments)(command)
+            each.load(f"add_{name}_arguments")(command)
     return parser
 
 
@@ -112,17 +112,14 @@ class _Command:
     """One command. Its module is imported when the command is called.
 
     Attributes:
-        module: that has it, below ``lightning_spot``.
-        call: name of the function that runs it, if that is not the command's.
-        add_arguments: name of the function that adds its arguments to its parser.
+        module: below ``lightning_spot``, with a function of the command's name that runs it, and returns the exit code,
+            and ``add_NAME_arguments``, which adds its arguments to its parser.
         text: what it does.
         codes: exit codes besides 0 and 2, and what each means.
         examples: command lines.
     """
 
     module: str
-    call: str = ""
-    add_arguments: str = "add_arguments"
     text: str
     codes: Codes = field(default_factory=dict)
     examples: tuple[str, ...]
@@ -134,8 +131,7 @@ class _Command:
 
 COMMANDS = {
     "serve": _Command(
-        module="http.program",
-        call="run",
+        module="cli.serve",
         text="run a snapshot server",
         codes={1: "snapshots could not be stored"},
         examples=(
@@ -206,7 +202,6 @@ COMMANDS = {
     ),
     "ls": _Command(
         module="cli.snapshots",
-        add_arguments="add_ls_arguments",
         text="list the snapshots of a run: on this host, at servers, in storage",
         codes=_INCOMPLETE,
         examples=(
@@ -216,7 +211,6 @@ COMMANDS = {
     ),
     "show": _Command(
         module="cli.snapshots",
-        add_arguments="add_show_arguments",
         text="show one snapshot: sizes, checksums, versions",
         codes=_INCOMPLETE,
         examples=(
@@ -226,7 +220,6 @@ COMMANDS = {
     ),
     "verify": _Command(
         module="cli.snapshots",
-        add_arguments="add_verify_arguments",
         text="read every byte of the snapshots and check it",
         codes={1: "a snapshot is damaged", **_INCOMPLETE},
         examples=(
@@ -245,8 +238,6 @@ COMMANDS = {
     ),
     "cp": _Command(
         module="cli.snapshots",
-        call="copy",
-        add_arguments="add_copy_arguments",
         text="copy a snapshot: a checkpoint file, or a directory for a sharded model",
         codes={1: "the snapshot is damaged; nothing is copied", **_INCOMPLETE},
         examples=(
@@ -261,14 +252,12 @@ COMMANDS = {
     ),
     "export": _Command(
         module="cli.snapshots",
-        add_arguments="add_export_arguments",
         text="write the weights of a snapshot into one file, as safetensors",
         codes={1: "the snapshot is damaged; nothing is written", **_INCOMPLETE},
         examples=("lightning-spot export s3://bucket/run-1@2000 model.safetensors --safetensors",),
     ),
     "rewind": _Command(
         module="cli.history",
-        add_arguments="add_rewind_arguments",
         text="have the next start resume from an earlier snapshot, and set newer ones aside",
         examples=(
             "lightning-spot rewind s3://bucket/run-1@2000",
@@ -277,7 +266,6 @@ COMMANDS = {
     ),
     "prune": _Command(
         module="cli.history",
-        add_arguments="add_prune_arguments",
         text="delete the snapshots in storage that a policy does not keep",
         examples=(
             "lightning-spot prune s3://bucket/run-1 --keep 1 --dry-run",
@@ -286,7 +274,6 @@ COMMANDS = {
     ),
     "rm": _Command(
         module="cli.history",
-        add_arguments="add_rm_arguments",
         text="remove a snapshot or a run, on this host, at servers and in storage",
         examples=(
             "lightning-spot rm s3://bucket/run-1@2000",

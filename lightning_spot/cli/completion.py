@@ -23,7 +23,7 @@ complete -o default -F _lightning_spot lightning-spot"""
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``completion``."""
     parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 

@@ -62,7 +62,7 @@ def compare_states(first: Path, second: Path) -> Verdict:
     return Verdict(different=different, of_the_run=of_the_run)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``diff``."""
     for name in ("first", "second"):
         parser.add_argument(

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from lightning_spot.cli.arguments import add_run, add_servers, location_of
+from lightning_spot.cli.arguments import add_run, add_servers, location_of, takes_size, takes_time
 from lightning_spot.cli.output import add_output, error_console, print_answer, warning
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.starting import start
 from lightning_spot.client.stores import open_store, open_tier
 from lightning_spot.config import format_bytes, format_seconds, read_environment
 from lightning_spot.errors import ServerUnreachableError, SpotError, TierError
-from lightning_spot.http.flags import takes_size, takes_time
 from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.retry import DEFAULT_POLICY, unless_silent
 from lightning_spot.run.location import Location, memory_limit_bytes
@@ -58,7 +57,7 @@ _WAY_ON = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     add_run(parser, which=" that snapshots are to go to", servers=False, stored=True)
     add_servers(parser, "also measure this snapshot server; may be given several times")

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_spot.cli.arguments import add_program, program_of
+from lightning_spot.cli.arguments import add_program, program_of, takes_number, takes_time
 from lightning_spot.cli.diff import Difference, Verdict, compare_states
 from lightning_spot.cli.output import PlainConsole, add_output, error_console, print_answer
 from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, format_count
 from lightning_spot.errors import SettingsError, SpotError
-from lightning_spot.http.flags import takes_number, takes_time
 from lightning_spot.protocol.process import descendants
 from lightning_spot.protocol.record import find_record
 from lightning_spot.snapshot.manifest import Manifest
@@ -222,7 +221,7 @@ class Drill:
             trained.send(signal.Signals[way])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--kills", default=3, help="how often the second run is disturbed (3)", **takes_number(1))
     parser.add_argument("--limit", default=3600.0, help="longest training (1h)", **takes_time(above=True))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_spot.cli.arguments import LATEST, add_run, location_of, split_run
+from lightning_spot.cli.arguments import LATEST, add_run, location_of, split_run, takes_number, takes_time
 from lightning_spot.cli.output import add_output, plain_table, print_answer, print_line
 from lightning_spot.cli.snapshots import ONCE
 from lightning_spot.client.local_server import LocalServer
@@ -22,7 +22,6 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.config import LARGEST, format_bytes
 from lightning_spot.errors import RunBusyError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.goodput.records import completed, newest_record
-from lightning_spot.http.flags import takes_number, takes_time
 from lightning_spot.run.identity import ServerRun
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST

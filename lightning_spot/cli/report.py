@@ -29,7 +29,7 @@ _COLOURS = {
 """What the time of an attempt goes to, as it is drawn."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     add_run(parser, servers=False, stored=True)
     parser.add_argument("--plot", metavar="FILE.svg", help="draw where the time of each attempt went")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from lightning_spot.cli.arguments import takes_number, takes_size, takes_time
 from lightning_spot.cli.output import add_output, plain_table, print_answer
 from lightning_spot.config import format_seconds
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import takes_number, takes_size, takes_time
 from lightning_spot.interval.costs import PROCESS_MTBF_S, SERVER_MTBF_S
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _LOSS_RATE = 5.0
 _OUTLIVES = {"process": "process", "machine": "machine", "server": "snapshot server"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``simulate``."""
     size, time, positive = takes_size(), takes_time(), takes_time(above=True)
     speed, price, count = takes_size("/s"), takes_number(whole=False), takes_number(1)

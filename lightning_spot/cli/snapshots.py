@@ -73,7 +73,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, names=True)
 
 
-def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
+def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``cp``."""
     add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
     parser.add_argument("dest", metavar="DEST", help="file, or directory to copy it into")
@@ -344,7 +344,7 @@ _LOOKS = 10
 """How often the newest snapshot is looked for where training supersedes each one before it can be opened."""
 
 
-def copy(arguments: argparse.Namespace) -> int:
+def cp(arguments: argparse.Namespace) -> int:
     """Copy the newest snapshot (or the one named) into a file, or a directory, that torch and Lightning read.
 
     Where what could not be read may be newer, that is said. Where the newest is damaged, an error names the one before.

@@ -67,7 +67,7 @@ class Row:
     name: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``status``."""
     add_servers(parser, "ask this snapshot server; may be given several times (default: LIGHTNING_SPOT_SERVERS)")
     parser.add_argument("-w", "--watch", action="store_true", help="show it again every 2 s, until Ctrl-C")

@@ -55,7 +55,7 @@ class Stopped:
         self.kept_bytes = sum(manifest.nbytes for manifest in left)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``stop``."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="run whose local server on this host ends")
     add_servers(parser, "end this snapshot server, on a loopback address of this host; may be given several times")

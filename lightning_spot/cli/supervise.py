@@ -9,11 +9,10 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-from lightning_spot.cli.arguments import add_program, program_of
+from lightning_spot.cli.arguments import add_program, program_of, takes_number, takes_time
 from lightning_spot.cli.output import error_console
 from lightning_spot.config import RESTARTER_VARIABLE
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import takes_number, takes_time
 from lightning_spot.retry import growing
 
 MAX_RESTARTS = 100
@@ -119,7 +118,7 @@ def _say(text: str) -> None:
     error_console().print(f"lightning-spot run: {text}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add those of the command."""
     parser.add_argument(
         "--max-restarts",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import time
 
+from lightning_spot.cli.arguments import takes_time
 from lightning_spot.config import read_environment
 from lightning_spot.errors import SettingsError
-from lightning_spot.http.flags import takes_time
 from lightning_spot.protocol.credentials import Rights, Scope
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``token``."""
     parser.add_argument(
         "--run",

@@ -1,4 +1,4 @@
-"""The server as a program: ``lightning-spot serve``, and the local server that a trainer starts by itself.
+"""The server as a program: that of ``lightning-spot serve``, and the local server that a trainer starts by itself.
 
 On SIGTERM or SIGINT it takes no new runs, goes on serving the trainers it has, and ends when they have left and nothing
 waits for a tier any more, or when the drain time is over. A second signal ends the waiting.
@@ -6,7 +6,6 @@ waits for a tier any more, or when the drain time is over. A second signal ends 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -19,7 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +26,8 @@ from aiohttp import web
 
 from lightning_spot.client.stores import open_store, open_tier
 from lightning_spot.config import (
+    SERVER_IDLE_TIMEOUT_S,
+    UPLOAD_TIMEOUT_S,
     Environment,
     directory_of,
     format_bytes,
@@ -37,8 +38,6 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.events import CLOSE_S, Events
-from lightning_spot.http.flags import ServerSettings, settings_from
-from lightning_spot.http.flags import add_arguments as add_arguments  # of the command, which this module is
 from lightning_spot.http.limits import DESCRIPTORS
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import Reloaded, current_secrets, server_context
@@ -71,7 +70,39 @@ _SHUTDOWN_S = 5.0
 _SILENT_S = 20.0
 
 
-def serve(settings: ServerSettings) -> int:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """How a server is run.
+
+    Attributes:
+        host: address to listen on, ``""`` for a Unix socket only.
+        port: TCP port; 0 takes a free one.
+        record: sockets of a local server.
+        flush_to: directory, or URL of a bucket, below which runs are stored.
+        allow: prefixes of durable URLs that trainers may have this server write to.
+        tls: files with the certificate, its key, and the certificates that clients are verified by, if they are;
+            ``None`` to speak in clear.
+        memory_bytes: limit of the slots' memory.
+        run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
+        slots: most slots of the ring; ``None`` for as many as fit the memory.
+        server_idle_timeout_s: a local server ends after so long without a trainer.
+        drain_timeout_s: how long SIGTERM waits for trainers and for uploads.
+    """
+
+    host: str = ""
+    port: int = 0
+    record: ServerRecord | None = None
+    flush_to: str | None = None
+    allow: tuple[str, ...] = ()
+    tls: tuple[str, str, str | None] | None = None
+    memory_bytes: int = 8 * 2**30
+    run_memory_bytes: int | None = None
+    slots: int | None = None
+    server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S
+    drain_timeout_s: float = UPLOAD_TIMEOUT_S
+
+
+def run_server(settings: ServerSettings) -> int:
     """Serve until SIGTERM or SIGINT (or, embedded, until the run ends or nobody comes), then drain.
 
     Returns:
@@ -365,12 +396,6 @@ def _sweep(shm_dir: Path | None, records: Path) -> None:
     sweep(records)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run a server as the flags say."""
-    log_plainly(logging.INFO, arguments.log_format)
-    return serve(settings_from(arguments))
-
-
 def main() -> int:
     """Run the local server of a trainer, who names its record, and how it is run by JSON on standard input."""
     log_plainly(logging.INFO, "text")
@@ -378,7 +403,7 @@ def main() -> int:
     try:
         given = read_object(sys.stdin.read())
         take_token(text(given, "token"))
-        return serve(ServerSettings(record=ServerRecord(Path(folder), key), **settings_of(given)))
+        return run_server(ServerSettings(record=ServerRecord(Path(folder), key), **settings_of(given)))
     except (SpotError, OSError) as error:
         print(plain(f"the local server cannot be run: {error}", LONGEST_TEXT), file=sys.stderr)
         return 2

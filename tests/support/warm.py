@@ -44,7 +44,7 @@ from typing import IO, Any, ClassVar
 HOME = Path(__file__).resolve().parents[2]
 SERVERS, TRAINERS = "servers", "trainers"
 PRELOADED = {
-    SERVERS: ("lightning_spot.cli", "lightning_spot.http.routes", "lightning_spot.http.flags", "s3fs"),
+    SERVERS: ("lightning_spot.cli", "lightning_spot.http.routes", "s3fs"),
     TRAINERS: (
         *("lightning.pytorch", "lightning.pytorch.cli", "sklearn.datasets", "moto.server", "tests.support.exact_cases"),
         "s3fs",  # which Lightning's loggers and checkpoints look for

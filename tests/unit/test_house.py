@@ -35,10 +35,10 @@ NODES = [path for path in SOURCES if path.parent.name in ("server", "protocol", 
 MOST_LINES = 800
 MOST_WORDS = 30  # of a message
 # Each begins something that users name: the program, a command, a public class, a file system or store by
-# the scheme of its URL.
+# the scheme of its URL; or the program that Python runs as the local server.
 NAMED_BY_USERS = {
     "__main__", "callbacks.lightning_cli", "checkpoint_io", "entry_point",
-    "cli.command", "client.filesystem", "store.objects",
+    "cli.command", "client.filesystem", "http.program", "store.objects",
     *(command.module for command in COMMANDS.values()),
 }  # fmt: skip
 

@@ -1,112 +1,31 @@
-"""How a server is run, and the flags of ``lightning-spot serve`` that say so."""
+"""``lightning-spot serve``: runs a snapshot server."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
+from lightning_spot.cli.arguments import takes_number, takes_size, takes_time
 from lightning_spot.config import (
-    SERVER_IDLE_TIMEOUT_S,
     UPLOAD_TIMEOUT_S,
-    check_number,
     format_bytes,
     names_server,
-    parse_flag_bytes,
     parse_listen,
-    parse_seconds,
     read_environment,
     why_no_place,
     without_password,
 )
 from lightning_spot.errors import SettingsError
-from lightning_spot.protocol.record import ServerRecord
+from lightning_spot.http.program import ServerSettings, run_server
 from lightning_spot.protocol.slot import host_memory_bytes
 from lightning_spot.protocol.wire import DEFAULT_PORT
 from lightning_spot.server.runs import check_prefix
+from lightning_spot.untrusted import log_plainly
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSettings:
-    """How a server is run.
-
-    Attributes:
-        host: address to listen on, ``""`` for a Unix socket only.
-        port: TCP port; 0 takes a free one.
-        record: sockets of a local server.
-        flush_to: directory, or URL of a bucket, below which runs are stored.
-        allow: prefixes of durable URLs that trainers may have this server write to.
-        tls: files with the certificate, its key, and the certificates that clients are verified by, if they are;
-            ``None`` to speak in clear.
-        memory_bytes: limit of the slots' memory.
-        run_memory_bytes: limit of the slots' memory of one run; ``None`` for no such limit.
-        slots: most slots of the ring; ``None`` for as many as fit the memory.
-        server_idle_timeout_s: a local server ends after so long without a trainer.
-        drain_timeout_s: how long SIGTERM waits for trainers and for uploads.
-    """
-
-    host: str = ""
-    port: int = 0
-    record: ServerRecord | None = None
-    flush_to: str | None = None
-    allow: tuple[str, ...] = ()
-    tls: tuple[str, str, str | None] | None = None
-    memory_bytes: int = 8 * 2**30
-    run_memory_bytes: int | None = None
-    slots: int | None = None
-    server_idle_timeout_s: float = SERVER_IDLE_TIMEOUT_S
-    drain_timeout_s: float = UPLOAD_TIMEOUT_S
-
-
-class CheckedValue(argparse.Action):
-    """A flag whose value is read and checked by ``read(text, flag)``, so that an error names the flag."""
-
-    def __init__(self, *, read: Callable[[str, str], object], **how: Any) -> None:
-        super().__init__(**how)
-        self._read = read
-
-    def __call__(self, _parser: object, namespace: argparse.Namespace, values: Any, _flag: object = None) -> None:
-        """See :class:`argparse.Action`."""
-        setattr(namespace, self.dest, self._read(values, self.option_strings[-1]))
-
-
-def takes_time(least_s: float = 0, *, above: bool = False) -> dict[str, Any]:
-    """For a flag that takes a duration such as ``90s`` or ``2h``: ``least_s`` or more, more only if ``above``."""
-
-    def read(given: str, flag: str) -> float:
-        check_number(flag, value_s := parse_seconds(given, f"{flag} "), least_s, above=above)
-        return value_s
-
-    return {"action": CheckedValue, "read": read, "metavar": "TIME"}
-
-
-def takes_size(per: str = "") -> dict[str, Any]:
-    """For a flag that takes a size, or a speed with ``per="/s"`` behind it."""
-
-    def read(given: str, flag: str) -> int:
-        return parse_flag_bytes(given.removesuffix(per), flag)
-
-    return {"action": CheckedValue, "read": read, "metavar": f"SIZE{per}"}
-
-
-def takes_number(least: float = 0, *, whole: bool = True) -> dict[str, Any]:
-    """For a flag that takes a number, of ``least`` or more."""
-
-    def read(given: str, flag: str) -> object:
-        number: object = given
-        with contextlib.suppress(ValueError):
-            number = int(given) if whole else float(given)
-        check_number(flag, number, least, whole=whole)
-        return number
-
-    return {"action": CheckedValue, "read": read, "metavar": "N"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``lightning-spot serve``."""
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``serve``."""
     parser.add_argument(
         "--listen",
         default=f"127.0.0.1:{DEFAULT_PORT}",
@@ -145,7 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings_from(arguments: argparse.Namespace) -> ServerSettings:
+def serve(arguments: argparse.Namespace) -> int:
+    """Run a server as the flags say."""
+    log_plainly(logging.INFO, arguments.log_format)
+    return run_server(_settings(arguments))
+
+
+def _settings(arguments: argparse.Namespace) -> ServerSettings:
     """Check the flags.
 
     Raises:
