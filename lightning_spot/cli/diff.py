@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_spot.cli.arguments import add_servers
 from lightning_spot.cli.output import add_output, plain_table, print_answer
-from lightning_spot.cli.snapshots import ask, code_of_newest, copy_files, open_selected
-from lightning_spot.errors import SpotError
+from lightning_spot.cli.snapshots import ask, code_of_newest, copy_files, in_torch, open_selected
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import MANIFEST_FILE
 from lightning_spot.untrusted import LARGE_JSON_BYTES, LONGEST_TEXT, items, plain, read_object
@@ -44,17 +41,13 @@ class Verdict:
 
 
 def compare_states(first: Path, second: Path) -> Verdict:
-    """Compare two checkpoints, files or directories, in a process of its own: commands know no torch.
+    """Compare two checkpoints, files or directories.
 
     Raises:
         SpotError: if one cannot be read.
     """
-    command = [sys.executable, "-m", "lightning_spot.state.compare", str(first), str(second)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-        raise SpotError(f"{first} and {second} cannot be compared: {reason}")
-    found = read_object(done.stdout, LARGE_JSON_BYTES)
+    told = in_torch(f"{first} and {second} cannot be compared", "state.compare", str(first), str(second))
+    found = read_object(told, LARGE_JSON_BYTES)
     different, of_the_run = (
         [(plain(path, LONGEST_TEXT), plain(text, LONGEST_TEXT)) for path, text in items(found, name, _MOST)]
         for name in ("different", "of_the_run")
@@ -93,7 +86,7 @@ def _brought(given: str, servers: list[str], folder: Path) -> tuple[Path, int]:
     path = Path(given)
     if path.is_file() or any((path / name).is_file() for name in (MANIFEST_FILE, MODEL_FILE)):
         return path, 0
-    found = ask(argparse.Namespace(run=given, server=servers))
+    found = ask(given, servers)
     with contextlib.closing(open_selected(found)) as snapshot:
         copy_files(snapshot, folder)
     return folder, code_of_newest(found)

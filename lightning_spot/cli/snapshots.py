@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,17 +150,17 @@ class Found:
                 entry.state = SET_ASIDE
 
 
-def ask(arguments: argparse.Namespace) -> Found:
-    """Ask every tier the command line names.
+def ask(run: str, servers: Sequence[str]) -> Found:
+    """Ask every tier of a run, as the command line names it, and these servers.
 
     Raises:
         SettingsError: if a URL is malformed, names one of several runs of that name, or one snapshot and no run.
         SnapshotNotFoundError: if no tier that was asked answers, or no run was ever there: a wrong path is no run
             without snapshots.
     """
-    url, selected = split_run(arguments.run)
+    url, selected = split_run(run)
     _check_names_a_run(url)
-    found = _ask_servers(url, arguments) if names_server(url) else _ask_run(url, arguments)
+    found = (_ask_servers if names_server(url) else _ask_run)(url, servers)
     found.url, found.selected = url, selected
     if not (found.is_known or found.entries or found.unreadable):  # a tier that did not answer may know of it
         said = "no tier that answers knows of a run" if found.problems else "no run is, or ever was,"
@@ -199,9 +199,9 @@ def _check_names_a_run(url: str) -> None:
             raise SettingsError(f"{url!r} is one snapshot: write {run}@{part} (for ls, its run {run})")
 
 
-def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
+def _ask_servers(url: str, more: Sequence[str]) -> Found:
     """Ask servers for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
-    check_servers(arguments.server)
+    check_servers(more)
     address, path = parse_spot_url(url)
     run = path.split("/")[0]
     if not run:
@@ -210,7 +210,7 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
         is_known=False,
         hint="a server that was restarted knows only what it had in memory; ask by the run's URL",
     )
-    servers = [str(address), *(str(parse_spot_url(item)[0]) for item in arguments.server)]
+    servers = [str(address), *(str(parse_spot_url(item)[0]) for item in more)]
     answers: list[tuple[Source, Holdings]] = []
     for server in servers:
         at_server = StoreSource(ServerStore(f"{server}/{run}"), server)
@@ -228,9 +228,9 @@ def _ask_servers(url: str, arguments: argparse.Namespace) -> Found:
     return found
 
 
-def _ask_run(url: str, arguments: argparse.Namespace) -> Found:
+def _ask_run(url: str, servers: Sequence[str]) -> Found:
     """Ask the tiers of a run by its durable directory, as a trainer does."""
-    location = location_of(url, arguments.server)
+    location = location_of(url, servers)
     seen = survey(location, ONCE, begins=False)
     problems = [of_tier(tier, why) for tier, why in seen.problems.items()]
     found = Found(unreadable=seen.unreadable, problems=problems, rewinds=seen.rewinds)
@@ -275,7 +275,7 @@ def _state(items: list[Listed]) -> str:
 
 def ls(arguments: argparse.Namespace) -> int:
     """List the snapshots of a run at every tier, newest first."""
-    found = ask(arguments)
+    found = ask(arguments.run, arguments.server)
     if found.selected is not None:
         raise SettingsError(f"ls lists all snapshots of a run: give {found.url}, or show {arguments.run}")
     headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
@@ -292,7 +292,7 @@ def ls(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Show everything known of one snapshot."""
-    found = ask(arguments)
+    found = ask(arguments.run, arguments.server)
     entry = pick(found, found.selected)
     manifest = entry.manifest
     part_bytes = min(manifest.part_bytes, manifest.nbytes)
@@ -349,7 +349,7 @@ def cp(arguments: argparse.Namespace) -> int:
 
     Where what could not be read may be newer, that is said. Where the newest is damaged, an error names the one before.
     """
-    found = ask(arguments)
+    found = ask(arguments.run, arguments.server)
     wanted = pick(found, found.selected).manifest
     one_file = arguments.consolidate or not wanted.is_sharded
     suffix = ".ckpt" if one_file else ""
@@ -372,7 +372,7 @@ def cp(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write the weights of the newest snapshot (or the one named) into one file."""
-    found = ask(arguments)
+    found = ask(arguments.run, arguments.server)
     _target(arguments, pick(found, found.selected).manifest, ".safetensors")
     with closing(open_selected(found)) as snapshot:
         wanted = snapshot.manifest
@@ -389,7 +389,7 @@ def verify(arguments: argparse.Namespace) -> int:
     One that left its tier meanwhile, as all do while training goes on, is not bad. What a server that does not answer
     holds is neither good nor bad.
     """
-    found = ask(arguments)
+    found = ask(arguments.run, arguments.server)
     if found.selected is not None:
         name = pick(found, found.selected).manifest.name
         found.entries = [entry for entry in found.entries if entry.manifest.name == name]
@@ -518,16 +518,27 @@ def _target(arguments: argparse.Namespace, wanted: Manifest, suffix: str) -> Pat
     return target
 
 
+def in_torch(what: str, module: str, *arguments: str) -> str:
+    """What a module of ours prints that needs torch, in a process of its own: commands know none.
+
+    Raises:
+        SpotError: that ``what`` could not be done, and why.
+    """
+    command = [sys.executable, "-m", f"lightning_spot.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise SpotError(f"{what}: {reason}")
+    return done.stdout
+
+
 def _converted(snapshot: OpenSnapshot, target: Path, form: str, *said: str) -> None:
-    """Make another file of a snapshot, in a process of its own: commands know no torch."""
+    """Make another file of a snapshot."""
     copied = target.parent / f".{target.name}.{uuid.uuid4().hex}.snapshot"
     try:
         copy_files(snapshot, copied, only_checkpoint=not snapshot.manifest.is_sharded)
-        command = [sys.executable, "-m", "lightning_spot.sharded.reader", form, str(copied), str(target), *said]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
-            raise SpotError(f"no {target.name} could be made of {snapshot.manifest.name}: {reason}")
+        what = f"no {target.name} could be made of {snapshot.manifest.name}"
+        in_torch(what, "sharded.reader", form, str(copied), str(target), *said)
     finally:
         copied.unlink(missing_ok=True) if copied.is_file() else shutil.rmtree(copied, ignore_errors=True)
 

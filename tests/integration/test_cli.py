@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -235,8 +235,8 @@ def test_a_server_that_goes_while_it_is_read_is_no_damage(
 ) -> None:
     ask = snapshots.ask
 
-    def ask_and_end(arguments: argparse.Namespace) -> snapshots.Found:
-        found = ask(arguments)
+    def ask_and_end(run: str, servers: Sequence[str]) -> snapshots.Found:
+        found = ask(run, servers)
         server.stop()
         return found
 
@@ -404,8 +404,8 @@ def test_snapshots_superseded_during_a_command_are_not_bad(
     arguments, codes = [command, str(path), *([str(target)] if command == "cp" else [])], list[int]()
     ask, asked, trained = snapshots.ask, threading.Event(), threading.Event()
 
-    def ask_and_wait(arguments: argparse.Namespace) -> Found:
-        found = ask(arguments)
+    def ask_and_wait(run: str, servers: Sequence[str]) -> Found:
+        found = ask(run, servers)
         asked.set()
         assert trained.wait(120)
         return found
