@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.table import Table
 
 from lightning_spot.cli.arguments import add_servers
 from lightning_spot.cli.output import add_output, plain_table, print_answer
@@ -38,6 +41,15 @@ class Verdict:
         entries = {"differences": self.different, "of_the_run": self.of_the_run}
         listed = {name: [{"entry": path, "text": text} for path, text in each] for name, each in entries.items()}
         return {"equal": not self.different, **listed}
+
+    def shown(self) -> Iterator[Table | str]:
+        """The verdict for people."""
+        table = plain_table(headings := ("ENTRY", "DIFFERENCE"), left=headings)
+        for path, text in self.different:
+            table.add_row(path, text)
+        yield table if self.different else "equal, bit by bit"
+        if count := len(self.of_the_run):
+            yield f"and {count} paths or times of the runs themselves"
 
 
 def compare_states(first: Path, second: Path) -> Verdict:
@@ -71,13 +83,7 @@ def diff(arguments: argparse.Namespace) -> int:
         first, incomplete = _brought(arguments.first, arguments.server, Path(folder, "first"))
         second, also_incomplete = _brought(arguments.second, arguments.server, Path(folder, "second"))
         found = compare_states(first, second)
-    table = plain_table(headings := ("ENTRY", "DIFFERENCE"), left=headings)
-    for path, text in found.different:
-        table.add_row(path, text)
-    count = len(found.of_the_run)
-    shown = [table if found.different else "equal, bit by bit"]
-    shown += [f"and {count} paths or times of the runs themselves"] if count else []
-    print_answer(arguments.output, found.document(), shown)
+    print_answer(arguments.output, found.document(), found.shown())
     return 1 if found.different else incomplete or also_incomplete
 
 

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.table import Table
+
 from lightning_spot.cli.arguments import add_program, program_of, takes_number, takes_time
-from lightning_spot.cli.diff import Difference, Verdict, compare_states
+from lightning_spot.cli.diff import Verdict, compare_states
 from lightning_spot.cli.output import PlainConsole, add_output, error_console, print_answer
 from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, format_count
 from lightning_spot.errors import SettingsError, SpotError
@@ -28,7 +30,6 @@ from lightning_spot.store.local import LocalStore
 
 WAYS = ("notice", "SIGTERM", "SIGKILL")
 _POLL_S = 0.02
-_SHOWN = 10
 _ENDED = (143, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGKILL)
 """With what a training ends that was disturbed."""
 
@@ -271,25 +272,12 @@ def _leave(console: PlainConsole, folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _report(disturbances: list[str], found: Verdict, seed: int, folder: Path) -> Iterator[str]:
+def _report(disturbances: list[str], found: Verdict, seed: int, folder: Path) -> Iterator[Table | str]:
     yield from (f"  {disturbance}" for disturbance in disturbances)
+    yield f"the final state after {format_count(len(disturbances), 'kill')}, and that of the undisturbed run:"
+    yield from found.shown()
     if found.different:
-        yield f"DIFFERENT in {len(found.different)} entries:"
-        yield from _first(found.different)
-    else:
-        kills = format_count(len(disturbances), "kill")
-        yield f"EQUAL: after {kills} the final state is that of the undisturbed run, to the bit"
-    if found.of_the_run:
-        yield "apart from paths and times of the runs themselves:"
-        yield from _first(found.of_the_run)
-    if found.different:
-        yield f"  again with --seed {seed}; both runs are in {folder}"
-
-
-def _first(differences: list[Difference]) -> Iterator[str]:
-    yield from (f"  {path}: {text}" for path, text in differences[:_SHOWN])
-    if len(differences) > _SHOWN:
-        yield f"  and {len(differences) - _SHOWN} more"
+        yield f"again with --seed {seed}; both runs are in {folder}"
 
 
 def _store(folder: Path) -> tuple[Path, LocalStore]:
