@@ -432,7 +432,7 @@ def open_selected(found: Found) -> OpenSnapshot:
     what it has now is opened at once. If training supersedes that, too, each time, the older one of another tier is
     taken.
     """
-    if found.selected is not None:
+    if found.selected not in (None, LATEST):
         return _open_somewhere(found, pick(found, found.selected).manifest.name)
     for what, why in found.unreadable.items():
         _skipped(what, why)

@@ -395,13 +395,13 @@ def test_help_imports_no_command() -> None:
     assert not imported & {"aiohttp", "fsspec", "numpy", "torch", "lightning", "asyncio", "http"}
 
 
-@pytest.mark.parametrize("command", ["cp", "verify"])
+@pytest.mark.parametrize(("command", "which"), [("cp", ""), ("cp", "@latest"), ("verify", "")])
 def test_snapshots_superseded_during_a_command_are_not_bad(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a snapshot at every step, those that were listed have left memory when they are to be opened."""
     path, target = tmp_path / "run-1", tmp_path / "pulled.ckpt"
-    arguments, codes = [command, str(path), *([str(target)] if command == "cp" else [])], list[int]()
+    arguments, codes = [command, f"{path}{which}", *([str(target)] if command == "cp" else [])], list[int]()
     ask, asked, trained = snapshots.ask, threading.Event(), threading.Event()
 
     def ask_and_wait(run: str, servers: Sequence[str]) -> Found:
