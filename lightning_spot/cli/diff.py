@@ -44,10 +44,7 @@ class Verdict:
 
     def shown(self) -> Iterator[Table | str]:
         """The verdict for people."""
-        table = plain_table(headings := ("ENTRY", "DIFFERENCE"), left=headings)
-        for path, text in self.different:
-            table.add_row(path, text)
-        yield table if self.different else "equal, bit by bit"
+        yield plain_table(("ENTRY", "DIFFERENCE"), self.different) if self.different else "equal, bit by bit"
         if count := len(self.of_the_run):
             yield f"and {count} paths or times of the runs themselves"
 

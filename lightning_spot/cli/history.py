@@ -356,13 +356,13 @@ def _undo(run: _Run) -> int:
 
 def _show(url: str, gone: Sequence[Manifest], at: dict[str, list[str]], arguments: argparse.Namespace) -> None:
     """What was deleted, or would be."""
-    table = plain_table(("SNAPSHOT", "STEP", "ATTEMPT", "SIZE", "TIERS"), left=("SNAPSHOT", "TIERS"))
-    rows = []
+    facts, rows = [], []
     for each in gone:
         name, nbytes, tiers = each.snapshot, each.stored_bytes, at[each.snapshot]
-        rows.append({"name": name, "step": each.step, "attempt": each.attempt, "bytes": nbytes, "tiers": tiers})
-        table.add_row(name, str(each.step), str(each.attempt), format_bytes(nbytes), ", ".join(tiers))
+        facts.append({"name": name, "step": each.step, "attempt": each.attempt, "bytes": nbytes, "tiers": tiers})
+        rows.append((name, each.step, each.attempt, format_bytes(nbytes), ", ".join(tiers)))
+    table = plain_table(("SNAPSHOT", "STEP", "ATTEMPT", "SIZE", "TIERS"), rows, left=("SNAPSHOT", "TIERS"))
     deleted = f"{'would be ' if arguments.dry_run else ''}deleted: {len(gone)}"
-    document = {"run": url, "dry_run": arguments.dry_run, "deleted": rows}
+    document = {"run": url, "dry_run": arguments.dry_run, "deleted": facts}
     names = [f"{url}@{each.step}" for each in gone]
     print_answer(arguments.output, document, [table, deleted] if gone else ["nothing to delete"], names)

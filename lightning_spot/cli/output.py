@@ -38,11 +38,6 @@ class PlainConsole(Console):  # type: ignore[misc]  # rich is not followed
         raise BrokenPipeError
 
 
-class _PlainTable(Table):  # type: ignore[misc]  # likewise
-    def add_row(self, *cells: Any, **how: Any) -> None:
-        super().add_row(*(Text(plain(cell)) if isinstance(cell, str) else cell for cell in cells), **how)
-
-
 def add_output(parser: argparse.ArgumentParser, *, names: bool = False) -> None:
     """Add ``-o``.
 
@@ -88,8 +83,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def age(unix_s: float) -> str:
+def age(unix_s: float | None) -> str | None:
     """How long ago that was, for people."""
+    if unix_s is None:
+        return None
     seconds = max(0.0, time.time() - unix_s)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -127,15 +124,20 @@ def print_line(text: str) -> None:
     sys.stdout.write(f"{plain(text, LONGEST_TEXT)}\n")
 
 
-def plain_table(headings: Sequence[str], *, left: Sequence[str], title: str | None = None) -> Table:
+def plain_table(
+    headings: Sequence[str], rows: Iterable[Iterable[object]], left: Sequence[str] = (), title: str | None = None
+) -> Table:
     """A table without lines.
 
     Args:
         headings: of its columns.
-        left: those of them that are aligned to the left; numbers are not.
+        rows: of cells; ``None`` is an empty one.
+        left: columns that are aligned to the left, default all; numbers are not.
         title: above it.
     """
-    table = _PlainTable(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in (left or headings) else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else plain(cell)) for cell in row))
     return table

@@ -62,9 +62,7 @@ def report(arguments: argparse.Namespace) -> int:
         _write("--plot", arguments.plot, drawing)
     if arguments.html:
         _write("--html", arguments.html, _page(url, [goodput, *lines], headings, rows, drawing))
-    table = plain_table(headings, left=("BEGUN", "END"))
-    for row in rows:
-        table.add_row(*row)
+    table = plain_table(headings, rows, left=("BEGUN", "END"))
     document = _facts(records, parts, whole, before.attempts)
     print_answer(arguments.output, document, [*lines, table, goodput])
     return 0

@@ -130,23 +130,25 @@ def _verdict(groups: Mapping[str, Sequence[PolicyRow]]) -> str:
 
 def _table(name: str, rows: Sequence[PolicyRow], priced: bool) -> Table:
     headings = ["POLICY", "SNAPSHOTS", "TIME h", "GOODPUT", "BLOCKED", "LOST", "FAILURES", "PROGRESS LOST"]
-    table = plain_table([*headings, *(["PRICE"] if priced else [])], left=["POLICY"], title=name)
+    cells = []
     for row in rows:
         hours = f"{row.total_s / 3600:.2f} ± {row.error_s / 3600:.2f}" if math.isfinite(row.total_s) else "never"
         shares = (f"{100 * share:.2f} %" for share in (row.goodput, row.blocked, row.lost))
         values = [hours, *shares, f"{row.failures:.1f}", f"{100 * row.progress_lost:.3f} %"]
-        table.add_row(row.name, str(row.snapshots), *values, *([_money(row.price)] if priced else []))
-    return table
+        cells.append([row.name, row.snapshots, *values, *([_money(row.price)] if priced else [])])
+    headings += ["PRICE"] if priced else []
+    return plain_table(headings, cells, left=headings[:1], title=name)
 
 
 def _tier_table(row: PolicyRow, priced: bool) -> Table:
     headings = ["TIER", "OUTLIVES THE", "TAKES ONE IN", "NEWEST IS BEHIND", "RESUMED FROM", "LOST EACH"]
-    table = plain_table([*headings, *(["PRICE"] if priced else [])], left=headings[:2], title=f"  under {row.name}")
+    cells = []
     for tier in row.tiers:
         values = [format_seconds(tier.drain_s), format_seconds(tier.behind_s), f"{100 * tier.resumed:.2f} %"]
         lost = format_seconds(tier.lost_s) if tier.resumed else ""
-        table.add_row(tier.name, _OUTLIVES[tier.survives], *values, lost, *([_money(tier.price)] if priced else []))
-    return table
+        cells.append([tier.name, _OUTLIVES[tier.survives], *values, lost, *([_money(tier.price)] if priced else [])])
+    headings += ["PRICE"] if priced else []
+    return plain_table(headings, cells, left=headings[:2], title=f"  under {row.name}")
 
 
 def _money(price: float) -> str:

@@ -279,11 +279,12 @@ def ls(arguments: argparse.Namespace) -> int:
     if found.selected is not None:
         raise SettingsError(f"ls lists all snapshots of a run: give {found.url}, or show {arguments.run}")
     headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
-    table = plain_table(headings, left=("SNAPSHOT", "TIER", "STATE"))
+    rows = []
     for entry in found.entries:
-        manifest = entry.manifest
-        numbers = (str(manifest.step), str(manifest.epoch), str(manifest.attempt), format_bytes(manifest.stored_bytes))
-        table.add_row(manifest.name, *numbers, age(manifest.created_unix_s), entry.source.tier, entry.state)
+        manifest, place = entry.manifest, (entry.source.tier, entry.state)
+        size, taken = format_bytes(manifest.stored_bytes), age(manifest.created_unix_s)
+        rows.append([manifest.name, manifest.step, manifest.epoch, manifest.attempt, size, taken, *place])
+    table = plain_table(headings, rows, left=("SNAPSHOT", "TIER", "STATE"))
     shown = [table if found.entries else f"no snapshots of {found.url}"]
     shown += [warning(f"unreadable: {name}: {why}") for name, why in found.unreadable.items()]
     print_answer(arguments.output, found.document(map(_facts, found.entries)), shown, found.names())
@@ -400,10 +401,9 @@ def verify(arguments: argparse.Namespace) -> int:
     found.problems += [f"{each['name']} at {each['tier']}: {each['reason']}" for each in checked if not each["state"]]
     checked = [each for each in checked if each["state"]]
     bad = bool(found.unreadable) or any(each["state"] == "bad" for each in checked)
-    table = plain_table(headings := ("STATE", "SNAPSHOT", "TIER", "REASON"), left=headings)
-    for each in checked:
-        state = "BAD" if each["state"] == "bad" else str(each["state"])
-        table.add_row(state, str(each["name"]), str(each["tier"]), str(each["reason"]))
+    states = {"bad": "BAD", "good": "good", "gone": "gone"}
+    rows = ((states[str(each["state"])], each["name"], each["tier"], each["reason"]) for each in checked)
+    table = plain_table(("STATE", "SNAPSHOT", "TIER", "REASON"), rows)
     shown = [table, *(warning(f"BAD {what}: {why}") for what, why in found.unreadable.items())]
     good = [f"{found.url}@{each['step']}" for each in checked if each["state"] == "good"]
     print_answer(arguments.output, found.document(checked), shown, good)

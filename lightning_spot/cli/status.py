@@ -173,24 +173,14 @@ def _row(server: str, name: str, run: Mapping[str, Any]) -> Row:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    headings = (
-        "RUN",
-        "ATTEMPT",
-        "STATE",
-        "COMMITTED",
-        "AGE",
-        "REPLICATED",
-        "PERSISTED",
-        "AGE",
-        "LAG",
-        "SLOTS",
-        "SERVER",
-    )
-    table = plain_table(headings, left=("RUN", "STATE", "SERVER"))
-    for row in rows:
-        committed, persisted = ("" if at is None else age(at) for at in (row.committed_unix_s, row.persisted_unix_s))
-        steps = (row.attempt, row.committed_step, row.replicated_step, row.persisted_step, row.lag_steps, row.slots)
-        attempt, *newest, lag, slots = ("" if number is None else str(number) for number in steps)
-        cells = (newest[0], committed, newest[1], newest[2], persisted, lag, slots)
-        table.add_row(row.run, attempt, row.state, *cells, row.server)
-    return table
+    steps = ("COMMITTED", "AGE", "REPLICATED", "PERSISTED", "AGE", "LAG")
+    cells = [
+        (
+            *(row.run, row.attempt, row.state),
+            *(row.committed_step, age(row.committed_unix_s), row.replicated_step),
+            *(row.persisted_step, age(row.persisted_unix_s), row.lag_steps),
+            *(row.slots, row.server),
+        )
+        for row in rows
+    ]
+    return plain_table(("RUN", "ATTEMPT", "STATE", *steps, "SLOTS", "SERVER"), cells, left=("RUN", "STATE", "SERVER"))

@@ -81,11 +81,12 @@ def stop(arguments: argparse.Namespace) -> int:
         records = local_records() if arguments.all else []
     ended = [_stop_local(record, arguments.discard) for record in records]
     ended += [_stop_at(parse_spot_url(server)[0], arguments.discard) for server in arguments.server]
-    table = plain_table(headings := ("RUN", "SERVER", "RESULT", "KEPT", "REASON"), left=headings)
+    rows = []
     for each in ended:
         more = f" and {len(each.kept) - _SHOWN} more" if len(each.kept) > _SHOWN else ""
         kept = f"{', '.join(each.kept[:_SHOWN])}{more}, {format_bytes(each.kept_bytes)}" if each.kept else ""
-        table.add_row(", ".join(each.runs), each.server, each.result, kept, each.reason)
+        rows.append((", ".join(each.runs), each.server, each.result, kept, each.reason))
+    table = plain_table(("RUN", "SERVER", "RESULT", "KEPT", "REASON"), rows)
     shown = [table if ended else "no local server is on this host"]
     print_answer(arguments.output, {"servers": [asdict(each) for each in ended]}, shown)
     return 0 if all(each.result in ("stopped", "discarded") for each in ended) else 1
