@@ -41,7 +41,7 @@ from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
 from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource
-from lightning_spot.run.survey import of_tier, scattered, survey
+from lightning_spot.run.survey import ask_all, of_tier, scattered, survey
 from lightning_spot.server.tier import Listed
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.store.fences import Rewind
@@ -114,24 +114,20 @@ class Found:
     """What the tiers answered.
 
     Attributes:
-        entries: snapshots, newest first.
+        url: the run that was asked for.
+        selected: step or name of the snapshot of it that was, if one was.
         unreadable: snapshots that are there but cannot be used, with tier and reason.
         problems: one line for each tier that did not answer.
         rewinds: that were asked for.
-        url: the run that was asked for.
-        selected: step or name of the snapshot of it that was, if one was.
-        is_known: whether a tier knows of a run there.
-        hint: what to do where none does, for people.
+        entries: snapshots, newest first.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    url: str
+    selected: str | None
     unreadable: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     rewinds: list[Rewind] = field(default_factory=list)
-    url: str = ""
-    selected: str | None = None
-    is_known: bool = True
-    hint: str = "give the directory or URL of one"
+    entries: list[Entry] = field(default_factory=list)
 
     def names(self) -> list[str]:
         """``RUN@STEP`` of the snapshots that are complete."""
@@ -160,12 +156,27 @@ def ask(run: str, servers: Sequence[str]) -> Found:
     """
     url, selected = split_run(run)
     _check_names_a_run(url)
-    found = (_ask_servers if names_server(url) else _ask_run)(url, servers)
-    found.url, found.selected = url, selected
-    if not (found.is_known or found.entries or found.unreadable):  # a tier that did not answer may know of it
+    found, hint = Found(url, selected), "give the directory or URL of one"
+    if names_server(url):
+        answers, problems = _ask_servers(url, servers)
+        hint = "a server that was restarted knows only what it had in memory; ask by the run's URL"
+    else:
+        seen = survey(location_of(url, servers), ONCE, begins=False)
+        answers, problems = seen.answers, seen.problems
+        found.unreadable, found.rewinds = seen.unreadable, seen.rewinds
+        if (Path(seen.location.url) / OWN_DIR).is_dir():
+            hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
+    found.problems += [of_tier(tier, why) for tier, why in problems.items()]
+    entries = []
+    for source, holdings in answers:
+        try:
+            entries += _entries(source, holdings)
+        except SpotError as error:
+            found.problems.append(of_tier(source.tier, str(error)))
+    if not (entries or found.unreadable or any(holdings.highest_attempt for _, holdings in answers)):
         said = "no tier that answers knows of a run" if found.problems else "no run is, or ever was,"
-        raise SnapshotNotFoundError("; ".join([f"{said} at {url!r}: {found.hint}", *found.problems]))
-    found.take(found.entries)
+        raise SnapshotNotFoundError("; ".join([f"{said} at {url!r}: {hint}", *found.problems]))
+    found.take(entries)
     return found
 
 
@@ -199,50 +210,18 @@ def _check_names_a_run(url: str) -> None:
             raise SettingsError(f"{url!r} is one snapshot: write {run}@{part} (for ls, its run {run})")
 
 
-def _ask_servers(url: str, more: Sequence[str]) -> Found:
-    """Ask servers for a run by its name (``RUN``, or ``RUN@ID`` where several have it)."""
+def _ask_servers(url: str, more: Sequence[str]) -> tuple[list[tuple[Source, Holdings]], dict[str, str]]:
+    """Ask servers for a run by its name (``RUN``, or ``RUN@ID`` where several have it), all at once."""
     check_servers(more)
     address, path = parse_spot_url(url)
     run = path.split("/")[0]
     if not run:
         raise SettingsError(f"{url!r} names no run; write {address}/RUN")
-    found = Found(
-        is_known=False,
-        hint="a server that was restarted knows only what it had in memory; ask by the run's URL",
-    )
     servers = [str(address), *(str(parse_spot_url(item)[0]) for item in more)]
-    answers: list[tuple[Source, Holdings]] = []
-    for server in servers:
-        at_server = StoreSource(ServerStore(f"{server}/{run}"), server)
-        try:
-            holdings = at_server.survey()
-            answers.append((at_server, holdings))
-            found.is_known = found.is_known or holdings.highest_attempt > 0
-            found.entries.extend(_entries(at_server, holdings))
-        except SettingsError:
-            raise
-        except SpotError as error:
-            found.problems.append(of_tier(server, str(error)))
-    for source, holdings in scattered(answers):
-        found.entries[:0] = _entries(source, holdings)
-    return found
-
-
-def _ask_run(url: str, servers: Sequence[str]) -> Found:
-    """Ask the tiers of a run by its durable directory, as a trainer does."""
-    location = location_of(url, servers)
-    seen = survey(location, ONCE, begins=False)
-    problems = [of_tier(tier, why) for tier, why in seen.problems.items()]
-    found = Found(unreadable=seen.unreadable, problems=problems, rewinds=seen.rewinds)
-    for source, holdings in seen.answers:
-        try:
-            found.entries.extend(_entries(source, holdings))
-        except SpotError as error:
-            found.problems.append(of_tier(source.tier, str(error)))
-    if (Path(location.url) / OWN_DIR).is_dir():
-        found.hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
-    found.is_known = bool(seen.claim is not None or seen.runs)
-    return found
+    sources = {server: StoreSource(ServerStore(f"{server}/{run}"), server) for server in servers}
+    holdings, problems = ask_all({server: source.survey for server, source in sources.items()}, ONCE.answer_s)
+    answers: list[tuple[Source, Holdings]] = [(sources[server], held) for server, held in holdings.items()]
+    return answers + scattered(answers), problems
 
 
 def _entries(source: Source, holdings: Holdings) -> list[Entry]:
