@@ -14,11 +14,10 @@ from lightning_spot.errors import PreemptedError
 from lightning_spot.patches import Patches
 from lightning_spot.preemption.notice import Notice
 from lightning_spot.preemption.signals import SignalSource, is_of_dead_worker
-from lightning_spot.preemption.stop_agreement import Place, StopAgreement
 from lightning_spot.preemption.watcher import Notices, Watcher, open_sources
 from lightning_spot.renamed import refusing_old
 from lightning_spot.session.preflight import takes_part
-from lightning_spot.session.ranks import Ranks, end_restarts_here
+from lightning_spot.session.ranks import Place, StopAgreement, end_restarts_here
 from lightning_spot.session.session import FitSession
 from lightning_spot.state import compat
 from lightning_spot.state.fit_state import FitState
@@ -65,7 +64,6 @@ class PreemptionGuard(FitCallback):
         self.grace_period_s = float(grace_period_s) if grace_period_s is not None else None
         self.notice: Notice | None = None
         self._watcher: Watcher | None = None
-        self._ranks: Ranks | None = None
         self._stop: StopAgreement | None = None
         self._is_advised = False
         self._place = Place(0)
@@ -74,7 +72,7 @@ class PreemptionGuard(FitCallback):
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.state.namespaces.Copied`."""
-        return {"_watcher": None, "_ranks": None, "_stop": None, "_place": Place(0), "_patches": Patches()}
+        return {"_watcher": None, "_stop": None, "_place": Place(0), "_patches": Patches()}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
@@ -88,12 +86,11 @@ class PreemptionGuard(FitCallback):
             fit.warn_of_passing_folder()
         self.notice, self._place, self._is_advised = None, Place(0), False
         self._watcher = watcher = Watcher(open_sources(self.notices))
-        if trainer.world_size > 1 and not FitState.of(trainer).can(compat.ENVIRONMENT):
+        if trainer.world_size > 1 and not FitState.of(trainer).can(compat.STORE):
             self._watcher = None
             return
         watcher.start()
-        self._ranks = ranks = Ranks(trainer)
-        self._stop = ranks.stop_agreement(lambda: _plain(watcher.notice, self.grace_period_s))
+        self._stop = StopAgreement.of(trainer, lambda: _plain(watcher.notice, self.grace_period_s))
         self._keep_signals(trainer, watcher)
         self._patches.wrap(trainer.fit_loop, "run", lambda run: partial(self._run, trainer, watcher, run))
 
@@ -186,7 +183,6 @@ class PreemptionGuard(FitCallback):
         """Secure the state and exit, on every rank."""
         assert self._stop is not None
         assert self._watcher is not None
-        assert self._ranks is not None
         watcher, facts = self._watcher, self._stop.facts or {}
         watcher.accept()
         grace_period_s = facts.pop("left_s")
@@ -194,7 +190,7 @@ class PreemptionGuard(FitCallback):
         if watcher.notice is not None and watcher.notice.source != SignalSource.name:
             end_restarts_here()
         FitSession.of(trainer).stop(
-            self.notice, seam, cut_short=lambda: watcher.signals.repeated > 0, part=self._ranks.part
+            self.notice, seam, cut_short=lambda: watcher.signals.repeated > 0, wait_for_first=self._stop.wait_for_first
         )
 
     def _run(self, trainer: pl.Trainer, watcher: Watcher, original: Callable[[], None]) -> None:
@@ -233,11 +229,11 @@ class PreemptionGuard(FitCallback):
         if watcher is not None:
             watcher.signals.restore()
             watcher.stop()
-        if self._ranks is not None:
+        if (stop := self._stop) is not None:
             if over and watcher is not None and watcher.signals.is_held:
-                self._ranks.part(_FIRST_RANK_S)  # launchers end all ranks once one has ended
-            self._ranks.close() if leaving else self._ranks.end(over=over)
-        self._ranks = self._stop = None
+                stop.wait_for_first(_FIRST_RANK_S)
+            stop.leave(at_exit=leaving)
+        self._stop = None
         if watcher is not None:
             watcher.signals.pass_on()
 

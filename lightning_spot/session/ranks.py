@@ -1,153 +1,221 @@
-"""What the ranks of a run tell each other outside of collectives, and the scheduler that started them."""
+"""Where the ranks of a run stop together at an event, and who started them and may do so again.
+
+Ranks that are told of an event at different times agree on one place after which all of them act on it. They meet in
+the store of their process group. A thread of each rank looks there now and then, and the training thread looks at one
+flag at each place it passes. Once a rank calls, the thread of every rank posts where its training is; from then on
+training holds at the next place until the first rank has published the stop, one place past the farthest. So no rank
+can have gone past it, however late the news reached it.
+"""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import json
 import logging
 import os
 import secrets
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
 from lightning_spot.config import read_environment
-from lightning_spot.errors import SpotError
-from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
-from lightning_spot.preemption.stop_agreement import StopAgreement
-from lightning_spot.protocol.listening import LOOPBACK, allow_descriptors, facing, resolved
+from lightning_spot.protocol.listening import allow_descriptors
 from lightning_spot.protocol.process import descendants
-from lightning_spot.run.export import this_host
 from lightning_spot.say import say
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.state import compat, namespaces
 from lightning_spot.state.fit_state import FitState
+from lightning_spot.untrusted import LARGE_BYTES, read_json
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 logger = logging.getLogger(__name__)
 
-_FILES_OF_A_RANK = 3  # a connection to the key-value channel, besides its own
+LOOK_S = 0.2
+DECIDE_S = 30.0
+_CLOSE_S = 2.0  # of a thread that waits for a host which has gone, for minutes perhaps
 
 
-def main_address(trainer: pl.Trainer) -> str:
-    """Address of rank 0, as all ranks know it."""
-    return str(compat.CLUSTER_ENVIRONMENT.of(compat.ACCELERATOR_CONNECTOR.of(trainer)).main_address)
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of a run meet beside the process group.
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A place in training that all ranks pass in the same order.
 
     Attributes:
-        main: name or address of rank 0's host, as all ranks know it.
-        hosts: of each rank.
-        seen: the address that ``main`` has for each rank, ``""`` if none.
-        rank: this one.
+        batch: training batches done in this ``fit``.
+        evaluated: validation batches done since.
+        evaluating: whether a validation follows ``batch`` or is under way.
     """
 
-    main: str
-    hosts: Sequence[str]
-    seen: Sequence[str]
-    rank: int
+    batch: int
+    evaluated: int = 0
+    evaluating: bool = False
 
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> Meeting:
-        """Find out who is where. Every rank calls it."""
-        agreement, main = Agreement(trainer), main_address(trainer)
-        hosts, seen = zip(*agreement.gather((this_host(), resolved(main))), strict=True)
-        return cls(main, hosts, seen, agreement.rank)
-
-    def listen(self) -> str:
-        """On rank 0: the one address at which it listens. Where all ranks are on one host, that is loopback.
-
-        Its own name may be loopback to itself, as Debian writes it into /etc/hosts. So the others' view of it counts.
-
-        Raises:
-            OSError: if there is no way to the others.
-        """
-        if len(set(self.hosts)) == 1:
-            return LOOPBACK
-        others = (seen for host, seen in zip(self.hosts, self.seen, strict=True) if host != self.hosts[0] and seen)
-        return facing(next(others, self.main))
-
-    def connect(self, listen: str) -> str:
-        """The address at which this rank reaches rank 0, which listens at ``listen``."""
-        return listen if self.hosts[self.rank] == self.hosts[0] else self.main
+    def next(self) -> Place:
+        """The next place at which training can stop."""
+        return Place(self.batch, self.evaluated + 1) if self.evaluating else Place(self.batch + 1)
 
 
-class Ranks:
-    """A key-value channel of the run's own, beside the process group; nothing at all for a single rank.
+class StopAgreement:
+    """One event that all ranks act on after the same place.
 
     Args:
-        trainer: whose ranks they are; the process group exists.
+        rank: of this process.
+        world_size: number of ranks.
+        store: reached by all ranks, over a connection of this agreement's own, and under names of this agreement's own;
+            ``None`` for a single rank.
+        called: what this rank knows of the event, as plain values, or ``None``; must be cheap.
+
+    Attributes:
+        facts: of the event, once it was called.
+        called_s: when that was heard here, on the monotonic clock.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._agreement = agreement = Agreement(trainer)
-        self._stop: StopAgreement | None = None
-        self._server: KeyValueServer | None = None
-        if agreement.size > 1:
-            if agreement.rank == 0:  # what most systems allow a process at first, 1,024, does for 340 ranks
-                allow_descriptors(_FILES_OF_A_RANK * agreement.size)
-            secret, meeting = secrets.token_hex(16), Meeting.of(trainer)
-            self._server = agreement.on_rank_zero(lambda: KeyValueServer(secret, meeting.listen(), agreement.size))
-            mine = (meeting.listen(), self._server.port, secret) if self._server is not None else None
-            listen, port, secret = agreement.tell(mine)
-            self._address = (meeting.connect(listen), port, secret)
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        store: Store | None,
+        called: Callable[[], dict[str, Any] | None],
+    ) -> None:
+        self.facts: dict[str, Any] | None = None
+        self.called_s = 0.0
+        self._rank, self._world_size, self._store, self._called = rank, world_size, store, called
+        self._place = Place(0)
+        self._stop: Place | None = None
+        self._decided, self._closed, self._first_left = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if store is not None:
+            self._thread = threading.Thread(target=self._watch, args=(store,), name="spot-stop", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)  # where Python ends under a thread that is in torch's code, the process aborts
 
-    def stop_agreement(self, called: Callable[[], dict[str, Any] | None]) -> StopAgreement:
-        """The agreement on where to stop. Every rank makes it, once.
+    @classmethod
+    def of(cls, trainer: pl.Trainer, called: Callable[[], dict[str, Any] | None]) -> StopAgreement:
+        """That of the ranks of one ``fit``. Every rank makes it, once."""
+        ranks, store = Agreement(trainer), None
+        if ranks.size > 1:
+            if ranks.rank == 0:  # which may serve the store: what most systems allow a process at first is 1,024 files
+                allow_descriptors(2 * ranks.size)
+            name = ranks.tell(secrets.token_hex(8))
+            present = compat.DEFAULT_STORE.of(distributed_c10d)()
+            store = PrefixStore(f"lightning_spot/{name}", ranks.together(compat.CLONE_STORE.of(present)))
+        return cls(rank=ranks.rank, world_size=ranks.size, store=store, called=called)
 
-        Raises:
-            SpotError: on all ranks, if one of them does not reach rank 0.
+    # -- on the training thread -----------------------------------------------------------------------------------
+
+    def passed(self, place: Place) -> bool:
+        """Tell that training is at ``place``; whether it is to act on the event here.
+
+        Holds, for at most ``DECIDE_S``, while the ranks agree.
         """
-        rank, size = self._agreement.rank, self._agreement.size
-        channel = self._agreement.together(self._channel) if size > 1 else None
-        self._stop = StopAgreement(rank=rank, world_size=size, channel=channel, called=called)
-        return self._stop
+        self._place = place  # before the next line: see _decide
+        if self._store is None:
+            self.facts, self.called_s = self._called(), time.monotonic()
+            return self.facts is not None
+        if self.facts is None:
+            return False
+        if not self._decided.wait(DECIDE_S):
+            text = "ranks did not agree where to stop within {limit_s:.0f} s. This rank stops now"
+            say(logging.WARNING, "stop-not-agreed", text, limit_s=DECIDE_S)
+            return True
+        return self._stop is not None and (place.batch, place.evaluated) >= (self._stop.batch, self._stop.evaluated)
 
-    def _channel(self) -> KeyValueClient:
-        host, port, _ = self._address
-        try:
-            return KeyValueClient(*self._address)
-        except OSError as error:
-            raise SpotError(
-                f"rank 0 cannot be reached at {host}:{port} ({error}), where ranks agree on a stop. Let hosts connect"
-                " to each other at any port, or pass notices=None"
-            ) from error
-
-    def part(self, wait_s: float) -> None:
+    def wait_for_first(self, wait_s: float) -> None:
         """Return when the first rank has left, or after ``wait_s`` seconds; on the first rank, at once.
 
         It leaves first because launchers end all ranks once one has ended, and it has the snapshot to bring to safety.
         """
-        self.close()
-        if self._agreement.size == 1 or self._agreement.rank == 0:
-            return
-        try:
-            with contextlib.closing(KeyValueClient(*self._address)) as channel:
-                channel.get("never published", wait_s)
-        except OSError as error:  # which is what was waited for; it may have gone before this rank came to wait
-            logger.debug("rank 0 has left: %s", error)
+        if self._thread is not None and self._rank:
+            self._first_left.wait(wait_s)
 
     def close(self) -> None:
-        """Let the channel go. The first rank's stays until its process ends: see :meth:`part`."""
-        if self._stop is not None:
-            self._stop.close()
+        """Stop waiting. A second call does nothing."""
+        self._closed.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            atexit.unregister(self.close)
+            thread.join(_CLOSE_S)
 
-    def end(self, *, over: bool) -> None:
-        """Close the channel for all ranks.
+    def leave(self, *, at_exit: bool) -> None:
+        """Stop waiting; the first rank has the others stop, too.
 
         Args:
-            over: training has come to its end, or to another ``fit``; else an exception has ended it.
+            at_exit: whether they hear of it when this process ends, since they are to end after it.
         """
         self.close()
-        if self._server is not None:
-            self._server.close(over=over)
+        if self._store is None or self._rank:
+            return
+        if at_exit:
+            atexit.register(self._say_left, self._store)
+        else:
+            self._say_left(self._store)
+
+    @staticmethod
+    def _say_left(store: Store) -> None:
+        try:
+            for key in ("called", "left"):
+                _publish(store, key, None)
+        except RuntimeError as error:
+            logger.debug("no rank is told that the first one has left: %s", error)
+
+    # -- on its thread --------------------------------------------------------------------------------------------
+
+    def _watch(self, store: Store) -> None:
+        try:
+            if self._comes(store, "called"):
+                if (facts := _published(store, "called")) is not None:  # else the first rank has come to its end
+                    self._decide(store, facts)
+                if self._comes(store, "left"):
+                    self._first_left.set()
+        except (RuntimeError, ValueError) as error:  # the store is gone, a rank does not answer, or a stranger does
+            if not (self._closed.is_set() or self._decided.is_set()):
+                text = "the connection to the other ranks is lost ({error}). They may stop at another step"
+                say(logging.WARNING, "ranks-unreachable", text, error=str(error).partition("\n")[0])
+            self._first_left.set()  # nothing more is heard of it
+
+    def _comes(self, store: Store, key: str) -> bool:
+        """Wait until something is published; whether it was, before this was closed."""
+        while not store.check([key]):
+            if self._closed.wait(LOOK_S):
+                return False
+            if self.facts is None and (facts := self._called()) is not None:
+                _publish(store, "called", facts)
+        return True
+
+    def _decide(self, store: Store, facts: dict[str, Any]) -> None:
+        self.called_s = time.monotonic()
+        self.facts = facts  # from here on training holds at its next place, so that what is posted stays true
+        _publish(store, f"at/{self._rank}", asdict(self._place))
+        if self._rank == 0:
+            posts = [f"at/{rank}" for rank in range(self._world_size)]
+            store.wait(posts, timedelta(seconds=DECIDE_S))
+            farthest = max(Place(**_published(store, post)) for post in posts)
+            _publish(store, "stop", asdict(farthest.next()))
+        store.wait(["stop"], timedelta(seconds=DECIDE_S))
+        self._stop = Place(**_published(store, "stop"))
+        self._decided.set()
+
+
+def _publish(store: Store, key: str, value: dict[str, Any] | None) -> None:
+    """Publish plain values. Of several for one key, the first counts."""
+    store.compare_set(key, "", json.dumps(value))
+
+
+def _published(store: Store, key: str) -> Any:
+    return read_json(store.get(key), LARGE_BYTES)
+
+
+# -- who started them -------------------------------------------------------------------------------------------------
 
 
 def is_requeued_by_slurm(trainer: pl.Trainer) -> bool:

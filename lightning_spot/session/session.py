@@ -180,7 +180,12 @@ class FitSession(PerTrainer):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def stop(
-        self, notice: Notice, seam: StepBoundary, *, cut_short: Callable[[], bool], part: Callable[[float], None]
+        self,
+        notice: Notice,
+        seam: StepBoundary,
+        *,
+        cut_short: Callable[[], bool],
+        wait_for_first: Callable[[float], None],
     ) -> NoReturn:
         """Secure the state before the deadline of a notice and leave. Every rank calls it, at the same place.
 
@@ -188,7 +193,7 @@ class FitSession(PerTrainer):
             notice: why.
             seam: where training is.
             cut_short: asked while waiting: whether to give up waiting at once.
-            part: waits, so many seconds at most, until rank 0 has left; on rank 0, not at all.
+            wait_for_first: waits, so many seconds at most, until rank 0 has left; on rank 0, not at all.
 
         Raises:
             PreemptedError: always; the process exits with :data:`EXIT_CODE`.
@@ -206,7 +211,7 @@ class FitSession(PerTrainer):
             safe = snapshotter.best_effort.run("the urgent snapshot", bring, "", still=_LEAVE)
             if safe:
                 say(logging.INFO, "secured", "{safe}", about=snapshotter.location.url, only_rank_zero=True, safe=safe)
-        part(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
+        wait_for_first(deadline.left_s if deadline.is_named else max(RANKS_WAIT_S, deadline.left_s))
         raise self._preempted(notice, safe)
 
     def workers_ended(self, notice: Notice, error: BaseException) -> NoReturn:

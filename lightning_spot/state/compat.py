@@ -14,6 +14,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -38,7 +40,8 @@ WORKERS = "workers that persist"
 HOOKED = "what hooks changed"
 LOGGERS = "loggers"
 SIGNALS = "Lightning's signal handlers"
-ENVIRONMENT = "the ranks' address"
+STORE = "the ranks' store"
+ENVIRONMENT = "the job's scheduler"
 BUCKETS = "DDP's buckets"
 SHARING = "DDP's sharing of buffers"
 TUNERS = "the tuners"
@@ -49,7 +52,8 @@ WITHOUT = {
     SNAPSHOTS: "snapshots are taken in the way of Trainer.save_checkpoint",
     BOUNDARIES: "snapshots are taken before what follows a batch: a resume from them is not exact",
     SIGNALS: "with several ranks, a signal to one of them may hang the others",
-    ENVIRONMENT: "the ranks agree on no place to stop: after a notice, the run resumes from its last snapshot",
+    STORE: "the ranks agree on no place to stop: after a notice, the run resumes from its last snapshot",
+    ENVIRONMENT: "SLURM is not asked to queue a job again after a notice",
 }
 """What is lost with a part, where it is more than that a resume is not exact."""
 
@@ -215,6 +219,10 @@ MIGRATE = Name(RESUME, "migrate_checkpoint", lambda t: namespaces.of(t, "utiliti
 SIGNAL_CONNECTOR = Name(SIGNALS, "_signal_connector", _trainer)
 REGISTER_HANDLERS = Name(SIGNALS, "register_signal_handlers", lambda t: SIGNAL_CONNECTOR.of(t), Callable)
 RESTORE_HANDLERS = Name(SIGNALS, "teardown", lambda t: SIGNAL_CONNECTOR.of(t), Callable)
+DEFAULT_STORE = Name(STORE, "_get_default_store", lambda _: distributed_c10d, Callable)
+CLONE_STORE = Name(
+    STORE, "clone", lambda t: DEFAULT_STORE.of(distributed_c10d)() if t.world_size > 1 else Store, Callable
+)
 ACCELERATOR_CONNECTOR = Name(ENVIRONMENT, "_accelerator_connector", _trainer)
 CLUSTER_ENVIRONMENT = Name(ENVIRONMENT, "cluster_environment", lambda t: ACCELERATOR_CONNECTOR.of(t))
 

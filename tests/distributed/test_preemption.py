@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,16 +26,14 @@ from lightning_spot.capture.ending import Ending
 from lightning_spot.errors import TierError
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.preemption.clouds import AwsSource
-from lightning_spot.preemption.key_value import KeyValueServer
 from lightning_spot.preemption.notice import Notice
-from lightning_spot.session.ranks import Meeting, Ranks
+from lightning_spot.session.ranks import StopAgreement
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.state.compare import differences
 from lightning_spot.store.local import LocalStore
 from tests.support.exact_cases import CASES, KillAt, Model, loader, train, train_case, train_ranks
 from tests.support.metadata_server import MetadataServer
 from tests.support.program import Outcome, run, start
-from tests.support.ranks import OneRank
 from tests.support.said import said
 from tests.support.trainer import At, Net, Stop, StopAt, data, trainer
 from tests.support.waiting import lives, until
@@ -233,24 +230,11 @@ def test_ranks_wait_as_long_as_the_first_one_may_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, float], least_s: float, most_s: float
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(Ranks, "part", lambda _, wait_s: waits.append(wait_s))
+    monkeypatch.setattr(StopAgreement, "wait_for_first", lambda _, wait_s: waits.append(wait_s))
     spot = stopping(tmp_path, local_server=False, upload_timeout_s=1000.0, **more)
     with pytest.raises(PreemptedError):
         trainer(At(1, term), spot).fit(Net(), data())
     assert least_s < waits[0] <= most_s
-
-
-def test_a_rank_that_comes_late_does_not_wait_for_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one has nothing to bring to safety, and its process has ended by then: nobody listens any more."""
-    monkeypatch.setattr(Meeting, "of", lambda _: Meeting("127.0.0.1", "aa", ["", ""], 1))
-    server = KeyValueServer("secret")
-    strategy = SimpleNamespace(
-        broadcast=lambda _, src=None: ("127.0.0.1", server.port, "secret") if src is None else None
-    )
-    second: Any = OneRank(global_rank=1, world_size=2, strategy=strategy)
-    ranks = Ranks(second)
-    server.close()
-    ranks.part(LATEST_S)
 
 
 def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +291,7 @@ def test_a_signal_at_the_end_is_passed_on_after_the_first_rank(
     A signal behind the last place to stop at was noted, and nobody asked for it: it ended never.
     """
     came: list[Any] = []
-    monkeypatch.setattr(Ranks, "part", lambda *_: came.append("the first rank is done"))
+    monkeypatch.setattr(StopAgreement, "wait_for_first", lambda *_: came.append("the first rank is done"))
     at_end = LambdaCallback(on_train_end=lambda *_: term() if told else None)
     with handling_term(lambda *_: came.append([manifest.complete for manifest in snapshots(tmp_path)])):
         trainer(at_end, stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))

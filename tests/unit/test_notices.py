@@ -8,7 +8,6 @@ import threading
 import time
 from collections import UserList
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,8 @@ from lightning_spot.preemption.clouds import (
     GcpSource,
     detect_cloud,
 )
-from lightning_spot.preemption.key_value import KeyValueClient, KeyValueServer
 from lightning_spot.preemption.notice import Notice, NoticeSource
 from lightning_spot.preemption.signals import SignalSource
-from lightning_spot.preemption.stop_agreement import Place, StopAgreement
 from lightning_spot.preemption.watcher import CallSource, FileSource, Watcher, open_sources
 from tests.support.metadata_server import MetadataServer
 from tests.support.said import said, said_about
@@ -364,47 +361,3 @@ def test_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pyte
         monkeypatch.setenv(variable, "127.0.0.1:9")
         assert detect_cloud(tmp_path / "none") == cloud
     assert open_sources("auto")[-1].name == "aws"
-
-
-# -- ranks agree ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("late_s", [0.0, 0.07])
-@pytest.mark.parametrize("who", [[0], [1], [2], [0, 1, 2]])
-def test_ranks_that_drift_agree_on_one_place(who: list[int], late_s: float) -> None:
-    """Ranks at different speeds (nothing holds them together here) all stop at one place, past the farthest."""
-    server, called = KeyValueServer("secret"), [threading.Event() for _ in range(3)]
-
-    def train(rank: int) -> tuple[Place, int]:
-        channel = KeyValueClient("127.0.0.1", server.port, "secret")
-        agreement = StopAgreement(
-            rank=rank, world_size=3, channel=channel, called=lambda: {"by": rank} if called[rank].is_set() else None
-        )
-        for place in map(Place, range(1, 20_000)):
-            time.sleep(0.002 + 0.003 * rank)
-            if agreement.passed(place):
-                return place, agreement.facts["by"]
-        raise AssertionError("it trained to its end")
-
-    with ThreadPoolExecutor(3) as ranks:
-        trainings = [ranks.submit(train, rank) for rank in range(3)]
-        for rank in who:
-            time.sleep(late_s)
-            called[rank].set()
-        places, by = zip(*(training.result(120) for training in trainings), strict=True)
-    assert len(set(places)) == 1
-    assert set(by) <= set(who)
-    server.close()
-
-
-def test_strangers_are_not_answered() -> None:
-    server = KeyValueServer("secret")
-    with pytest.raises(ConnectionError):
-        KeyValueClient("127.0.0.1", server.port, "guess")
-    friend = KeyValueClient("127.0.0.1", server.port, "secret")
-    assert friend.get("a", 0.05) is None
-    friend.set("a", {"n": 1, "text": "x" * 60_000})  # as a notice of one's own may say it
-    friend.set("a", {"n": 2})
-    assert friend.get("a", 5.0)["n"] == 1
-    friend.close()
-    server.close()
