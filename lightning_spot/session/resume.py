@@ -326,7 +326,7 @@ class Resume(OfTrainer):
         check_resumable(trainer, checkpoint)
         if not is_sharded(trainer):  # whose model has been loaded already
             check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
-            check_optimizers(trainer, f"{chosen.name} ({chosen.url})")
+            check_optimizers(trainer, f"{chosen.name} ({chosen.url})", self._patches)
         if others := other_hyperparameters(trainer, checkpoint):
             say(
                 logging.WARNING,
@@ -499,7 +499,7 @@ def _loads_by_itself(module: torch.nn.Module, key: str) -> bool:
     return has_hooks or getattr(type(owner), overridden, None) is not getattr(torch.nn.Module, overridden, None)
 
 
-def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
+def check_optimizers(trainer: pl.Trainer, snapshot: str, patches: Patches) -> None:
     """Have an error name both, if the optimizers of a checkpoint are not those of the program.
 
     Torch's own error names neither. They are compared only once torch refuses to load them: until then hooks may change
@@ -508,12 +508,13 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
     Args:
         trainer: that resumes.
         snapshot: its name and place, for the message.
+        patches: take that back, as far as nothing was loaded.
     """
-    strategy: Any = trainer.strategy
-    load = strategy.load_optimizer_state_dict
+    once = Patches()
+    patches.push(once)
 
-    def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
-        vars(strategy).pop("load_optimizer_state_dict", None)
+    def load_optimizer_state_dict(load: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
+        once.close()
         FitState.of(trainer).fixed_steps.note(trainer)
         saved, present = checkpoint["optimizer_states"], [vars(optimizer) for optimizer in trainer.optimizers]
         before, now, cause = _groups(saved), _groups(present), None
@@ -533,7 +534,7 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str) -> None:
             reshaped=[],
         ) from cause
 
-    strategy.load_optimizer_state_dict = load_optimizer_state_dict
+    once.wrap(trainer.strategy, "load_optimizer_state_dict", partial(partial, load_optimizer_state_dict))
 
 
 def _groups(optimizers: Sequence[Mapping[str, Any]]) -> str:

@@ -80,6 +80,23 @@ def test_replacing_an_optimizer_in_training_is_one_clear_error(
     trainer(every_other(run, resume=False)).fit(Net(), data(12))
 
 
+class Refuses(Net):
+    """Ends a resume itself."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        raise ZeroDivisionError
+
+
+def test_nothing_is_left_of_a_resume_that_a_hook_has_ended(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        trainer(StopAt(9), every_other(tmp_path / "run")).fit(Net(), data(12))
+    new_process()
+    again = trainer(every_other(tmp_path / "run"))
+    with pytest.raises(ZeroDivisionError):
+        again.fit(Refuses(), data(12))
+    assert "load_optimizer_state_dict" not in vars(again.strategy)
+
+
 class Regroups(Net):
     """From a version on it has two groups of parameters, and says how the one of before fits, as torch has it."""
 
