@@ -156,7 +156,6 @@ class Watcher:
         self._lock = threading.Lock()
         self._notices: dict[str, Notice] = {}
         self._advice: Notice | None = None
-        self._latched: Notice | None = None
         self._accepted = False
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -164,7 +163,7 @@ class Watcher:
     @property
     def notice(self) -> Notice | None:
         """The first notice that this machine will end. Its deadline stays, even if the source names a later one."""
-        return self._latched or self.signals.notice
+        return min([*self._notices.values()], key=lambda notice: notice.seen_s, default=self.signals.notice)
 
     @property
     def advice(self) -> Notice | None:
@@ -219,12 +218,12 @@ class Watcher:
             if notice is not None and notice.kind == "advice":
                 self._advice = self._advice or notice
                 return
-            if notice is None:
+            if self._accepted:
+                return
+            if notice is None:  # one that was withdrawn before anything was done about it never was
                 self._notices.pop(key, None)
             else:
                 self._notices.setdefault(key, notice)
-            if not self._accepted:  # a notice that was withdrawn before anything was done about it never was
-                self._latched = min(self._notices.values(), key=lambda item: item.seen_s, default=None)
 
 
 def _pauses_after_failures(source: NoticeSource) -> Iterator[float]:
