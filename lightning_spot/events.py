@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -82,27 +82,27 @@ OnEvent = Callable[[Event], object]
 
 
 class Events:
-    """Tells functions and webhooks what happens. Methods may be called from any thread.
+    """Tells a function and a webhook what happens. Methods may be called from any thread.
 
     Args:
-        on_event: functions to call.
-        webhooks: URLs to send to.
+        on_event: function to call, if any.
+        webhook: URL to send to, if any.
         now: run, attempt and step at present.
     """
 
     def __init__(
         self,
-        on_event: Sequence[OnEvent] = (),
-        webhooks: Iterable[str] = (),
+        on_event: OnEvent | None = None,
+        webhook: str | None = None,
         now: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0),
     ) -> None:
         self._on_event, self._now = on_event, now
-        self._webhooks = [Webhook(url) for url in webhooks]
+        self._webhook = Webhook(webhook) if webhook else None
         self._later = InBackground(self._call, "spot-on-event")
-        self._stop_listening = listen(self._heard) if self._on_event or self._webhooks else lambda: None
+        self._stop_listening = listen(self._heard) if on_event or webhook else lambda: None
 
     def emit(self, kind: EventKind, message: str, **detail: Any) -> None:
-        """Tell an event: functions are called at once, and an error of one is logged.
+        """Tell an event: the function is called at once, and its error is logged.
 
         Args:
             kind: of the event.
@@ -115,16 +115,16 @@ class Events:
         """Wait so many seconds at most until all is told, and tell nothing more. A second call does nothing."""
         self._stop_listening()
         deadline_s = time.monotonic() + wait_s
-        for each in (self._later, *self._webhooks):
+        for each in filter(None, (self._later, self._webhook)):
             each.close(max(0.0, deadline_s - time.monotonic()))
 
     def _heard(self, key: str, about: str, line: str, is_over: bool) -> None:
-        """A message was logged, under whatever locks: functions are called on another thread."""
+        """A message was logged, under whatever locks: the function is called on another thread."""
         if key in _DEGRADED:
             self._later.add(self._post("recovered" if is_over else "degraded", line, {"cause": key, "about": about}))
 
     def _post(self, kind: EventKind, message: str, detail: dict[str, Any]) -> Event:
-        """Make an event, and have it sent to the webhooks."""
+        """Make an event, and have it sent to the webhook."""
         run, attempt, step = self._now()
         event = Event(
             kind=kind,
@@ -135,18 +135,19 @@ class Events:
             host=socket.gethostname(),
             detail={"message": message, **detail},
         )
-        for webhook in self._webhooks:
-            webhook.add(event)
+        if self._webhook is not None:
+            self._webhook.add(event)
         return event
 
     def _call(self, event: Event) -> None:
-        for call in self._on_event:
-            try:
-                call(event)
-            except Exception as error:
-                text = "on_event raised {error} when the run was {about}. Training continues. Fix the function."
-                why = f"{type(error).__name__}: {error}"
-                say(logging.WARNING, "on-event-failed", text, about=event.kind, error=why)
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception as error:
+            text = "on_event raised {error} when the run was {about}. Training continues. Fix the function."
+            why = f"{type(error).__name__}: {error}"
+            say(logging.WARNING, "on-event-failed", text, about=event.kind, error=why)
 
 
 class InBackground:

@@ -183,7 +183,7 @@ async def _serve(
         area=_area(settings, environment.shm_dir),
         allow=settings.allow if is_lent else None,
     )
-    events = Events(webhooks=filter(None, [environment.webhook if is_lent else None]))  # a trainer tells its own
+    events = Events(webhook=environment.webhook if is_lent else None)  # a trainer tells its own
     # A local server asks for no token: whoever reaches its sockets is the same user.
     service = Service(server, current_secrets if is_lent and environment.secrets else None)
     runner = service.runner()

@@ -111,7 +111,7 @@ class FitSession(PerTrainer):
         told = (part.tells for part in parts_of(self._trainer) if hasattr(part, "tells"))
         on_event, webhook = next(told, (None, None))
         webhook = webhook or environment.webhook if environment.drill_dir is None else None
-        return Events([on_event] if on_event else [], [webhook] if webhook else [], self._now)
+        return Events(on_event, webhook, self._now)
 
     def _now(self) -> tuple[str, int, int]:
         """Name of the run, number of the attempt and step."""

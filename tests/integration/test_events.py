@@ -79,8 +79,8 @@ def chat() -> Iterator[Chat]:
 
 
 @contextlib.contextmanager
-def telling(*webhooks: str, **more: Any) -> Iterator[Events]:
-    events = Events(webhooks=webhooks, **more)
+def telling(webhook: str, **more: Any) -> Iterator[Events]:
+    events = Events(webhook=webhook, **more)
     try:
         yield events
     finally:
@@ -191,7 +191,7 @@ def test_a_function_is_called_under_no_lock_of_a_logger() -> None:
         seen.append(lock.acquire(timeout=5.0))
         lock.release()
 
-    events = Events([see])
+    events = Events(see)
     with lock:
         say(logging.WARNING, "upload-failing", "{about} fails", about=f"{SECRET}-1")
         assert seen == []
@@ -247,7 +247,7 @@ def test_nothing_listens_after_the_end(tmp_path: Path, chat: Chat) -> None:
     recovered("upload-failing", "{about} works", about="of another")
     assert chat.kinds == ["finished"]
     assert not [each for each in set(threading.enumerate()) - before if each.name == "spot-webhook"]
-    events = Events([print])
+    events = Events(print)
     left = weakref.ref(events)
     events.close(1.0)
     del events
