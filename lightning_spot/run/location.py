@@ -68,8 +68,6 @@ class Location:
         if not isinstance(dirpath, str | os.PathLike):
             raise SettingsError(f"dirpath={dirpath!r}: give the run's directory or URL, such as checkpoints/run-1")
         url = os.fsdecode(dirpath)
-        if not url.strip():
-            raise SettingsError("dirpath is empty; give the run's directory or URL, such as checkpoints/run-1")
         if why := why_no_place(url):
             raise SettingsError(f"dirpath={without_password(url)!r}: {why}")
         scheme = scheme_of(url)
