@@ -101,20 +101,13 @@ class Safety:
         """See :func:`drain_s_of`."""
         return drain_s_of(tiers_of(self._writer.link), self._min_upload_interval_s)
 
-    def bring(
-        self,
-        deadline: Deadline,
-        plan: DeadlinePlan,
-        cut_short: Callable[[], bool],
-        again: Callable[[], None] | None = None,
-    ) -> str:
+    def bring(self, deadline: Deadline, plan: DeadlinePlan, cut_short: Callable[[], bool]) -> str:
         """Wait until the newest snapshot is committed, and safe at one tier below.
 
         Args:
             deadline: how long to wait at most.
             plan: what was expected.
             cut_short: asked while waiting: whether to give up at once.
-            again: takes the newest snapshot once more, if it was dropped; ``None`` if that is not possible.
 
         Returns:
             one line for people.
@@ -135,11 +128,7 @@ class Safety:
                 if self._safe_step(writer.host.safe_step() if writer.host is not None else None) >= newest.step:
                     return f"{what} is safe in {time.monotonic() - started_s:.1f} s{of}"
                 if nothing_owed and (why := self._why_dropped(newest)):
-                    if again is None:
-                        return f"{what} was dropped ({why}); the run resumes from the snapshot before it"
-                    again()
-                    again = None
-                    writer.settle(deadline.left_s)
+                    return f"{what} was dropped ({why}); the run resumes from the snapshot before it"
                 if nothing_owed and (why := self._why_refused()):
                     return f"{what} was refused ({why})"
                 # Failing tiers are tried now.

@@ -417,8 +417,9 @@ def secure(
     dump = _not_taken_yet(trainer, snapshotter, ranks, seam, deadline)
     plan = ranks.on_rank_zero(lambda: attempt.safety.plan(deadline) if attempt is not None else None)
     is_time = ranks.tell(plan is not None and plan.take)
-    again = _take_urgent(snapshotter.writing, ranks, dump, deadline) if dump is not None and is_time else None
-    return attempt.safety.bring(deadline, plan, cut_short, again) if attempt is not None and plan is not None else ""
+    if dump is not None and is_time:
+        _take_urgent(snapshotter.writing, ranks, dump, deadline)
+    return attempt.safety.bring(deadline, plan, cut_short) if attempt is not None and plan is not None else ""
 
 
 def _not_taken_yet(
@@ -433,20 +434,19 @@ def _not_taken_yet(
     return dump if all(ranks.gather(dump is not None)) else None
 
 
-def _take_urgent(writing: Coordinator, ranks: Agreement, dump: Dump, deadline: Deadline) -> Callable[[], None] | None:
-    """Take an urgent snapshot. Returns what takes it again, should the server be lost that has it; of one rank only."""
+def _take_urgent(writing: Coordinator, ranks: Agreement, dump: Dump, deadline: Deadline) -> None:
+    """Take an urgent snapshot; of one rank, once more if the server is lost that has it."""
     ranks.together(writing.warm)  # of a run that was resumed in front of a validation there was no step yet
     former, attempt = writing.committed, writing.attempt
     write = partial(writing.write, dump, writing.decide_last(urgent=True), wait_s=deadline.wait_s)
     write()
     writing.copied()
     if ranks.size > 1 or attempt is None:
-        return None
+        return
     # The server was lost, or more was found that differs.
     if not _has_taken(writing, writing.begun_step, deadline.left_s) or writing.committed is former:
         attempt.writer.link.wait(deadline.left_s)
         write()
-    return write
 
 
 def _stand_still(snapshotter: Snapshotter) -> None:
