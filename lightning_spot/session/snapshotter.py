@@ -108,7 +108,7 @@ class Pacing:
         """What a step has taken, the last two times; with whatever came between them."""
         self._begun = (0, 0.0)
         self._learned_s, self._ran_until_s, self._taken_s = float("-inf"), 0.0, 0.0
-        self._warned, self._has_validated = False, False
+        self._has_validated = False
 
     # -- lifetime -------------------------------------------------------------------------------------------------
 
@@ -186,11 +186,9 @@ class Pacing:
         self._has_validated = True
 
     def _check_monitor(self, trainer: pl.Trainer, monitor: str) -> None:
-        """Say once that the monitored metric is not logged."""
-        logged = {} if self._warned else last_values(trainer)
-        if self._warned or monitor in logged:
+        """Say that the monitored metric is not logged."""
+        if monitor in (logged := last_values(trainer)):
             return
-        self._warned = True
         near = difflib.get_close_matches(monitor, logged, 1)
         say(
             logging.WARNING,
