@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed
 import torch.distributed as dist
 
 from lightning_spot.errors import SpotError
@@ -80,9 +79,9 @@ class Agreement(OfTrainer):
         """What each rank has to say, in their order; every rank calls it. It should be short."""
         if self.size == 1:
             return [mine]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if dist.is_available() and dist.is_initialized():
             everyones: list[Any] = [None] * self.size
-            torch.distributed.all_gather_object(everyones, mine)
+            dist.all_gather_object(everyones, mine)
             return everyones
         strategy = self._trainer.strategy
         return [strategy.broadcast(mine if rank == self.rank else None, src=rank) for rank in range(self.size)]
