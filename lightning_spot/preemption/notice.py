@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from lightning_spot.config import LARGEST
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
@@ -15,7 +17,8 @@ class Notice:
         kind: ``"stop"``, or ``"advice"`` when it is only more likely than before.
         text: one line for people.
         seen_s: when it was first seen, on the monotonic clock.
-        grace_period_s: seconds from then until the end; ``None`` if nobody knows.
+        grace_period_s: seconds from then until the end; ``None`` if nobody knows. What is infinite, or no number of
+            seconds that a clock could wait for, such as a date, counts as unknown.
     """
 
     source: str
@@ -23,6 +26,10 @@ class Notice:
     text: str
     seen_s: float
     grace_period_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.grace_period_s is not None and not -LARGEST <= self.grace_period_s <= LARGEST:
+            object.__setattr__(self, "grace_period_s", None)
 
     @property
     def deadline_s(self) -> float | None:

@@ -322,6 +322,22 @@ def test_a_deadline_that_is_past_leaves_the_last_snapshot(tmp_path: Path) -> Non
     assert snapshots(tmp_path)[0].step == 6
 
 
+@pytest.mark.parametrize("content", ["1767225600000", "inf", "nan"])
+def test_a_number_that_is_no_time_left_costs_no_snapshot(tmp_path: Path, content: str) -> None:
+    """A script may write when the machine ends, in milliseconds since 1970; no lock waits for so long."""
+    path = tmp_path / "notice"
+    spot = stopping(tmp_path, notices=f"file:{path}")
+
+    def tell() -> None:
+        path.write_text(content)
+        until(lambda: spot._guard._watcher.notice, "the notice")
+
+    with pytest.raises(PreemptedError):
+        trainer(At(7, tell), spot).fit(Net(), data())
+    assert snapshots(tmp_path)[0].step == 8
+    assert spot.notice.grace_period_s is None
+
+
 def test_should_stop_and_an_exception_at_the_same_moment(tmp_path: Path) -> None:
     def both() -> None:
         run.should_stop = True
