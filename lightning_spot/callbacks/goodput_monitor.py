@@ -84,6 +84,7 @@ class GoodputMonitor(SpotCallback):
         if self._snapshots is None:
             raise SettingsError("GoodputMonitor needs a RemoteSnapshot in the same Trainer, whose run it measures")
         self._begun_unix_s, self._journal, self._ended = begin_unix_s(), None, None
+        fit.at_end.append(self._end)
         if fit.snapshotter is not None and fit.snapshotter.writing.number:
             self._begin(trainer)  # else the attempt begins later in setup, or when it is decided what to resume from
 
@@ -131,22 +132,14 @@ class GoodputMonitor(SpotCallback):
             FitSession.of(trainer).complete()
             self._try(self._say_summary)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Note how it ended."""
-        if FitSession.of(trainer).is_forked:
-            return
-        if (journal := self._journal) is not None:
+    def _end(self, trainer: pl.Trainer, error: BaseException | None) -> None:
+        """Note how it ended, if nothing did before: with an error, or nothing was left to train."""
+        if error is not None and (journal := self._journal) is not None:
             self._try(lambda: self._note(trainer, journal))
-        is_preempted = isinstance(exception, PreemptedError)
-        self._try(lambda: self._close("preempted" if is_preempted else "failed"))
+        is_preempted = isinstance(error, PreemptedError)
+        self._try(lambda: self._close("complete" if error is None else "preempted" if is_preempted else "failed"))
         if is_preempted:
             self._try(self._say_summary)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let go, if nothing did before: the run had ended before, and nothing was left to train."""
-        if FitSession.of(trainer).is_forked:
-            return
-        self._try(lambda: self._close("complete"))
 
     # -- what is known --------------------------------------------------------------------------------------------
 

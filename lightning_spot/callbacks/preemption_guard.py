@@ -82,6 +82,7 @@ class PreemptionGuard(FitCallback):
             return
         fit = FitSession.of(trainer)
         fit.begin()
+        fit.at_end.append(self._end)
         if not any(part.writes for part in fit.callbacks(FitCallback)):
             fit.warn_of_passing_folder()
         self.notice, self._place, self._is_advised = None, Place(0), False
@@ -140,26 +141,6 @@ class PreemptionGuard(FitCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A run at its end needs no urgent snapshot: it takes its last one now."""
         StepBoundaries.of(trainer).remove(self)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop watching, once what is committed is in safety: until then a signal does not end the process."""
-        fit = FitSession.of(trainer)
-        if fit.is_forked:
-            return
-        leaving = isinstance(exception, PreemptedError) and fit.deadline is not None
-        try:
-            super().on_exception(trainer, pl_module, exception)
-        finally:
-            self._close(trainer, leaving=leaving, over=False)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Stop watching."""
-        if FitSession.of(trainer).is_forked:
-            return
-        try:
-            super().teardown(trainer, pl_module, stage)
-        finally:
-            self._close(trainer)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -222,7 +203,8 @@ class PreemptionGuard(FitCallback):
         compat.REGISTER_HANDLERS.wrap(self._patches, connector, partial(partial, register_signal_handlers))
         compat.RESTORE_HANDLERS.wrap(self._patches, connector, partial(partial, restore_signal_handlers))
 
-    def _close(self, trainer: pl.Trainer, *, leaving: bool = False, over: bool = True) -> None:
+    def _end(self, trainer: pl.Trainer, error: BaseException | None) -> None:
+        """Stop watching, once what is committed is in safety: until then a signal does not end the process."""
         self._patches.close()
         StepBoundaries.of(trainer).remove(self)
         watcher, self._watcher = self._watcher, None
@@ -230,9 +212,9 @@ class PreemptionGuard(FitCallback):
             watcher.signals.restore()
             watcher.stop()
         if (stop := self._stop) is not None:
-            if over and watcher is not None and watcher.signals.is_held:
+            if error is None and watcher is not None and watcher.signals.is_held:
                 stop.wait_for_first(_FIRST_RANK_S)
-            stop.leave(at_exit=leaving)
+            stop.leave(at_exit=isinstance(error, PreemptedError) and FitSession.of(trainer).deadline is not None)
         self._stop = None
         if watcher is not None:
             watcher.signals.pass_on()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_spot.callbacks.auto_resume import AutoResume
@@ -262,38 +261,24 @@ _FORWARDED = (
     "on_validation_end",
     "on_train_epoch_end",
     "on_train_end",
+    "on_fit_end",
+    "on_exception",
+    "teardown",
 )
 """Hooks that the parts are called for, in their order."""
 
 
-_END = ("on_fit_end", "on_exception", "teardown")
-"""Hooks that all of them are called for, even if one raises: each has something to let go."""
-
-
 def _forwarded(hook: str) -> Callable[..., None]:
     def forward(self: SpotCheckpoint, *arguments: Any, **named: Any) -> None:
-        calls = [partial(getattr(part, hook), *arguments, **named) for part in self.parts]
-        if hook in _END:
-            _call_each(calls)
-        else:
-            for call in calls:
-                call()
+        for part in self.parts:
+            getattr(part, hook)(*arguments, **named)
 
     forward.__name__, forward.__qualname__ = hook, f"SpotCheckpoint.{hook}"
     forward.__doc__ = f"Forward ``{hook}`` to the parts."
     return forward
 
 
-def _call_each(calls: list[partial[None]]) -> None:
-    """Make all calls in their order, even if one raises."""
-    if calls:
-        try:
-            calls[0]()
-        finally:
-            _call_each(calls[1:])
-
-
-for _hook in (*_FORWARDED, *_END):
+for _hook in _FORWARDED:
     setattr(SpotCheckpoint, _hook, _forwarded(_hook))
 
 

@@ -63,6 +63,8 @@ class FitSession(PerTrainer):
         snapshotter: takes its snapshots; ``None`` if no callback does.
         deadline: by when all has to be safe; ``None`` while no notice stops the run.
         summarize: logs the summary of the run; where the end is an error, that comes last.
+        at_end: called with the trainer, and the error that ends the ``fit``, once snapshots are uploaded and everything
+            else is let go; the last one first.
         report: has servers told at once what was measured, without waiting for it.
     """
 
@@ -76,6 +78,7 @@ class FitSession(PerTrainer):
         self.resume = Resume(self._trainer)
         self.deadline: Deadline | None = None
         self.summarize: Callable[[], object] = lambda: None
+        self.at_end: list[Callable[[pl.Trainer, BaseException | None], None]] = []
         self._events = Events()
         self.report: Callable[[], object] = lambda: None
 
@@ -91,11 +94,6 @@ class FitSession(PerTrainer):
             self._has_begun = True
             self._events = self._open_events()
         FitState.of(self._trainer).attach()
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is a forked child, whose end is not that of the ``fit``."""
-        return os.getpid() != self._pid
 
     def callbacks(self, kind: type[C]) -> list[C]:
         """Our callbacks of one kind, also those that another one is composed of."""
@@ -257,11 +255,13 @@ class FitSession(PerTrainer):
         Args:
             error: that ends the ``fit``.
         """
-        if self.is_forked:
+        if os.getpid() != self._pid:  # a forked child, whose end is not that of the fit
             return
         try:
             with ExitStack() as ends:  # from the last one on, whatever fails in one
                 ends.callback(self._renew)
+                for leave in self.at_end:
+                    ends.callback(leave, self._trainer, error)
                 ends.callback(self._close_events)
                 ends.callback(self.resume.let_go)
                 ends.callback(FitState.of(self._trainer).detach)
