@@ -64,7 +64,6 @@ class GoodputMonitor(SpotCallback):
         self._journal: Journal | None = None
         self._ended: Journal | None = None
         self._snapshots: RemoteSnapshot | None = None
-        self._is_on = False
         self._begun_unix_s = self._logged_s = 0.0
         self._patches = Patches()
 
@@ -76,8 +75,8 @@ class GoodputMonitor(SpotCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Read what earlier attempts noted (rank 0)."""
-        self._is_on = takes_part(trainer, stage) and trainer.is_global_zero
-        if not self._is_on:
+        self._snapshots = None
+        if not (takes_part(trainer, stage) and trainer.is_global_zero):
             return
         fit = FitSession.of(trainer)
         self._snapshots = next(iter(fit.callbacks(RemoteSnapshot)), None)
@@ -90,7 +89,7 @@ class GoodputMonitor(SpotCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on time is productive."""
-        if self._is_on:
+        if self._snapshots is not None:
             self._try(lambda: self._begin_training(trainer))
 
     def _begin_training(self, trainer: pl.Trainer) -> None:
@@ -155,7 +154,7 @@ class GoodputMonitor(SpotCallback):
             failure = failure_of(error)
             text = "goodput is not measured any more: {failure}. Training continues"
             say(logging.WARNING, "goodput-stopped", text, failure=failure)
-            journal, self._journal, self._is_on = self._journal, None, False
+            journal, self._journal = self._journal, None
             if journal is not None:
                 journal.leave()
 
@@ -213,7 +212,6 @@ class GoodputMonitor(SpotCallback):
 
     def _close(self, end: str) -> None:
         self._patches.close()
-        self._is_on = False
         journal, self._journal = self._journal, None
         if journal is not None:
             journal.close(end)
