@@ -51,18 +51,15 @@ def main(argv: list[str] | None = None) -> int:
     except SpotError as error:
         _say(str(error))
         return 2
-    except OSError as error:  # of a path that cannot be looked at: a name too long, a stale mount
-        _say(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-        return 2
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
-    except OSError as error:
+    except OSError as error:  # of the answer, or of a path that cannot be looked at: a name too long, a stale mount
         with contextlib.suppress(OSError):  # what is not printed yet stays so: Python would fail once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # whoever reads the answer has enough of it
             return 128 + signal.SIGPIPE
-        _say(str(error))
+        _say(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
         return 2
 
 
