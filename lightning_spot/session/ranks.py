@@ -33,7 +33,7 @@ from lightning_spot.say import say
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.state import compat, namespaces
 from lightning_spot.state.fit_state import FitState
-from lightning_spot.untrusted import LARGE_BYTES, read_json
+from lightning_spot.untrusted import LARGE_JSON_BYTES, read_json
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -212,7 +212,7 @@ def _publish(store: Store, key: str, value: dict[str, Any] | None) -> None:
 
 
 def _published(store: Store, key: str) -> Any:
-    return read_json(store.get(key), LARGE_BYTES)
+    return read_json(store.get(key), LARGE_JSON_BYTES)
 
 
 # -- who started them -------------------------------------------------------------------------------------------------
