@@ -273,6 +273,14 @@ def test_a_storage_that_fails_leaves_what_was_known(tmp_path: Path) -> None:
     assert kept.persisted == (7, 1e9)
 
 
+def test_a_sign_of_life_has_the_time_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the clock was set, as after a boot, a live run looked idle: it could be rewound, and removed."""
+    kept, now = journal(str(tmp_path), 1, heartbeat_s=0.01), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600.0)
+    until(lambda: any(each.alive_unix_s > now() + 3000.0 for each in read_records(str(tmp_path))), "a sign of life")
+    kept.close("complete")
+
+
 def test_it_needs_snapshots() -> None:
     with pytest.raises(SettingsError, match="RemoteSnapshot"):
         trainer(GoodputMonitor()).fit(Net(), data())
