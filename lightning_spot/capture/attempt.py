@@ -437,7 +437,9 @@ class Attempt:
             say(logging.WARNING, "no-snapshot", text, about=key, error=error, effect=effect)
 
     def _reopen(self) -> Host:
-        host = open_host(self.location, self._settings)
+        # A ring in this process would have what this rank writes, and not what the others of this host do.
+        must_share = self.safety.writers_here > 1
+        host = open_host(self.location, replace(self._settings, strict=must_share or self._settings.strict))
         try:
             host.open_run(self.info)
         except BaseException:

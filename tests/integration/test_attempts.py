@@ -27,6 +27,7 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
+from lightning_spot.run import location
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import Host, InProcessHost
@@ -106,6 +107,28 @@ def test_only_consequences_of_a_logged_loss_are_not_logged_again(
         is_there.set()
         attempt.finish(0.0, complete=False)
     assert [str(facts["error"]) for facts in said(caplog, "no-snapshot")] == ["nobody answers at 10.0.0.5"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_a_host_never_write_into_rings_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """One rank could not restart the lost server and wrote into itself; no snapshot was whole any more."""
+    host = Listed()
+    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"))), host, RING)
+    attempt.safety.writers_here = ranks
+
+    def refused(*_: Any, **__: Any) -> Host:
+        raise ServerUnreachableError("it has gone, too")
+
+    monkeypatch.setattr(location, "start", refused)
+    try:
+        attempt.writer.link.lose(host, ServerUnreachableError("it has gone"))
+        found = attempt.writer.link.wait(1.0)
+        assert isinstance(found, InProcessHost) if ranks == 1 else found is None
+    finally:
+        attempt.finish(0.0, complete=False)
+        host.leave(complete=False)
 
 
 def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
