@@ -177,7 +177,7 @@ class StopAgreement:
                     self._decide(store, facts)
                 if self._comes(store, "left"):
                     self._first_left.set()
-        except (RuntimeError, ValueError) as error:  # the store is gone, a rank does not answer, or a stranger does
+        except (RuntimeError, ValueError, TypeError) as error:  # it is gone, a rank does not answer, or a stranger does
             if not (self._closed.is_set() or self._decided.is_set()):
                 text = "the connection to the other ranks is lost ({error}). They may stop at another step"
                 say(logging.WARNING, "ranks-unreachable", text, error=str(error).partition("\n")[0])

@@ -95,3 +95,14 @@ def test_a_rank_that_does_not_answer_is_waited_for_a_while(
     with contextlib.closing(agreement(store, 0, lambda: {"by": 0}, world_size=2)) as first:
         until(lambda: first.passed(Place(1)), "it to stop alone")
     assert said(caplog, "stop-not-agreed")
+
+
+@pytest.mark.parametrize("forged", ["[" * 10_000, "7", '{"else": 1}'])
+def test_what_a_stranger_publishes_is_a_warning(
+    forged: str, store: list[TCPStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    store[0].set("called", '{"by": 1}')
+    store[0].set("stop", forged)
+    with contextlib.closing(agreement(store, 1, world_size=2)) as second:
+        second.wait_for_first(120.0)
+    assert len(said(caplog, "ranks-unreachable")) == 1
