@@ -51,7 +51,7 @@ class Rounds(pl.Callback):
             self.before_s = self.waits.spent_s
         if step % _EVERY == 1 and self.spot.snapshots.begun_step == step - 1:
             self.found_s.append(self.waits.spent_s - self.before_s)
-            self.waits.quieten()  # by then the slot of the next one is leased
+            self.waits.quieten()  # here: a step before the next one, its slot is leased
 
 
 def run(quick: bool) -> list[Result]:

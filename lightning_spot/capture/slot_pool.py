@@ -26,7 +26,7 @@ LEAST_BYTES = 64 * 1024 * 1024
 """Smaller slots are made when they are asked for: that takes some hundredths of a second."""
 
 AHEAD_S = 1.0
-"""A slot is leased ahead if the last two snapshots were closer together; one that is not used for so long goes back."""
+"""A slot is leased ahead if the next snapshot comes sooner; one that is not used for so long is given back."""
 
 _SLICE_S = 2.0
 _ALLOCATE_S, _ALLOCATED_BYTES_PER_S = 60.0, 200e6  # a slot's pages are made by the kernel at 3 GB/s; swapping is slower
@@ -405,20 +405,27 @@ class SlotPool:
             wait_s, making = _SLICE_S, maker.while_waiting
 
     def look_ahead(self, host: Host, nbytes: int, *, is_short: bool) -> None:
-        """A snapshot is committed: have the slot of the next one made, or lease it if that comes soon.
-
-        Nobody waits for that one: if there is none now, who needs it asks.
+        """A snapshot is committed: have the slot of the next one made, or lease it.
 
         Args:
             host: the ring.
             nbytes: of the next one, about.
             is_short: whether it needs a slot that is still to be made.
         """
-        if is_short and self._maker.another(host, nbytes):
-            return
+        if not (is_short and self._maker.another(host, nbytes)):
+            self.lease_ahead(host, nbytes)
+
+    def lease_ahead(self, host: Host, nbytes: int, *, comes: bool = False) -> None:
+        """Lease the slot for the next snapshot, if that comes soon and there is one; nobody waits for it.
+
+        Args:
+            host: the ring.
+            nbytes: size of the last snapshot.
+            comes: whether it is known to come soon; else it is if snapshots have followed each other so far.
+        """
         with self._lock:
-            is_soon = self._pace_s < AHEAD_S and not self._is_awaited
-            if self._ahead is not None or not is_soon or host is not self._link.host:
+            is_wanted = self._ahead is None and not self._is_awaited and (comes or self._pace_s < AHEAD_S)
+            if not is_wanted or host is not self._link.host:
                 return
             try:
                 making = self._maker.making(nbytes)

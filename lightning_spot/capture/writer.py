@@ -285,6 +285,12 @@ class SnapshotWriter:
         self._maker.beyond = beyond
         self._maker.first(self.host, nbytes, gpu=gpu)
 
+    def next_comes(self) -> None:
+        """The next snapshot comes within a second: its slot is leased meanwhile."""
+        host, last = self.host, self.committed
+        if host and last and last is not self.past_memory and self.ready:
+            self._tasks.put(lambda: self._slots.lease_ahead(host, last.nbytes, comes=True))
+
     def begin(
         self,
         content: Any,

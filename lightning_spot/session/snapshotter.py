@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_spot.capture.device import Cuda
 from lightning_spot.capture.schedule import PlaceKind
+from lightning_spot.capture.slot_pool import AHEAD_S
 from lightning_spot.capture.unexpected import STILL_ENDS, THE_END, BestEffort, failure_of
 from lightning_spot.config import format_bytes, format_seconds
 from lightning_spot.errors import SettingsError, SpotError
@@ -258,6 +259,18 @@ class Pacing:
         if self.policy.due(next_step, now_s) if by_step else step >= self._next_announcement:
             # A validation, or what the first step compiles, makes one step long, and all of them on the average.
             self._announce(trainer, next_step, now_s + self._stride * min(self._laps_s), decide)
+
+    def next_within(self, trainer: pl.Trainer, most_s: float) -> bool:
+        """Whether a snapshot is due at the next step boundary, and that comes in time; known of intervals in steps.
+
+        Args:
+            trainer: that is at a step boundary, on rank 0.
+            most_s: what counts as in time, seconds.
+        """
+        now_s, lap_s = time.monotonic(), self._stride * max(self._laps_s)
+        if not self.policy.by_step or lap_s >= most_s:
+            return False
+        return self.policy.due(trainer.global_step + self._stride, now_s) and self._affords(now_s + lap_s)
 
     def _note_step(self, step: int, now_s: float) -> None:
         if (steps := step - self._seen_step) > 0:
@@ -604,6 +617,7 @@ class Snapshotter(OfTrainer):
         if (how := self.pacing.due(trainer, self._decide, self._drain_s)) is not None:
             self._take(Decision.heard(how), before_validation=before_validation)
         self.pacing.look_ahead(trainer, self._decide)
+        run("leasing a slot ahead", self._lease_ahead, None)
         if not self._has_said_first:
             run("logging the first snapshot", self._say_first, None)
         schedule.iteration_begins()
@@ -625,6 +639,10 @@ class Snapshotter(OfTrainer):
             blocked_ms=1000 * (self.pacing.blocked_each_s or self.pacing.stall_s),
             interval=self.pacing.interval,
         )
+
+    def _lease_ahead(self) -> None:
+        if (attempt := self.writing.attempt) is not None and self.pacing.next_within(self._trainer, AHEAD_S):
+            attempt.writer.next_comes()
 
     def _drain_s(self) -> float:
         attempt = self.writing.attempt

@@ -6,8 +6,10 @@ import logging
 import random
 import re
 import subprocess
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot, SpotCheckpoint, retry
 from lightning_spot.capture import attempt
 from lightning_spot.capture.copier import Copier
+from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.cli import main
 from lightning_spot.client import starting
 from lightning_spot.client.stores import open_store
@@ -31,6 +34,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.goodput.records import read_records
 from lightning_spot.retry import RetryPolicy
+from lightning_spot.session import snapshotter
 from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.oracle import claim_of
@@ -46,6 +50,28 @@ pytestmark = pytest.mark.guarantee("G6")
 
 data = partial(trained_data, 10)
 """Epochs of 10 steps; two of them, if a test does not say otherwise."""
+
+
+@pytest.mark.parametrize(("lap_s", "asked_before"), [(0.0, True), (2.0, False)])
+def test_the_slot_of_a_snapshot_is_leased_a_step_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lap_s: float, asked_before: bool
+) -> None:
+    """Where steps are so long that it would be given back meanwhile, it is not."""
+    probe, callback, comes = Probe(), spot(tmp_path, local_server=False), []
+    real = SnapshotWriter.next_comes
+
+    def next_comes(writer: SnapshotWriter) -> None:
+        comes.append(callback.snapshots.snapshotter._trainer.global_step)
+        real(writer)
+
+    def clock() -> float:
+        return time.monotonic() + lap_s * len(probe.states)
+
+    monkeypatch.setattr(SnapshotWriter, "next_comes", next_comes)
+    monkeypatch.setattr(snapshotter, "time", SimpleNamespace(monotonic=clock))
+    trainer(callback, probe, EachDurable(tmp_path / "run-1", 3)).fit(Net(), data())
+    assert [manifest.step for manifest in check_all(tmp_path, probe)] == [20, *range(18, 0, -3)]
+    assert comes == ([2, 5, 8, 11, 14, 17, 20] if asked_before else [])
 
 
 def test_a_tensor_that_moves_is_never_committed(
