@@ -249,10 +249,16 @@ class Coordinator(OfTrainer):
         assert found is not None
         return Attempt.begin(found, host, self._settings.ring, self._layouter, look, schedule)
 
-    def _open_ring(self, info: RunInfo) -> Host:
+    def _open_ring(self, info: RunInfo, *, again: bool = True) -> Host:
         """On another rank than 0: open the ring that it writes into."""
         self._host = open_host(self._location, self._settings.ring)
-        self._host.open_run(info)
+        try:
+            self._host.open_run(info)
+        except ServerUnreachableError:  # one that the attempt before has left ends by itself, perhaps just now
+            self.let_go()
+            if not again or not self._location.has_local_server:
+                raise
+            return self._open_ring(info, again=False)
         return self._host
 
     def _join(self, info: RunInfo, lineage: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +19,12 @@ import pytest
 import torch
 
 from lightning_spot.cli import history, main
+from lightning_spot.protocol.record import find_record
+from lightning_spot.run.location import Location
 from lightning_spot.server import reconcile
+from lightning_spot.server.host import Host
 from lightning_spot.server.snapshot_server import SnapshotServer
+from lightning_spot.session import coordinator
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest
@@ -271,3 +276,30 @@ def test_a_draining_server_leaves_a_training_without_loss(
     assert training.wait(300.0) == 0, done.log
     done.check_states()
     assert (done.snapshots[0].step, done.snapshots[0].complete) == (60, True)
+
+
+# -- a server that ends by itself -------------------------------------------------------------------------------------
+
+
+def train_beside_a_server_that_leaves(root: Path) -> None:
+    """As ``train``, on two ranks; once rank 1 has connected to its server, that is gone."""
+    opened = coordinator.open_host
+
+    def leaves(location: Location, settings: Any) -> Host:
+        host = opened(location, settings)
+        if os.environ.get("LOCAL_RANK") == "1":
+            coordinator.open_host = opened
+            process = find_record(location.url).process()
+            assert process is not None
+            assert process.kill(30.0)
+        return host
+
+    coordinator.open_host = leaves
+    train(root)
+
+
+def test_a_rank_whose_server_leaves_as_it_begins_has_another_one(tmp_path: Path, warm_python: str) -> None:
+    """The server that an attempt has left ended just then, and the next attempt with it, on all ranks."""
+    outcome = run(warm_python, train_beside_a_server_that_leaves, tmp_path)
+    outcome.check_states()
+    assert outcome.final()
