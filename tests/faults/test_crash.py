@@ -347,7 +347,8 @@ def check_file(root: Path, told: dict[str, int]) -> None:
         steps = [step for step in range(1, 6) if image_of(step) == held]
         assert steps, "the file is not whole"
         assert steps[0] >= told.get("file", 0), "the file is too old"
-        if (noted := Manifest.from_json((store.root / file_of(1).manifest_path).read_bytes())).checksums:
+        commit = store.root / file_of(1).manifest_path
+        if commit.exists() and (noted := Manifest.from_json(commit.read_bytes())).checksums:
             noted.verify(memoryview(held), "durable")
     image = memoryview(image_of(9))
     store.put(file_of(9).sealed(image), image, attempt=1)
