@@ -249,22 +249,6 @@ def test_claims_fence_earlier_attempts(store: Store) -> None:
     put(store, 6, attempt=2)
 
 
-def test_a_claim_while_bytes_are_under_way_fences_their_manifest(store: Store) -> None:
-    manifest, data = snapshot(5, attempt=1)
-    store.claim(claim_of(1))
-
-    def parts() -> Iterator[memoryview]:
-        for start in range(0, len(data), 256):
-            if start == 512:
-                store.claim(claim_of(2))
-            yield memoryview(data)[start : start + 256]
-
-    with pytest.raises(FencedError) as caught:
-        store.put_parts(replace(manifest, checksums=()), parts(), attempt=1)
-    assert caught.value.current == 2
-    assert store.survey().manifests == []
-
-
 def test_of_two_claims_of_a_number_the_first_holds(store: Store) -> None:
     mine, other = claim_of(2, token="mine"), claim_of(2, token="other")
     store.claim(mine)
