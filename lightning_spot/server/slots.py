@@ -651,7 +651,9 @@ def _wanted(group: Group, groups: Sequence[Group], tiers: Tiers) -> Sequence[str
     if group.is_here:
         is_newest = not any(each.is_here and each.persist and each.manifest.exact for each in newer)
         return storage if manifest.exact and is_newest else ()
-    return [url for url in storage if not any(each.slots[0].seen.get(url) is Mark.SAFE for each in newer)]
+    # What a server brings there, it has all of, though the slots of other writers here may be reused by now.
+    mine = [url for url in storage if url not in tiers.carried]
+    return [url for url in mine if not any(each.slots[0].seen.get(url) is Mark.SAFE for each in newer)]
 
 
 def reusable(views: Iterable[View], now_s: float) -> list[Slot]:

@@ -162,6 +162,15 @@ def test_a_failure_is_not_owed_where_a_server_brings_it(slots: Slots) -> None:
     assert slots.owed(Tiers((SERVER, STORAGE))) == {1: [STORAGE]}  # no server brings it any more
 
 
+def test_half_a_superseded_one_is_not_owed_where_a_server_brings_it(slots: Slots) -> None:
+    """Its other slot was reused: the half waited for storage to have a newer one, and training for all such slots."""
+    slots.add(1, 0)
+    slots.committed(1)
+    slots.add(2, 0, 1)
+    assert slots.owed(Tiers((SERVER,), (STORAGE,)))[1] == []
+    assert slots.owed(Tiers((SERVER, STORAGE)))[1] == [STORAGE]  # other hosts bring theirs
+
+
 def test_an_incomplete_snapshot_gives_way_after_an_hour(slots: Slots) -> None:
     slots.add(1, 0, at_s=100.0)
     slots.now_s = 100.0 + ORPHANED_S
