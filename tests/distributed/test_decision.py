@@ -41,7 +41,7 @@ class Writer:
         self.committed: Any = None
         self.dropped = 0
         self.destinations: list[str] = []
-        host = SimpleNamespace(destinations=lambda: self.destinations)
+        host = SimpleNamespace(kept_at=lambda: self.destinations)
         self.link = SimpleNamespace(ask=lambda question, _: question(host))
         self.layouter = SimpleNamespace(why_alone="")
 

@@ -18,7 +18,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_spot.client.remote import ServerStore
-from lightning_spot.client.stores import open_store
+from lightning_spot.client.stores import open_tier
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.run import reading
 from lightning_spot.run.export import NotExportedError, exported, import_snapshot
@@ -225,14 +225,14 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rank_of_this_thread() == 2, "the first rank of the other host opens for it"
         return LocalStore(url + "-of-another-host")
 
-    monkeypatch.setattr(selection, "open_store", open_store)
+    monkeypatch.setattr(selection, "open_tier", open_store)
 
 
 @pytest.mark.usefixtures("two_hosts")
 def test_a_host_that_sees_the_tier_reads_there(
     run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "open_store", lambda url: LocalStore(url))
+    monkeypatch.setattr(selection, "open_tier", lambda url: LocalStore(url))
     assert [found[1]["step"] for found in restored(run, 4)] == [6] * 4
     assert fetched == [run.url, run.url]
 
@@ -250,7 +250,7 @@ def test_a_host_to_which_no_tier_gives_it_is_an_error_on_all(run: LocalStore, mo
 def test_each_host_reads_a_sharded_snapshot_once_from_a_server(
     run: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "open_store", open_store)
+    monkeypatch.setattr(selection, "open_tier", open_tier)
     plain, content = snapshot(9, nbytes=4_000_000, part_bytes=1 << 20)
     manifest = replace(
         plain, files=(FileSpan("__0_0.distcp", 0, 2_048_000), FileSpan("__1_0.distcp", 2_048_000, 1_952_000))
@@ -262,7 +262,8 @@ def test_each_host_reads_a_sharded_snapshot_once_from_a_server(
 
         def look(location: Location) -> Survey:
             source = StoreSource(at, proxy.url)
-            return replace(survey(location), answers=[(source, source.survey())])
+            found = survey(location)
+            return replace(found, answers=[(source, source.survey()), *found.answers])
 
         def load(image: memoryview, found: Manifest) -> dict[str, Any]:
             return {"same": bytes(image) == content and found.files == manifest.files}

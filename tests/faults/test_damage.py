@@ -411,7 +411,7 @@ def test_what_a_server_lists_is_right_or_one_error(monkeypatch: pytest.MonkeyPat
         said.append(wrong)
         with contextlib.suppress(ServerUnreachableError):
             for item in ServerStore("spot://127.0.0.1:1/run").listing():
-                assert all(isinstance(url, str) for url in [*item.dirty, *item.safe])
+                assert all(isinstance(url, str) for url in [*item.owed, *item.safe])
 
 
 @pytest.mark.parametrize(

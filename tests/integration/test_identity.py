@@ -230,7 +230,7 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
 def test_an_unreadable_tier_leaves_a_gap_and_is_claimed_later(tmp_path: Path) -> None:
     path = tmp_path / "run-1"
     train(path, 7)
-    found = replace(survey(Location.of(str(path), local_server=False)), durable=None, claim=None, answers=[])
+    found = replace(survey(Location.of(str(path), local_server=False)), claim=None, answers=[])
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
     info, is_claimed = begin_attempt(
         found, host, keep=Keep(newest=2), min_upload_interval_s=0.0, compression="off", replicas=1

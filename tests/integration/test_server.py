@@ -296,7 +296,7 @@ def test_nobody_is_served_before_the_storage_was_tried(
 
     monkeypatch.setattr(program, "try_writing", tried)
     flags = ["--listen", f"127.0.0.1:{port}", "--memory-limit", "64MiB", "--storage", "s3://bucket"]
-    assert main(flags) == 2
+    assert main(["serve", *flags]) == 2
     assert answers == []
     assert "access denied" in capsys.readouterr().err
 

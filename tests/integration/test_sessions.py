@@ -33,6 +33,7 @@ from lightning_spot.http import program
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.server.snapshot_server import SnapshotServer
+from lightning_spot.server.uploads import UploadState
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from tests.support.said import said_about
@@ -209,7 +210,7 @@ def test_a_snapshot_sealed_by_a_trainer_just_killed_counts(tmp_path: Path) -> No
     server = SnapshotServer(slots=2, memory_bytes=2**26, open_store=open_store, allow=None)
     with served(server, path=tmp_path / "http"):
         server.open_run(info_of(str(tmp_path / "run"), 1))
-        upload = server.lease("run", 1, NBYTES)
+        upload = server.uploads.lease("run", 1, NBYTES)
         with upload.slot.view(NBYTES) as view:
             view[:] = image_of(1, NBYTES)
         body = json.dumps({"manifest": manifest_of(1, 1, NBYTES).to_dict(), "pad": "x" * 300_000}).encode()
@@ -217,7 +218,7 @@ def test_a_snapshot_sealed_by_a_trainer_just_killed_counts(tmp_path: Path) -> No
         with socket.socket(socket.AF_UNIX) as trainer:
             trainer.connect(str(tmp_path / "http"))
             trainer.sendall(head.encode() + body)
-        until(lambda: server.committed("run"), "the snapshot to count")
+        until(lambda: server.ring.contents(server.registry.key("run")), "the snapshot to count")
 
 
 # -- a server that does not answer -------------------------------------------------------------------------------------
@@ -452,7 +453,7 @@ def test_a_draining_server_waits_for_no_killed_sender(tmp_path: Path, monkeypatc
         with socket.socketpair()[0] as stream, server.uploads.streaming(connected, stream):
             server.uploads.expire(-1.0)
             assert list(server.uploads) == [connected.id]
-        assert killed.ended
+        assert killed.state is UploadState.ABORTED
         left, took_s = asyncio.run(drain())
     finally:
         server.close()

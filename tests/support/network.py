@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import pytest
 
@@ -19,6 +21,10 @@ from tests.support.link import Link
 from tests.support.waiting import until
 
 TOKEN = "secret-of-several-hosts"
+
+T = TypeVar("T")
+
+_CLONE_NEWNET = 0x40000000
 
 
 class Network:
@@ -110,6 +116,19 @@ class Network:
             if started.poll() is None and started.pid in there:
                 started.wait()
         self._machines[host] += 1
+
+    def there(self, host: str, do: Callable[[], T]) -> T:
+        """Do something on that host within this process: connections and threads that are made then are there."""
+        libc, own = ctypes.CDLL(None, use_errno=True), Path("/run/netns") / self._namespace(host)
+
+        def enter() -> T:
+            with open(own) as namespace:
+                if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "this thread cannot go there")
+            return do()
+
+        with ThreadPoolExecutor(1) as thread:  # which ends there
+            return thread.submit(enter).result()
 
     def processes(self, host: str) -> list[int]:
         """That run there."""

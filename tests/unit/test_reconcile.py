@@ -394,7 +394,7 @@ def test_the_first_server_uploads_whichever_is_asked_first() -> None:
     assert servers.uploader is second
 
 
-def test_a_server_that_fails_three_times_in_a_row_is_lost_for_a_moment() -> None:
+def test_a_server_that_fails_three_times_is_lost_for_a_moment() -> None:
     servers = Situation(["run live servers=a", "server a used uploads asked=995"]).servers
     (server,) = servers.all
     for failures in (1, 2, 3):

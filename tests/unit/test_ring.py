@@ -349,7 +349,7 @@ def test_ranks_follow_to_the_identity_that_came_first(bench: Bench) -> None:
     """Of two starts on two hosts, the second takes the run of the first: its other ranks were refused."""
     told = {"location": "file:///run", "token": "one"}
     for session in ("rank 0", "rank 1"):
-        bench.server.begin_session(session)
+        bench.server.registry.begin_session(session)
     bench.open(attempt=1, run_id=OTHER_ID, session="rank 0", **told)
     bench.open(attempt=2, session="rank 0", **told)
     bench.open(attempt=2, session="rank 1", **told)

@@ -100,7 +100,7 @@ def test_ranks_look_at_one_copy_of_a_slot_that_is_used_again(
 
     def look(location: Any) -> Survey:
         found = survey(location)
-        found.answers = [(MemorySource("", RUN), Holdings([sealed], {}, 1))]
+        found.answers = [(MemorySource("", RUN), Holdings([sealed], {}, 1)), *found.answers]
         return found
 
     found = restored(LocalStore(str(tmp_path / "run")), 4, look=look)
