@@ -162,7 +162,7 @@ def test_a_failure_is_not_owed_where_a_server_brings_it(slots: Slots) -> None:
     assert slots.owed(Tiers((SERVER, STORAGE))) == {1: [STORAGE]}  # no server brings it any more
 
 
-def test_half_a_superseded_one_is_not_owed_where_servers_bring_it(slots: Slots) -> None:
+def test_half_a_superseded_one_is_not_owed_if_servers_bring_it(slots: Slots) -> None:
     """Its other slot was reused: the half waited for storage to have a newer one, and training for all such slots."""
     slots.add(1, 0)
     slots.committed(1)
