@@ -367,10 +367,9 @@ class Store(ABC):
         Raises:
             TierError: if it could not be read.
         """
-        with self._errors():  # one after the other: before an upload there is no manifest, and no more is asked
-            return self._noted(manifest) == manifest and self._sizes_of(manifest) == [
-                span.nbytes for span in manifest.spans
-            ]
+        with self._errors():
+            noted, sizes = self._all([lambda: self._noted(manifest), lambda: self._sizes_of(manifest)])
+        return bool(noted == manifest and sizes == [span.nbytes for span in manifest.spans])
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> Folder:
         """The folder of a snapshot, or that of claims.
@@ -541,9 +540,9 @@ class Store(ABC):
             FencedError: if a later attempt holds the run.
             TierError: if it could not be written. What was there before is there still.
         """
-        _, is_there = self._all([lambda: self._check_fences(manifest, attempt), lambda: self.has(manifest)])
         with self._errors():
-            if is_there and (self._checks_what_comes or self._has_the_bytes(manifest)):
+            _, noted = self._all([lambda: self._check_fences(manifest, attempt), lambda: self._noted(manifest)])
+            if noted == manifest and self.has(manifest) and (self._checks_what_comes or self._has_the_bytes(manifest)):
                 # A server that takes over from a killed one may not know that this was committed, and must not undo it.
                 # Its predecessor may have been killed before the names were durable.
                 self._settle(manifest.path_of(manifest.spans[0]), manifest.manifest_path, manifest.name)
