@@ -131,11 +131,10 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
     mine = _by_writer(each for each, _ in shards)
     folder = _folder(store, first.snapshot, first.run_id)
     found = look(store, first.snapshot, mine)
-    unnoted = {writer for writer, each in mine.items() if not _is_noted(found, each)}
-    if found.manifest is None and (unnoted or not _has_notes(found, mine)):
+    if found.manifest is None and not _has_notes(found, mine):
         check_fence(first.run_id, attempt, found.claimed)
         store.check_owner()
-        _write(folder, found, shards, unnoted)
+        _write(folder, found, shards, {writer for writer, each in mine.items() if not _is_noted(found, each)})
         found = look(store, first.snapshot, found.notes)
     if found.manifest is not None:
         if not all(contains(found.manifest, each) for each in mine.values()):
@@ -235,13 +234,12 @@ def _says(note: Manifest) -> tuple[object, ...]:
 
 def _has_notes(found: Look, notes: Mapping[int, Manifest]) -> bool:
     """Whether the notes of these shards are there, and their files."""
-    shards = [(note.shard, note) for note in notes.values() if note.shard is not None]
     sizes: dict[str, int] = {}
-    for _, note in shards:
+    for note in notes.values():
         for span in note.files:
             sizes[span.name] = sizes.get(span.name, 0) + span.nbytes
     is_whole = all(found.sizes.get(name, -1) >= nbytes for name, nbytes in sizes.items())
-    return is_whole and all(_note_name(of) in found.sizes for of, _ in shards)
+    return is_whole and all(_is_noted(found, note) for note in notes.values())
 
 
 def _write(folder: Folder, found: Look, shards: Sequence[Shard], writers: Set[int]) -> None:
