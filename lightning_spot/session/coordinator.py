@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.device import DeviceClock
@@ -53,6 +53,8 @@ from lightning_spot.state.sharded import is_sharded, split
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+T = TypeVar("T")
 
 _APART_S = 30.0  # between two that several places put to storage, where nothing else is asked for
 _COMMIT_S = 300.0  # until it is known whether an urgent one, or that of the end, is there
@@ -231,35 +233,36 @@ class Coordinator(OfTrainer):
 
     def _begin_attempt(self) -> Attempt:
         """On rank 0: begin the attempt."""
-        host, self._host = self._host, None
-        assert host is not None
+        found, look, schedule = self._resume.found, self._resume.trial(), self.schedule
+        assert found is not None
+        return self._at_ring(
+            lambda host: Attempt.begin(found, host, self._settings.ring, self._layouter, look, schedule)
+        )
+
+    def _open_ring(self, info: RunInfo) -> Host:
+        """On another rank than 0: open the ring that it writes into."""
+
+        def opened(host: Host) -> Host:
+            self._host = host  # until the attempt has it
+            host.open_run(info)
+            return host
+
+        return self._at_ring(opened)
+
+    def _at_ring(self, use: Callable[[Host], T]) -> T:
+        """Use the ring of this host; if its server is lost meanwhile (one that was left ends by itself), a new one."""
+        host, self._host = self._host or open_host(self._location, self._settings.ring), None
         try:
-            return self._attempt_at(host)
-        except ServerUnreachableError as error:  # the tiers were asked since it was opened
+            return use(host)
+        except ServerUnreachableError as error:
+            self.let_go()
             if not self._location.has_local_server:
                 raise
             text = "the snapshot server on this host is lost ({error}). A new one is started"
             say(logging.WARNING, "local-server-lost", text, url=self._location.url, error=error)
-            attempt = self._attempt_at(open_host(self._location, self._settings.ring))
-            recovered("local-server-lost", "a snapshot server runs on this host again")
-            return attempt
-
-    def _attempt_at(self, host: Host) -> Attempt:
-        found, look, schedule = self._resume.found, self._resume.trial(), self.schedule
-        assert found is not None
-        return Attempt.begin(found, host, self._settings.ring, self._layouter, look, schedule)
-
-    def _open_ring(self, info: RunInfo, *, again: bool = True) -> Host:
-        """On another rank than 0: open the ring that it writes into."""
-        self._host = open_host(self._location, self._settings.ring)
-        try:
-            self._host.open_run(info)
-        except ServerUnreachableError:  # one that the attempt before has left ends by itself, perhaps just now
-            self.let_go()
-            if not again or not self._location.has_local_server:
-                raise
-            return self._open_ring(info, again=False)
-        return self._host
+        used = use(open_host(self._location, self._settings.ring))
+        recovered("local-server-lost", "a snapshot server runs on this host again")
+        return used
 
     def _join(self, info: RunInfo, lineage: str) -> None:
         """Write shards from now on, on another rank than 0 in an attempt of its own, which :meth:`finish` ends."""
