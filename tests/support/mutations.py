@@ -316,8 +316,8 @@ claim read back | store.store | ownership::a_claim_is_created_exclusively_where_
 +                existing = claim
 # an attempt that was overtaken writes over the one that goes on
 fence before put | store.store | fences::without_an_owner_the_number_counts[local-put] & fences::nothing_is_changed_for_who_was_overtaken[kept-later-put-what-is-there]
--[lambda: self._check_fences(manifest, attempt), lambda: self.has(manifest)]
-+[lambda: None, lambda: self.has(manifest)]
+-[lambda: self._check_fences(manifest, attempt), lambda: self._noted(manifest)]
++[lambda: None, lambda: self._noted(manifest)]
 fence before put of parts | store.store | fences::without_an_owner_the_number_counts[local-put-in-parts] & fences::without_an_owner_the_number_counts[kept-put-in-parts]
 -        self._check_fences(manifest, attempt)
 -        return
