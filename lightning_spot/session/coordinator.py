@@ -47,8 +47,8 @@ from lightning_spot.session.topology import Topology, check_storage
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.state.dump import KEY, Dump, gather
 from lightning_spot.state.logged_values import LoggedNumbers
-from lightning_spot.state.own_parameters import average_now_and_then
 from lightning_spot.state.per_trainer import OfTrainer
+from lightning_spot.state.replicas import average_now_and_then
 from lightning_spot.state.sharded import is_sharded, split
 
 if TYPE_CHECKING:

@@ -43,11 +43,10 @@ from lightning_spot.session.topology import place_of
 from lightning_spot.sharded.reader import changed
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.state import builtin_callbacks, compat, loops, namespaces
-from lightning_spot.state.checkpoint import OF_DATA, OF_MODEL, held
 from lightning_spot.state.compare import shown
 from lightning_spot.state.dump import KEY
 from lightning_spot.state.fit_state import FitState
-from lightning_spot.state.loadability import Trial, check_resumable, put_in_own_objects
+from lightning_spot.state.loadability import OF_DATA, OF_MODEL, Trial, check_resumable, held, put_in_own_objects
 from lightning_spot.state.per_trainer import OfTrainer
 from lightning_spot.state.sharded import is_sharded
 

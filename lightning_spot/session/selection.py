@@ -32,9 +32,8 @@ from lightning_spot.sharded.metadata import REST_FILE
 from lightning_spot.sharded.plan import EXTRA
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Image
-from lightning_spot.state.dump import KEY, read_checkpoint, with_ranks
+from lightning_spot.state.dump import KEY, read_checkpoint, states_in_files, with_ranks
 from lightning_spot.state.loadability import check_resumable
-from lightning_spot.state.rank_states import states_in_files
 from lightning_spot.state.sharded import is_sharded, put_back
 from lightning_spot.store.store import Progress
 from lightning_spot.trees import leaves

@@ -51,10 +51,7 @@ class Buffers:
 
     def note_changed(self, module: torch.nn.Module, before: Marks) -> None:
         """Count as changed, too, what differs from how they were before training began."""
-        self._note_changed(self._values(module), before)
-
-    def _note_changed(self, buffers: Values, before: Marks) -> None:
-        self._changed |= {name for name, mark in _marks(buffers).items() if before.get(name) != mark}
+        self._changed |= _differing(self._values(module), before)
 
     def capture(self, module: torch.nn.Module, *, is_first: bool) -> Values:
         """Copies of the non-persistent ones that changed, and of all others where the rank is not the first.
@@ -64,7 +61,7 @@ class Buffers:
             is_first: whether this is the first rank.
         """
         buffers = self._values(module)
-        self._note_changed(buffers, self._first)
+        self._changed |= _differing(buffers, self._first)
         for name, part in self._norms:  # torch does not count what it writes to their statistics
             if part.training:
                 self._changed |= {f"{name}.running_mean", f"{name}.running_var"} & buffers.keys()
@@ -147,6 +144,10 @@ def _marks(buffers: Values) -> Marks:
     return {name: (storage_address(buffer), _writes_of(buffer)) for name, buffer in buffers.items()}
 
 
+def _differing(buffers: Values, before: Marks) -> set[str]:
+    return {name for name, mark in _marks(buffers).items() if before.get(name) != mark}
+
+
 def _writes_of(buffer: torch.Tensor) -> object:
     """Torch's count of the writes. It does not count those to values of sparse and nested tensors: no two are alike."""
     return compat.writes_of(buffer) if buffer.layout is torch.strided and not buffer.is_nested else object()
@@ -186,25 +187,28 @@ def _as(value: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     return value.to(present.dtype) if value.is_floating_point() else value
 
 
-def differing(module: torch.nn.Module, values: Values) -> dict[str, tuple[torch.Tensor, bool]]:
-    """Those that the module does not have any more, and of each whether it was only rounded.
+def put_loaded(module: torch.nn.Module, values: Values) -> list[str]:
+    """Write those again that the module does not have any more; the names of those that were not only rounded.
 
     Lightning converts a module to half precision after it has loaded a checkpoint; what the module keeps in full
     precision all the same is rounded on the way.
     """
-    present = _all(module)
-    kept = {name: value for name, value in values.items() if name in present and _form(present[name]) == _form(value)}
-    return {
-        name: (value, any(_is_equal(present[name], value.to(kind).to(value.dtype)) for kind in _ROUNDED))
-        for name, value in kept.items()
-        if not _is_equal(present[name], value)
-    }
+    present, written = _all(module), []
+    for name, value in values.items():
+        here = present.get(name)
+        if here is None or _form(here) != _form(value) or _is_equal(here, value):
+            continue
+        if not any(_is_equal(here, value.to(kind).to(value.dtype)) for kind in _ROUNDED):
+            written.append(name)
+        write(here, value)
+    _keep_kinds(module, values)
+    return sorted(written)
 
 
-def keep_kinds(module: torch.nn.Module, values: Values) -> None:
+def _keep_kinds(module: torch.nn.Module, values: Values) -> None:
     """Have buffers be of the dtype that they had, in a module whose parameters are, too."""
-    kinds = {name: parameter.dtype for name, parameter in module.named_parameters() if name in values}
-    if any(kind != values[name].dtype for name, kind in kinds.items()):
+    parameters = module.named_parameters()
+    if any(name in values and each.dtype != values[name].dtype for name, each in parameters):
         return  # the user has chosen another precision
     for name, buffer in _there(dict(module.named_buffers())).items():
         value = values.get(name, buffer)

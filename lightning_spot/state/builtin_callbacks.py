@@ -1,6 +1,6 @@
 """Callbacks that Lightning ships, where their ``state_dict`` is not all that a resume in mid-epoch needs.
 
-Each has a function that captures and one that puts back; ``state_parts`` lists them. Read from Lightning 2.6.
+Each has a function that captures and one that puts back; ``fit_state`` lists them. Read from Lightning 2.6.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -106,9 +106,8 @@ class Name:
             value = self.of(owner) if owner is not None else None
         except Exception as error:  # whatever a Lightning of other days makes of it
             return f"{type(error).__name__}: {error}"
-        if owner is not None and not isinstance(value, self.kind):
-            return f"{type(owner).__name__}.{self.name} is of type {type(value).__name__} here"
-        return None
+        is_right = owner is None or isinstance(value, self.kind)
+        return None if is_right else f"{type(owner).__name__}.{self.name} is of type {type(value).__name__} here"
 
 
 def problems(trainer: pl.Trainer) -> dict[str, str]:
@@ -163,20 +162,14 @@ class Switches:
         say(logging.WARNING, "part-off", text, about=part, only_rank_zero=True, without=without, reason=reason)
 
 
+_fit_loop = attrgetter("fit_loop")
+_epoch_loop = attrgetter("fit_loop.epoch_loop")
+_val_loop = attrgetter("fit_loop.epoch_loop.val_loop")
+_module = attrgetter("lightning_module")
+
+
 def _trainer(trainer: pl.Trainer) -> Any:
     return trainer
-
-
-def _fit_loop(trainer: pl.Trainer) -> Any:
-    return trainer.fit_loop
-
-
-def _epoch_loop(trainer: pl.Trainer) -> Any:
-    return trainer.fit_loop.epoch_loop
-
-
-def _val_loop(trainer: pl.Trainer) -> Any:
-    return trainer.fit_loop.epoch_loop.val_loop
 
 
 def _first(home: str, *names: str) -> Callable[[pl.Trainer], Any]:
@@ -194,14 +187,8 @@ def _ddp(trainer: pl.Trainer) -> Any:
     return trainer.model if hasattr(trainer.model, "reducer") else None
 
 
-@cache
-def _metric() -> Any:
+def _metric(_: pl.Trainer) -> Any:
     return MeanMetric()
-
-
-@cache
-def _loader() -> Any:
-    return DataLoader(TensorDataset(torch.zeros(1)))
 
 
 def _of_results(trainer: pl.Trainer) -> Any:
@@ -243,7 +230,7 @@ BATCHES_THAT_STEPPED = Name(LOGGERS, "_batches_that_stepped", _epoch_loop, int)
 
 # -- loaders ----------------------------------------------------------------------------------------------------------
 
-PROCESS_DATALOADER = Name(LOADERS, "process_dataloader", lambda t: t.strategy, Callable)
+PROCESS_DATALOADER = Name(LOADERS, "process_dataloader", attrgetter("strategy"), Callable)
 COMBINED_LOADER = Name(LOADERS, "_combined_loader", _fit_loop)
 VAL_COMBINED_LOADER = Name(LOADERS, "_combined_loader", _val_loop)
 DATA_FETCHER = Name(LOADERS, "_data_fetcher", _fit_loop)
@@ -253,7 +240,7 @@ LOADER_STATES = Name(LOADERS, "_combined_loader_states_to_load", _fit_loop, list
 DATA_SOURCE = Name(REQUESTS, "_data_source", _fit_loop)
 REQUEST_LOADER = Name(REQUESTS, "dataloader", lambda t: DATA_SOURCE.of(_fit_loop(t)), Callable)
 EPOCH_PROGRESS = Name(REQUESTS, "epoch_progress", _fit_loop)
-WORKERS_ITERATOR = Name(WORKERS, "_iterator", lambda _: _loader())
+WORKERS_ITERATOR = Name(WORKERS, "_iterator", lambda _: DataLoader(TensorDataset(torch.zeros(1))))
 
 # -- logged values and metrics ----------------------------------------------------------------------------------------
 
@@ -266,21 +253,21 @@ RESULTS = Name(LOGGED, "_results", _epoch_loop, dict)
 METADATA = Name(LOGGED, "_Metadata", _of_results, type)
 SYNC = Name(LOGGED, "_Sync", _of_results, type)
 RESULT_METRIC = Name(LOGGED, "_ResultMetric", _of_results, type)
-DEFAULTS = Name(METRICS, "_defaults", lambda _: _metric(), dict)
-UPDATE_COUNT = Name(METRICS, "_update_count", lambda _: _metric(), int)
-FORWARD_CACHE = Name(METRICS, "_forward_cache", lambda _: _metric())
-COMPUTED = Name(METRICS, "_computed", lambda _: _metric())
+DEFAULTS = Name(METRICS, "_defaults", _metric, dict)
+UPDATE_COUNT = Name(METRICS, "_update_count", _metric, int)
+FORWARD_CACHE = Name(METRICS, "_forward_cache", _metric)
+COMPUTED = Name(METRICS, "_computed", _metric)
 SHOULD_SYNC = "_should"  # of a _Sync, which has it as an argument
 
 # -- modules and DDP --------------------------------------------------------------------------------------------------
 
-NON_PERSISTENT = Name(HOOKED, "_non_persistent_buffers_set", lambda t: t.lightning_module, set)
-PARAMETERS = Name(HOOKED, "_parameters", lambda t: t.lightning_module, dict)
-BUFFERS = Name(HOOKED, "_buffers", lambda t: t.lightning_module, dict)
+NON_PERSISTENT = Name(HOOKED, "_non_persistent_buffers_set", _module, set)
+PARAMETERS = Name(HOOKED, "_parameters", _module, dict)
+BUFFERS = Name(HOOKED, "_buffers", _module, dict)
 COMM_HOOKS = Name(BUCKETS, "_comm_hooks", _ddp)
 REDUCER = Name(BUCKETS, "reducer", _ddp)
 SHARES_BUFFERS = Name(SHARING, "require_forward_param_sync", _ddp, bool)
-TOGGLED = Name(TOGGLES, "_param_requires_grad_state", lambda t: t.lightning_module, dict)
+TOGGLED = Name(TOGGLES, "_param_requires_grad_state", _module, dict)
 
 COMPOSABLE = "__composable_api_state_key_"
 """How the names of attributes begin in which torch keeps, at a module, what FSDP2 and its like do with it."""

@@ -1,23 +1,33 @@
-"""A checkpoint of Lightning with the exact state beside it: what becomes a snapshot, and how it is read."""
+"""A checkpoint of Lightning with the exact state beside it: what becomes a snapshot, and how it is read.
+
+Rank 0's exact state is in the checkpoint as values, others' are in files of their own. A checkpoint in one file that no
+snapshot holds (a user's, or one of an earlier version) has the others' as bytes: a tensor with a file of
+``torch.save``. Whoever reads it gets values in place of them.
+"""
 
 from __future__ import annotations
 
 import copy
+import io
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from lightning_spot.capture.tensors import Noted, tensors_in
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
+from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.snapshot.safe_load import safe_load
-from lightning_spot.state.rank_states import State, packed, share_of, unpacked
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+State = dict[str, Any]
 
 KEY = "lightning_spot"
 """Key of the exact state in a checkpoint."""
@@ -25,6 +35,7 @@ KEY = "lightning_spot"
 VERSION = 6
 """Of the exact state's form; that of the version before is read, too, see :func:`in_present_form`."""
 
+_LENGTH_BYTES = 8
 _KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
 
 
@@ -212,3 +223,84 @@ def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any]) -> Any:
     if isinstance(exact, dict) and isinstance(exact.get("ranks"), list):
         exact["ranks"] = unpacked(exact["ranks"], read)
     return checkpoint
+
+
+# -- the states of ranks: of rank 0 as values in the checkpoint, of others in files of their own, or as bytes in it ---
+
+
+def packed(state: State) -> torch.Tensor:
+    """A rank's state as bytes, for a checkpoint in one file."""
+    buffer = io.BytesIO()
+    buffer.write(bytes(_LENGTH_BYTES))
+    torch.save(state, buffer)
+    data = buffer.getbuffer()
+    data[:_LENGTH_BYTES] = (len(data) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def unpacked(states: list[Any], read: Callable[[IO[bytes]], Any]) -> list[Any]:
+    """The states as values; what is none of ours stays as it is.
+
+    Args:
+        states: of all ranks, as they were read.
+        read: reads a file of ``torch.save``.
+    """
+    return [read(io.BytesIO(_content(state))) if _is_packed(state) else state for state in states]
+
+
+def _is_packed(state: Any) -> bool:
+    return isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.device.type == "cpu"
+
+
+def _content(state: torch.Tensor) -> bytes:
+    data = state.numpy().tobytes()
+    nbytes = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return data[_LENGTH_BYTES : _LENGTH_BYTES + nbytes]
+
+
+def states_in_files(trainer: pl.Trainer, shared: State, read: Callable[[str], memoryview]) -> list[State]:
+    """The states of the ranks of a snapshot, as far as this rank needs them; others are empty.
+
+    Args:
+        trainer: that goes on.
+        shared: what the snapshot has for all ranks; those of some may be in it.
+        read: a file of the snapshot, by its name.
+    """
+    known, size = shared.get("ranks") or [], shared["world_size"]
+    wanted = (0, trainer.global_rank) if are_these(shared, trainer) else range(size)
+    return [*known, *(load_state(read(state_file(rank))) if rank in wanted else {} for rank in range(len(known), size))]
+
+
+# -- shares of the data: as many as ranks, or fewer, where ranks of tensor parallelism see the same batches ------------
+
+_known: WeakKeyDictionary[Any, tuple[Any, tuple[int, int]]] = WeakKeyDictionary()
+"""Of strategies: their mesh, and the share by it."""
+
+
+def share_of(trainer: pl.Trainer) -> tuple[int, int]:
+    """Which share of the data this rank has, and of how many: ranks of tensor parallelism have the same."""
+    mesh = None
+    with suppress(RuntimeError):  # before it is set up, a strategy raises this
+        mesh = getattr(trainer.strategy, "device_mesh", None)
+    if mesh is None:
+        return _share(trainer)
+    known = _known.get(trainer.strategy)
+    if known is None or known[0] is not mesh:  # to cut its part out of a mesh takes longer than all that goes with it
+        known = _known[trainer.strategy] = (mesh, _share(trainer))
+    return known[1]
+
+
+def _share(trainer: pl.Trainer) -> tuple[int, int]:
+    data = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # a single device has none
+    return (data["rank"], data["num_replicas"]) if data else (trainer.global_rank, trainer.world_size)
+
+
+def are_these(shared: dict[str, Any], trainer: pl.Trainer) -> bool:
+    """Whether the ranks of a snapshot are those of a trainer: as many, with as many shares of the data.
+
+    Args:
+        shared: the exact state of the snapshot.
+        trainer: that goes on from it.
+    """
+    shares = share_of(trainer)[1]
+    return bool(shared["world_size"] == trainer.world_size and shared.get("shares", shares) == shares)

@@ -1,23 +1,35 @@
-"""The exact state of one trainer's ``fit``: followed from ``setup`` on, captured with a snapshot, put back in a resume.
+"""The exact state of one trainer's ``fit``, on one rank: followed from ``setup``, captured with snapshots, put back.
 
-``state_parts`` lists what there is to it, and at which stage of a resume each part is put back.
+Generators, the position in the data, metric states, means of ``self.log(on_epoch=True)``, logged values, buffers that
+are in no ``state_dict``, gradients in mid-accumulation, what hooks and callbacks changed: what Lightning leaves out of
+a checkpoint and an exact resume needs, as one flat table (:data:`PARTS`). Read from Lightning 2.6;
+``tests/integration/test_exact.py`` and ``tests/integration/test_exact_table.py`` guard it.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_spot.capture.tensors import copies_of, local_of
 from lightning_spot.config import format_names
 from lightning_spot.patches import Patches
 from lightning_spot.say import say
-from lightning_spot.state import buffers, builtin_callbacks, compat, loggers, loops
-from lightning_spot.state.checkpoint import checkpoint_of, checkpoint_through_save, leave_out_callbacks
+from lightning_spot.state import buffers, builtin_callbacks, compat, logged_values, loggers, loops
+from lightning_spot.state.builtin_callbacks import (
+    capture_checkpoints,
+    capture_found,
+    capture_modules,
+    restore_checkpoints,
+    restore_modules,
+)
 from lightning_spot.state.dataloader import (
     DataResume,
     Positioned,
@@ -26,88 +38,137 @@ from lightning_spot.state.dataloader import (
     why_not_exact,
     why_workers_are_not_exact,
 )
-from lightning_spot.state.dump import KEY, VERSION, Dump, in_present_form, read_checkpoint, with_ranks
+from lightning_spot.state.dump import (
+    KEY,
+    VERSION,
+    Dump,
+    are_these,
+    in_present_form,
+    read_checkpoint,
+    share_of,
+    with_ranks,
+)
 from lightning_spot.state.elastic import OtherRanks
-from lightning_spot.state.loadability import follow_named
+from lightning_spot.state.loadability import follow_named, leave_out_callbacks
 from lightning_spot.state.loaders import Loaders
+from lightning_spot.state.logged_values import (
+    capture_last,
+    capture_results,
+    is_in_epoch,
+    restore_in_epoch,
+    restore_last,
+    restore_results,
+)
 from lightning_spot.state.loops import StepBoundaries, is_tuning
-from lightning_spot.state.module_state import PreTrainingEffects, UntrackedAttributes
-from lightning_spot.state.optimizers import FixedSteps, keep_dtypes, names_of, precise_of
-from lightning_spot.state.own_parameters import what_is_rank_0s
+from lightning_spot.state.module_state import ModuleState, PreTrainingEffects, UntrackedAttributes
+from lightning_spot.state.optimizers import FixedSteps, keep_dtypes, names_of, precise_of, restore_toggled, toggled
 from lightning_spot.state.per_trainer import OfTrainer, PerTrainer
-from lightning_spot.state.randomness import State, restore_random
-from lightning_spot.state.rank_states import are_these, share_of
-from lightning_spot.state.sharded import is_sharded
-from lightning_spot.state.state_parts import Stage, StateParts
+from lightning_spot.state.randomness import State, capture_random, restore_random
+from lightning_spot.state.replicas import GradientOrder, restore_sharing, shares_buffers, what_is_rank_0s
+from lightning_spot.state.sharded import checkpoint_of, checkpoint_through_save, gradient_like, is_sharded
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+class Stage(enum.Enum):
+    """When parts of a rank's state are put back. Each loader asks for its position by itself, as its epoch begins.
+
+    Attributes:
+        LOAD: Lightning has loaded the checkpoint; it has not asked for loaders yet, nor whether there is more to train.
+        TRAIN_START: all hooks at the start of training are done, which a resumed run calls, too.
+        FIRST_BATCH: the first step comes next, or the validation that the run was stopped in front of.
+        UNTRAINED: ``fit`` ends, and training has not begun since the run was complete: a further fit may follow.
+        END: ``fit`` ends, and no step was taken: the program goes on as after training.
+    """
+
+    LOAD = enum.auto()
+    TRAIN_START = enum.auto()
+    FIRST_BATCH = enum.auto()
+    UNTRAINED = enum.auto()
+    END = enum.auto()
+
+
 class FitState(PerTrainer):
-    """The exact state of one trainer's ``fit``, on this rank. One for each trainer: see :meth:`of`.
+    """The exact state of one trainer's ``fit``, on this rank. One for each fit: see :meth:`of`.
 
     Attributes:
         data_resume: how a resumed epoch gets to its place in the data.
+        switches: which parts can do their work.
+        buffers: of the module.
+        hooked: what hooks change.
         once: is told when the sanity check begins and ends.
         fixed_steps: is told when the states of schedulers are loaded.
+        gradient_order: in which DDP's gradients become ready.
+        loaders: of the fit; ``None`` where they are not followed, as in one that takes no snapshots.
+        modules: all modules in that of the trainer, with their names, when a capture began.
+        at_end: whether what is captured is that of a run at its end, outside any epoch.
+        has_begun: whether training has.
+        patches: that are undone when the fit is over.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.data_resume: DataResume = "auto"
-        self._patches = Patches()
-        self._is_attached = False
-        self._callbacks: list[pl.Callback] = []
-        self._renew()
-
-    def _renew(self) -> None:
-        self._parts = parts = StateParts(self._trainer)
-        self.once = PreTrainingEffects(self._trainer, parts.switches, parts.hooked, parts.buffers)
+        self.switches = compat.Switches()
+        self.buffers = buffers.Buffers()
+        self.hooked = ModuleState()
+        self.once = PreTrainingEffects(trainer, self.switches, self.hooked, self.buffers)
         self.fixed_steps = FixedSteps()
+        self.gradient_order = GradientOrder()
+        self.loaders: Loaders | None = None
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.at_end = self.has_begun = False
+        self.patches = Patches()
         self._untracked = UntrackedAttributes()
-        self._restoring = Restoring(self._trainer, parts)
-        self._has_begun = False
+        self._restoring = Restoring(self)
+        self._callbacks: list[pl.Callback] = []
+        self._is_attached = False
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer that fits."""
+        return self._trainer
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """Its module."""
+        return self._trainer.lightning_module
 
     def attach(self) -> None:
         """Follow the training loaders, from ``setup`` on. A second call does nothing."""
         if self._is_attached:
             return
         self._is_attached = True
-        run = self._parts.switches.run
-        self._parts.switches.probe(self._trainer)
-        run(compat.HOOKED, lambda: self._parts.hooked.note_limits(self._trainer))
+        trainer, run = self._trainer, self.switches.run
+        self.switches.probe(trainer)
+        run(compat.HOOKED, lambda: self.hooked.note_limits(trainer))
         run(compat.LOADERS, self._follow_loaders)
-        self.once.follow_tuners(self._patches)
-        follow_named(self._trainer, self._patches)
-        self._callbacks = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
+        self.once.follow_tuners(self.patches)
+        follow_named(trainer, self.patches)
+        self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
         # After on_train_start of all callbacks and of the module, which are called again in a resumed run.
-        self._patches.wrap(self._trainer.strategy, "on_train_start", partial(partial, self._after_train_start))
-        seams = StepBoundaries.of(self._trainer)
+        self.patches.wrap(trainer.strategy, "on_train_start", partial(partial, self._after_train_start))
+        seams = StepBoundaries.of(trainer)
         seams.is_on = self.can(compat.BOUNDARIES)
-        seams.add(self)
-        self._patches.callback(seams.remove, self)
+        seams.add(self._restoring)
+        self.patches.callback(seams.remove, self._restoring)
 
     def _follow_loaders(self) -> None:
-        restoring = self._restoring
-        paused = self.once.paused
-        positions = restoring.position_for, restoring.has_positions
-        loaders = Loaders(self._trainer, *positions, restoring.before_step, lambda: self.data_resume, paused)
-        self._patches.callback(loaders.end)
-        self._parts.loaders = loaders
-        self._parts.switches.run(compat.REQUESTS, loaders.follow_requests)
+        positions = self._restoring.position_for, self._restoring.has_positions, self._restoring.before_step
+        self.loaders = Loaders(self._trainer, *positions, lambda: self.data_resume, self.once.paused)
+        self.patches.callback(self.loaders.end)
+        self.switches.run(compat.REQUESTS, self.loaders.follow_requests)
 
     def can(self, part: str) -> bool:
         """Whether a part of :mod:`~lightning_spot.state.compat` can do its work; from :meth:`attach` on."""
-        return self._parts.switches.is_on(part)
+        return self.switches.is_on(part)
 
     def detach(self) -> None:
-        """Let the trainer go. A second call does nothing."""
-        self._patches.close()
-        self._is_attached = False
-        self._parts.gradient_order.end()
-        self._restoring.end()
-        self._renew()
+        """Let the trainer go: another ``fit`` has a state of its own. A second call does nothing."""
+        self.patches.close()
+        self.gradient_order.end()
+        self.forget()
 
     def _after_train_start(self, on_train_start: Callable[[], None]) -> None:
         on_train_start()
@@ -116,30 +177,32 @@ class FitState(PerTrainer):
 
     def _begin(self) -> None:
         """When training begins: give it what no later place would, and note how everything is. Once for each fit."""
-        if self._has_begun:
+        if self.has_begun:
             return
-        self._has_begun = True
-        trainer, parts, restoring, run = self._trainer, self._parts, self._restoring, self._parts.switches.run
-        run(compat.LOGGERS, lambda: loggers.keep_whole(trainer, self._patches))
-        run(compat.HOOKED, lambda: parts.hooked.begin(trainer))
+        self.has_begun = True
+        trainer, restoring, run = self._trainer, self._restoring, self.switches.run
+        run(compat.LOGGERS, lambda: loggers.keep_whole(trainer, self.patches))
+        run(compat.HOOKED, lambda: self.hooked.begin(trainer))
         restoring.begin()
         due = restoring.due
         self.fixed_steps.check(trainer)
-        parts.buffers.begin(parts.module)
-        run(compat.BUCKETS, lambda: parts.gradient_order.begin(trainer, due.get("gradient_order", [])))
+        self.buffers.begin(self.module)
+        run(compat.BUCKETS, lambda: self.gradient_order.begin(trainer, due.get("gradient_order", [])))
         run(compat.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
-        parts.hooked.lost.update(restoring.lost)
-        reasons = why_loaders_are_not_exact(parts.loaders) if parts.loaders is not None else []
-        made = buffers.made_in_training(parts.module, due.get("buffers", {}))
-        anew = [
-            *builtin_callbacks.what_begins_anew(trainer),
-            *self._untracked.begin_anew([*restoring.lost, *made]),
-            *what_is_rank_0s(trainer),
-            *parts.hooked.what_is_apart(),
-        ]
-        clock, alone = builtin_callbacks.what_goes_by_the_clock, builtin_callbacks.what_lightning_alone_keeps
-        found = [*reasons, *clock(trainer), *alone(trainer), *(anew if due else [])]
-        say_not_exact([*restoring.findings, *restoring.what_has_other_data(), *found])
+        self.hooked.lost.update(restoring.lost)
+        found = [*restoring.findings, *restoring.what_has_other_data()]
+        if self.loaders is not None:
+            found += [reason for loader in self.loaders.training for reason in why_not_exact(loader)]
+            found += [reason for loader in self.loaders.validation for reason in why_workers_are_not_exact(loader)]
+        found += builtin_callbacks.what_goes_by_the_clock(trainer)
+        found += builtin_callbacks.what_lightning_alone_keeps(trainer)
+        if due:
+            made = buffers.made_in_training(self.module, due.get("buffers", {}))
+            found += builtin_callbacks.what_begins_anew(trainer)
+            found += self._untracked.begin_anew([*restoring.lost, *made])
+            found += what_is_rank_0s(trainer)
+            found += self.hooked.what_is_apart()
+        say_not_exact(found)
         restoring.go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------
@@ -151,33 +214,78 @@ class FitState(PerTrainer):
             before_validation: whether a validation follows the step.
             at_end: whether the run has come to its end, outside any epoch.
         """
-        trainer, parts, run = self._trainer, self._parts, self._parts.switches.run
-        parts.gradient_order.stepped(trainer)
+        trainer, run = self._trainer, self.switches.run
+        self.gradient_order.stepped(trainer)
         # It calls the user's hooks, and ranks that share an optimizer's state wait for each other in it.
         checkpoint = run(compat.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
         checkpoint = checkpoint or checkpoint_through_save(trainer)
-        self._say_left_out(leave_out_callbacks(checkpoint))
+        leave_out_callbacks(checkpoint)
         added = run("skipped batches", lambda: loops.even_out(checkpoint)) or {}
         mark = loops.mark_before_validation
         total = run(compat.PROGRESS, lambda: mark(checkpoint)) if before_validation else None
-        places = loggers.places_of
+        places = partial(loggers.places_of, trainer, before_validation=before_validation, at_end=at_end)
         return Dump(
             checkpoint=checkpoint,
-            state={**self._parts.capture(at_end=at_end), "added": added},
+            state={**self.capture(at_end=at_end), "added": added},
             validation_progress=total,
-            loggers=run(compat.LOGGERS, lambda: places(trainer, before_validation=before_validation, at_end=at_end))
-            or [],
+            loggers=run(compat.LOGGERS, places) or [],
             untracked=run(compat.HOOKED, lambda: self._untracked.names(trainer)) or [],
-            lost=sorted(parts.hooked.lost),
+            lost=sorted(self.hooked.lost),
         )
 
-    def _say_left_out(self, names: list[str]) -> None:
-        if names:
+    def capture(self, *, at_end: bool = False) -> State:
+        """The state of this rank, as values of its own that load with ``weights_only=True``.
+
+        Args:
+            at_end: whether the run has come to its end, outside any epoch.
+        """
+        self.at_end, self.modules = at_end, list(self.module.named_modules())
+        return {part.name: self._run(part, partial(part.capture, self)) for part in PARTS}
+
+    def _run(self, part: StatePart, do: Callable[[], Any]) -> Any:
+        return self.switches.run(part.requires, do) if part.requires is not None else do()
+
+    def random(self) -> State:
+        """Generators of the process and of the device."""
+        return capture_random(self._trainer.strategy.root_device)
+
+    def positions(self) -> list[State | None]:
+        """Where training loaders are."""
+        return self.loaders.positions(at_end=self.at_end) if self.loaders is not None else []
+
+    def around_loaders(self) -> State | None:
+        """What else belongs to loaders."""
+        return self.loaders.capture() if self.loaders is not None else None
+
+    def metrics(self) -> State:
+        """States of metrics in the module."""
+        return logged_values.metrics_of(self.modules)
+
+    def changed_buffers(self) -> State:
+        """Buffers that the checkpoint lacks."""
+        return self.buffers.capture(self.module, is_first=self._trainer.is_global_zero)
+
+    def gradients(self) -> State:
+        """Copies of those on which the next step may build: it adds to them while the snapshot is copied."""
+        if self.at_end or not self._has_live_gradients():
+            return {}
+        named = self.module.named_parameters()
+        present = {name: local_of(parameter.grad.detach()) for name, parameter in named if parameter.grad is not None}
+        copies = copies_of(present)
+        if any(copies[name].device != present[name].device for name in present):
             text = (
-                "hyperparameters that hold callbacks are not in snapshots: {about}. No resume needs them. Leave them"
-                " out with save_hyperparameters(ignore=[...])."
+                "the GPU of rank {about} has no memory for copies of gradients. Training waits for their copies to the"
+                " host. Call zero_grad() after step(): then there are none."
             )
-            say(logging.WARNING, "hyperparameters-left-out", text, about=", ".join(names), only_rank_zero=True)
+            say(logging.WARNING, "no-gradient-copies", text, about=self._trainer.global_rank)
+        return copies
+
+    def _has_live_gradients(self) -> bool:
+        """Whether the next step may build on gradients: in mid-accumulation, or where only the user knows."""
+        if not self.module.automatic_optimization:
+            return True
+        loop = self._trainer.fit_loop.epoch_loop
+        return self.switches.run(compat.PROGRESS, lambda: bool(compat.SHOULD_ACCUMULATE.of(loop)())) is not False
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
@@ -192,28 +300,131 @@ class FitState(PerTrainer):
             with_ranks(checkpoint, read_checkpoint)  # a file that the user named was read by Lightning
             self._restoring.load(checkpoint, of_another_run=of_another_run)
 
+    def restore(self, stage: Stage, values: State) -> None:
+        """Put back what :meth:`capture` found, as far as it belongs to a stage.
+
+        Args:
+            stage: that has come.
+            values: of this rank.
+        """
+        for part in PARTS:
+            restore, saved = part.restore.get(stage), values.get(part.name)
+            if restore is not None and saved is not None:
+                self._run(part, partial(restore, self, saved))
+
+    def restore_gradients(self, saved: State) -> None:
+        """Give parameters the gradients that they had."""
+        parameters = dict(self.module.named_parameters())
+        for name, value in saved.items():
+            if name in parameters:
+                parameters[name].grad = gradient_like(parameters[name], value)
+
     def end_untrained(self) -> None:
         """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""
         self._restoring.end_untrained()
-        if not self._has_begun:
+        if not self.has_begun:
             say_not_exact(self._restoring.findings)
 
-    def before_validation(self, trainer: pl.Trainer) -> None:
-        """Of a run resumed in front of a validation: put back what that needs."""
-        self._restoring.before_validation()
 
-    def after_batch(self, trainer: pl.Trainer) -> None:
-        """Of a run whose loaders could not be positioned: what else was saved is put back after its first batch."""
-        self._restoring.go_on()
-        self._parts.gradient_order.stepped(trainer)
+Capture = Callable[[FitState], Any]
+Restore = Callable[[FitState, Any], object]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One part of a rank's state.
+
+    Attributes:
+        name: its key there.
+        requires: the part of :mod:`~lightning_spot.state.compat` that it is off without, or what to call it where it
+            fails; ``None`` for one that needs no private name, and whose failure is one of the snapshot.
+        capture: returns it as values that load with ``weights_only=True``; ``None`` if there is none.
+        restore: puts that back, at each of its stages.
+    """
+
+    name: str
+    requires: str | None
+    capture: Capture
+    restore: Mapping[Stage, Restore] = field(default_factory=dict)
+
+
+def _of(function: Callable[[pl.Trainer], Any]) -> Capture:
+    return lambda fit: function(fit.trainer)
+
+
+def _to(function: Callable[[pl.Trainer, Any], object], *stages: Stage) -> Mapping[Stage, Restore]:
+    return dict.fromkeys(stages, lambda fit, saved: function(fit.trainer, saved))
+
+
+def _to_loaders(function: Callable[[Loaders, Any], object]) -> Restore:
+    return lambda fit, saved: function(fit.loaders, saved) if fit.loaders is not None else None
+
+
+def _restore_random(trainer: pl.Trainer, saved: State) -> None:
+    restore_random(saved, trainer.strategy.root_device)
+
+
+def _restore_metrics(trainer: pl.Trainer, saved: State) -> None:
+    logged_values.restore_metrics(trainer.lightning_module.named_modules(), saved)
+
+
+def _restore_stop(trainer: pl.Trainer, saved: bool) -> None:
+    trainer.should_stop = saved
+
+
+def _restore_buffers(fit: FitState, saved: State) -> None:
+    fit.buffers.restore(fit.module, saved)
+
+
+_AROUND_LOADERS = {
+    Stage.LOAD: _to_loaders(Loaders.resume),
+    Stage.TRAIN_START: _to_loaders(Loaders.restore),
+    Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),
+}
+_HOOKED: Mapping[Stage, Restore] = {
+    Stage.LOAD: lambda fit, saved: fit.hooked.restore_limits(fit.trainer, saved),
+    Stage.TRAIN_START: lambda fit, saved: fit.hooked.restore(fit.trainer, saved),
+    Stage.FIRST_BATCH: lambda fit, saved: fit.hooked.restore_generators(fit.trainer, saved),
+    Stage.UNTRAINED: lambda fit, saved: fit.hooked.restore(fit.trainer, saved),
+}
+
+PARTS = (
+    # Before a step, generators are set last of all: see Restoring.
+    StatePart("random", None, FitState.random, _to(_restore_random, Stage.END)),
+    StatePart("loaders", compat.LOADERS, FitState.positions),
+    StatePart("around_loaders", compat.LOADERS, FitState.around_loaders, _AROUND_LOADERS),
+    StatePart("metrics", compat.METRICS, FitState.metrics, _to(_restore_metrics, Stage.FIRST_BATCH)),
+    StatePart("logged", compat.LOGGED, _of(capture_last), _to(restore_last, Stage.FIRST_BATCH, Stage.END)),
+    StatePart("results", compat.LOGGED, _of(capture_results), _to(restore_results, Stage.FIRST_BATCH)),
+    StatePart("in_epoch", compat.LOGGED, _of(is_in_epoch), _to(restore_in_epoch, Stage.FIRST_BATCH)),
+    StatePart(
+        "checkpoints",
+        "ModelCheckpoint's last score",
+        _of(capture_checkpoints),
+        _to(restore_checkpoints, Stage.TRAIN_START),
+    ),
+    StatePart(
+        "modules", "metrics and averages of callbacks", _of(capture_modules), _to(restore_modules, Stage.TRAIN_START)
+    ),
+    StatePart("found", "what the tuners found", _of(capture_found)),  # see rest_tuners
+    StatePart("should_stop", None, lambda fit: fit.trainer.should_stop, _to(_restore_stop, Stage.FIRST_BATCH)),
+    StatePart(
+        "buffers", None, FitState.changed_buffers, dict.fromkeys((Stage.FIRST_BATCH, Stage.END), _restore_buffers)
+    ),
+    StatePart("shared_buffers", compat.SHARING, _of(shares_buffers), _to(restore_sharing, Stage.FIRST_BATCH)),
+    StatePart("hooked", compat.HOOKED, lambda fit: fit.hooked.capture(fit.trainer, fit.modules), _HOOKED),
+    StatePart("toggled", compat.TOGGLES, _of(toggled), _to(restore_toggled, Stage.TRAIN_START, Stage.UNTRAINED)),
+    StatePart("gradients", None, FitState.gradients, {Stage.FIRST_BATCH: FitState.restore_gradients}),
+    StatePart("gradient_order", None, lambda fit: fit.gradient_order.saved()),
+)
+"""All parts, in the order in which they are captured, and put back within a stage."""
 
 
 class Restoring(OfTrainer):
     """Puts the exact state of a checkpoint back in one ``fit``. Without a checkpoint, nothing here does anything.
 
     Args:
-        trainer: that fits.
-        parts: of its state.
+        fit: what is put back.
 
     Attributes:
         untracked: names of attributes that the training before had changed, and that do not come back.
@@ -221,18 +432,16 @@ class Restoring(OfTrainer):
         findings: what is known not to be exact before training begins.
     """
 
-    def __init__(self, trainer: pl.Trainer, parts: StateParts) -> None:
-        super().__init__(trainer)
+    def __init__(self, fit: FitState) -> None:
+        super().__init__(fit.trainer)
         self.untracked: list[str] = []
         self.lost: list[str] = []
         self.findings: list[str] = []
-        self._parts = parts
-        self._run = parts.switches.run
-        self._patches = Patches()
+        self._fit, self._run = fit, fit.switches.run
         self._values: State | None = None  # until the first step
         self._steps_are_over = False  # whether the run was to take no more of them
-        self._has_begun = self._waits_for_begin = False
-        self._positions: State | None = None
+        self._waits_for_begin = False
+        self._places: list[State | None] | None = None  # of the training loaders of the snapshot
         self._random: State | None = None
         self._val_total: dict[str, int] | None = None
         self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
@@ -252,7 +461,7 @@ class Restoring(OfTrainer):
         shared = in_present_form(shared)
         is_known = shared["version"] == VERSION
         found = shared["ranks"][0]["found"] if is_known else {}
-        self._run(compat.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._patches))
+        self._run(compat.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._fit.patches))
         if not is_known:
             self.findings.append(
                 f"the exact state of the snapshot has version {shared['version']}, and this lightning_spot writes"
@@ -261,12 +470,13 @@ class Restoring(OfTrainer):
             )
             return
         warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
-        self._values = self._positions = values = self._of_this_rank(shared)
+        self._values = values = self._of_this_rank(shared)
+        self._places = values["loaders"]
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
-        if (loaders := self._parts.loaders) is not None:
+        if (loaders := self._fit.loaders) is not None:
             self._run(compat.LOADERS, loaders.ask_again)
-        self._parts.restore(Stage.LOAD, values)
+        self._fit.restore(Stage.LOAD, values)
         is_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
         is_over |= trainer.max_epochs is not None and 0 <= trainer.max_epochs <= checkpoint["epoch"]
         continued = partial(loggers.continue_in, of_another_run=of_another_run, is_over=is_over)
@@ -281,7 +491,8 @@ class Restoring(OfTrainer):
         if states := precise_of(checkpoint):
             self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
         self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))
-        self._run(compat.PROGRESS, lambda: self._enter_stopped(checkpoint))
+        stopped = partial(self._enter_stopped, checkpoint, should_stop=values["should_stop"])
+        self._run(compat.PROGRESS, stopped)
 
     def _of_this_rank(self, shared: State) -> State:
         trainer, ranks = self._trainer, shared["ranks"]
@@ -293,12 +504,11 @@ class Restoring(OfTrainer):
     def begin(self) -> None:
         """When training begins: what no later place would put back."""
         trainer, values = self._trainer, self._values
-        self._has_begun = True
         if values is None:
             return
         self._run(compat.PROGRESS, lambda: loops.forget_validations(trainer))
         self._restore_overwritten()
-        self._parts.restore(Stage.TRAIN_START, values)
+        self._fit.restore(Stage.TRAIN_START, values)
         if self._others is not None:
             self._go_on_from(self._others, values)
         if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
@@ -306,12 +516,8 @@ class Restoring(OfTrainer):
 
     def _restore_overwritten(self) -> None:
         """Put back what hooks at the start have written over."""
-        module, loaded, self._loaded = self._trainer.lightning_module, self._loaded, {}
-        lost = buffers.differing(module, loaded)
-        written = sorted(name for name, (_, is_rounded) in lost.items() if not is_rounded)
-        buffers.put(module, {name: value for name, (value, _) in lost.items()})
-        buffers.keep_kinds(module, loaded)
-        if written:
+        loaded, self._loaded = self._loaded, {}
+        if written := buffers.put_loaded(self._fit.module, loaded):
             text = (
                 "hooks at the start of training overwrote restored values of {about}. Those of the snapshot are put"
                 " back. Initialise weights in __init__ or configure_model."
@@ -326,7 +532,7 @@ class Restoring(OfTrainer):
             dtypes: that the weights had then, by name.
         """
         trainer, once = self._trainer, Patches()
-        self._patches.push(once)
+        self._fit.patches.push(once)
 
         def load_optimizer_state_dict(load: Callable[[Mapping[str, Any]], None], checkpoint: Mapping[str, Any]) -> None:
             once.close()
@@ -336,10 +542,6 @@ class Restoring(OfTrainer):
                 keep_dtypes(optimizer, state, lambda parameter: dtypes.get(names.get(id(parameter), "")))
 
         once.wrap(trainer.strategy, "load_optimizer_state_dict", partial(partial, load_optimizer_state_dict))
-
-    def end(self) -> None:
-        """Let the strategy and the loops go."""
-        self._patches.close()
 
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: its epoch has more batches now, or less."""
@@ -354,7 +556,7 @@ class Restoring(OfTrainer):
         # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
         is_place = is_over or bool(done and others.is_between_batches)
         if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
-            self._val_total = self._run(compat.PROGRESS, lambda: loops.validate_first(trainer, self._patches))
+            self._val_total = self._run(compat.PROGRESS, lambda: loops.validate_first(trainer, self._fit.patches))
         say(logging.INFO, "ranks-changed", "{about}", about=others.line(trainer), only_rank_zero=True)
         self.findings += others.reasons
 
@@ -372,22 +574,16 @@ class Restoring(OfTrainer):
             restore_random(values["random"], self._trainer.strategy.root_device)
             self.go_on()
 
-    def _enter_stopped(self, checkpoint: dict[str, Any]) -> None:
+    def _enter_stopped(self, checkpoint: dict[str, Any], *, should_stop: bool) -> None:
         """Of a run that takes no more steps: have Lightning come to the end of its epoch."""
-        values, validates = self._values, self._val_total is not None
-        if values is None or not self._steps_are_over or not loops.is_in_epoch(checkpoint):
-            return
-        loops.enter_epoch(self._trainer, self._patches, validates=validates, should_stop=values["should_stop"])
+        validates = self._val_total is not None
+        if self._steps_are_over and loops.is_in_epoch(checkpoint):
+            loops.enter_epoch(self._trainer, self._fit.patches, validates=validates, should_stop=should_stop)
 
     @property
     def _followers(self) -> list[Positioned]:
         """Of the training loaders that there are."""
-        return self._parts.loaders.training if self._parts.loaders is not None else []
-
-    @property
-    def _places(self) -> list[State | None] | None:
-        """Where the training loaders of the snapshot were; ``None`` if that is not known."""
-        return self._positions["loaders"] if self._positions is not None else None
+        return self._fit.loaders.training if self._fit.loaders is not None else []
 
     def position_for(self, follower: Positioned) -> State | None:
         """Position at which a loader begins its epoch: the saved one for the first epoch after a resume."""
@@ -419,17 +615,22 @@ class Restoring(OfTrainer):
         """
         if self._val_total is not None:
             return False  # see before_validation
-        if not (has_batch or self._has_begun):
+        if not (has_batch or self._fit.has_begun):
             # Of a loader without a length, Lightning asks for a batch before it looks where in its epoch it is.
             self._waits_for_begin = True
             return False
         return self._go_on_with_random()
 
-    def before_validation(self) -> None:
+    def before_validation(self, trainer: pl.Trainer) -> None:
         """Of a run stopped in front of a validation: that validation draws the numbers it would have drawn."""
         if self._val_total is not None:
             self._go_on_with_random()
             self._count_validations()
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """Of a run whose loaders could not be positioned: what else was saved is put back after its first batch."""
+        self.go_on()
+        self._fit.gradient_order.stepped(trainer)
 
     def _validates(self, *, should_stop: bool) -> bool:
         """Whether a run stopped in front of a validation begins with it: it may have been told to validate no more."""
@@ -457,7 +658,7 @@ class Restoring(OfTrainer):
             return
         trainer = self._trainer
         self._run("skipped batches", lambda: loops.restore(trainer, values["added"]))
-        self._parts.restore(Stage.FIRST_BATCH, values)
+        self._fit.restore(Stage.FIRST_BATCH, values)
         # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
         # the metrics. Here they are.
         self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))
@@ -471,13 +672,7 @@ class Restoring(OfTrainer):
         values = self._values
         if values is None:
             return
-        if not self._has_begun:
-            self._parts.restore(Stage.UNTRAINED, values)
-        self._parts.restore(Stage.END, values)
+        if not self._fit.has_begun:
+            self._fit.restore(Stage.UNTRAINED, values)
+        self._fit.restore(Stage.END, values)
         self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))
-
-
-def why_loaders_are_not_exact(loaders: Loaders) -> list[str]:
-    """What of the loaders does not come back to where it was; of those for validation, what their workers draw."""
-    reasons = [reason for loader in loaders.training for reason in why_not_exact(loader)]
-    return reasons + [reason for loader in loaders.validation for reason in why_workers_are_not_exact(loader)]

@@ -1,6 +1,7 @@
 """Whether a resume could read what a snapshot holds: checked on a resume, and tried on the first snapshot.
 
 A checkpoint that the user named, ``fit(ckpt_path=)``, is read as a resume reads a snapshot, foreign objects and all.
+Hyperparameters are in one as far as they can be pickled.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any
@@ -23,11 +24,10 @@ from lightning_spot.patches import Patches
 from lightning_spot.say import say
 from lightning_spot.snapshot.layout import Layout
 from lightning_spot.snapshot.safe_load import ADVICE, Placeholder, kind_of, placeholders_in, safe_load
-from lightning_spot.state.checkpoint import OF_DATA, OF_MODEL, as_saved
-from lightning_spot.state.dump import KEY, read_checkpoint
-from lightning_spot.state.rank_states import states_in_files
+from lightning_spot.state import namespaces
+from lightning_spot.state.dump import KEY, read_checkpoint, states_in_files
 from lightning_spot.store.fsspec_client import forget_listings
-from lightning_spot.trees import at, walk
+from lightning_spot.trees import at, leaves, walk
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -238,3 +238,42 @@ def follow_named(trainer: pl.Trainer, patches: Patches) -> None:
         return checkpoint
 
     patches.wrap(trainer.strategy, "load_checkpoint", partial(partial, load_checkpoint))
+
+
+# -- hyperparameters: a dictionary, or omegaconf's configuration, which may leave values open ------------------------
+
+OF_MODEL, OF_DATA = "hyper_parameters", "datamodule_hyper_parameters"
+"""Their names in a checkpoint."""
+
+
+def leave_out_callbacks(checkpoint: dict[str, Any]) -> None:
+    """Take hyperparameters out that hold a callback: it holds the trainer, and nothing of that can be pickled."""
+    kinds = (*namespaces.classes("callbacks", "Callback"), *namespaces.classes("", "Trainer"))
+    names: list[str] = []
+    for key in (OF_MODEL, OF_DATA):
+        values = dict(held(checkpoint.get(key) or {}))
+        left_out = [name for name, value in values.items() if next(leaves(value, kinds), None) is not None]
+        if left_out:
+            checkpoint[key] = {name: value for name, value in values.items() if name not in left_out}
+            names += left_out
+    if names:
+        text = (
+            "hyperparameters that hold callbacks are not in snapshots: {about}. No resume needs them. Leave them"
+            " out with save_hyperparameters(ignore=[...])."
+        )
+        say(logging.WARNING, "hyperparameters-left-out", text, about=", ".join(names), only_rank_zero=True)
+
+
+def held(value: Mapping[Any, Any] | Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each key or index with its value, ``None`` for one that cannot be had: a configuration may leave some open."""
+    for key in value if isinstance(value, Mapping) else range(len(value)):
+        try:
+            item = value[key]
+        except Exception:  # of omegaconf, or a class of the user's
+            item = None
+        yield key, item
+
+
+def as_saved(hyperparameters: Any) -> Any:
+    """What Lightning puts into a checkpoint for them: its own kind of dictionary as a plain one, others as they are."""
+    return dict(hyperparameters) if isinstance(hyperparameters, dict) else hyperparameters

@@ -40,3 +40,7 @@ class PerTrainer(OfTrainer):
         if trainer not in cls._all:
             cls._all[trainer] = cls(trainer)
         return cls._all[trainer]  # type: ignore[no-any-return] # see __init_subclass__
+
+    def forget(self) -> None:
+        """Have the trainer get another one."""
+        self._all.pop(self._trainer, None)

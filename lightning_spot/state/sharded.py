@@ -25,7 +25,7 @@ from lightning_spot.sharded.reader import ImageReader, changed, load, load_all
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.snapshot.tensor_index import ShardedTensor
-from lightning_spot.state import namespaces
+from lightning_spot.state import compat, namespaces
 from lightning_spot.state.dump import KEY
 from lightning_spot.state.optimizers import clean, keep_dtypes, names_of
 
@@ -58,10 +58,6 @@ class Dtensors:
         """The name of one of an optimizer's parameters."""
         return self._names[id(parameter)]
 
-    def outside(self) -> set[int]:
-        """Identities of the parameters of which each rank has all."""
-        return {id(one) for one in self._module.parameters() if not isinstance(one, DTensor)}
-
     def model_state(self) -> State:
         """The live state of the model: its own tensors, since to detach a DTensor takes 0.1 ms."""
         state = {clean(name): value for name, value in self._module.state_dict(keep_vars=True).items()}
@@ -84,10 +80,6 @@ class Dtensors:
                 " of its parameters. Keep it in param_groups"
             ) from None
         return {_STATE: state, _GROUPS: groups}
-
-    def to_load(self) -> State:
-        """The model's state, whose tensors are to be given their values."""
-        return get_model_state_dict(self._module)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> dict[int, State]:
         """The saved state of an optimizer, as this rank has it, by the numbers of its parameters."""
@@ -125,6 +117,24 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
         yield
 
 
+def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What Lightning would save; of a sharded strategy, with the live tensors."""
+    with live_states(trainer):
+        checkpoint: dict[str, Any] = compat.DUMP_CHECKPOINT.of(compat.DUMPING_CONNECTOR.of(trainer))(False)
+    return checkpoint
+
+
+def checkpoint_through_save(trainer: pl.Trainer) -> dict[str, Any]:
+    """The same by public names only."""
+    caught: dict[str, Any] = {}
+    with Patches() as patches, live_states(trainer):
+        patches.wrap(
+            trainer.strategy, "save_checkpoint", lambda _: lambda checkpoint, *_, **__: caught.update(checkpoint)
+        )
+        trainer.save_checkpoint("snapshot.ckpt", weights_only=False)
+    return caught
+
+
 def split(checkpoint: dict[str, Any]) -> tuple[State, dict[str, Any]]:
     """What of a checkpoint is in shards, by the keys of Lightning's sharded checkpoints, and the rest.
 
@@ -152,21 +162,21 @@ def put_back(trainer: pl.Trainer, image: Image, manifest: Manifest, extra: State
         ModelChangedError: if it is the snapshot of another model.
     """
     reader = ImageReader(image, manifest)
-    holder = holder_of(trainer)
-    model = holder.to_load()
+    holder, module = holder_of(trainer), trainer.strategy.model
+    assert module is not None  # it is set up
+    model = get_model_state_dict(module)
     own = {name for name in model if is_extra(name)}
     if own != extra.keys():
         raise changed(reader.name, missing=sorted(own - extra.keys()), unexpected=sorted(extra.keys() - own))
     load({MODEL: {name: value for name, value in model.items() if name not in own}}, reader, whole=(MODEL,))
-    _set_extra(trainer.strategy.model, extra)
+    _set_extra(module, extra)
     for number, optimizer in enumerate(trainer.strategy.optimizers):
         _put_back_optimizer(holder, optimizer, reader, _key(number))
 
 
-def _set_extra(module: Module | None, extra: State) -> None:
+def _set_extra(module: Module, extra: State) -> None:
     """Give modules their extra state, as ``load_state_dict`` does."""
-    named = module.named_modules(remove_duplicate=False) if module is not None and extra else ()
-    for name, part in named:
+    for name, part in module.named_modules(remove_duplicate=False) if extra else ():
         key = f"{clean(name)}.{EXTRA_SUFFIX}".lstrip(".")
         if key in extra and type(part).set_extra_state is not Module.set_extra_state:
             part.set_extra_state(extra[key])

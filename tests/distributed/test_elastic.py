@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.state import logged_values
 from lightning_spot.state.dataloader import Positioned
+from lightning_spot.state.dump import are_these, share_of
 from lightning_spot.state.elastic import OtherRanks, random_of
 from lightning_spot.state.randomness import capture_random
-from lightning_spot.state.rank_states import are_these, share_of
 from tests.support.exact_cases import KillAt
 from tests.support.program import run
 from tests.support.said import said

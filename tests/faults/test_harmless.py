@@ -58,7 +58,7 @@ WHERE = [
     "capture/writer:SnapshotWriter.copied",
     "capture/slot_pool:SlotPool.take",
     "state/dump:Dump._with",
-    "state/state_parts:StateParts.capture",
+    "state/fit_state:FitState.capture",
     "state/module_state:ModuleState.capture",
     "capture/schedule:GradientWatch.keep",
     "session/snapshotter:Pacing._learn",
@@ -160,20 +160,20 @@ def test_where_it_is_wished_so_an_error_of_ours_is_raised(tmp_path: Path) -> Non
 
 
 SHARED = [
-    (True, 0, "state/state_parts:StateParts.capture"),
+    (True, 0, "state/fit_state:FitState.capture"),
     (True, 0, "capture/writer:SnapshotWriter.begin"),
     (True, 1, "state/fit_state:FitState.dump"),
     (True, 1, "capture/writer:SnapshotWriter.begin"),
     (True, 1, "session/coordinator:Coordinator._content"),
-    (False, 0, "state/state_parts:StateParts.capture"),
-    (False, 1, "state/state_parts:StateParts.capture"),
+    (False, 0, "state/fit_state:FitState.capture"),
+    (False, 1, "state/fit_state:FitState.capture"),
 ]
 
 
 @pytest.mark.parametrize(
     ("local_server", "rank", "where"),
     [
-        (True, 1, "state/state_parts:StateParts.capture"),
+        (True, 1, "state/fit_state:FitState.capture"),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in SHARED),
     ],
 )

@@ -30,7 +30,7 @@ from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.snapshot.manifest import OWN_DIR, Manifest
-from lightning_spot.state.checkpoint import checkpoint_of
+from lightning_spot.state.sharded import checkpoint_of
 from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
 from tests.support.server import server_pid

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.state import loops, state_parts
+from lightning_spot.state import fit_state, loops
 from lightning_spot.state.loaders import Loaders
 from lightning_spot.state.module_state import ModuleState
 from tests.support import exact_models as m
@@ -27,8 +27,8 @@ PARTS = [
     (ModuleState, "capture", "what hooks changed"),
     (Loaders, "follow_requests", "requests for loaders"),
     (loops, "even_out", "skipped batches"),
-    (state_parts, "around_loaders", "the position in the data"),
-    (state_parts, "checkpoints", "ModelCheckpoint's last score"),
+    (fit_state, "around_loaders", "the position in the data"),
+    (fit_state, "checkpoints", "ModelCheckpoint's last score"),
 ]
 
 
@@ -39,9 +39,9 @@ def test_a_part_that_fails_is_off(
     def gone(*_: Any, **__: Any) -> None:
         raise AttributeError("'_FitLoop' object has no attribute '_renamed'")
 
-    if owner is state_parts:
-        parts = tuple(replace(part, capture=gone) if part.name == name else part for part in state_parts.PARTS)
-        monkeypatch.setattr(state_parts, "PARTS", parts)
+    if owner is fit_state:
+        parts = tuple(replace(part, capture=gone) if part.name == name else part for part in fit_state.PARTS)
+        monkeypatch.setattr(fit_state, "PARTS", parts)
     else:
         monkeypatch.setattr(owner, name, gone)
     case = Case(settings={"max_epochs": 2})

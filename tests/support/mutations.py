@@ -30,7 +30,7 @@ random of the device | state.fit_state | exact::the_generator_of_the_device_is_s
 +            restore_random(random)
 +        return
 # a program draws other numbers after a run that was complete
-random after a complete run | state.state_parts | fit::a_finished_run_is_as_after_training
+random after a complete run | state.fit_state | fit::a_finished_run_is_as_after_training
 -_to(_restore_random, Stage.END)
 +{}
 # a resumed run is another one: what a generator of the module draws
@@ -38,31 +38,31 @@ random of generators of the module | state.module_state | exact_table::equal_or_
 -        self._put(trainer, generators)
 +        pass
 # a resumed run is another one: its epoch begins anew
-loader position | state.state_parts | exact_table::equal_or_warned_of[max-steps]
+loader position | state.fit_state | exact_table::equal_or_warned_of[max-steps]
 -self.loaders.positions(at_end=self.at_end) if self.loaders is not None else []
 +[None for _ in self.loaders.positions(at_end=self.at_end)] if self.loaders is not None else []
 # a resumed run is another one: other loaders, at another epoch
-loaders around | state.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
--StateParts.around_loaders, _AROUND_LOADERS
+loaders around | state.fit_state | exact_table::equal_or_warned_of[reload-every-second-epoch]
+-FitState.around_loaders, _AROUND_LOADERS
 +lambda _: None, _AROUND_LOADERS
 # a resumed run is another one: its loaders are made with other numbers
-loaders asked for as they were | state.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
+loaders asked for as they were | state.fit_state | exact_table::equal_or_warned_of[reload-every-second-epoch]
 -    Stage.LOAD: _to_loaders(Loaders.resume),
 -
 +
 # a resumed run is another one: what loaders draw from of their own
-loaders own state | state.state_parts | exact_table::equal_or_warned_of[validation-with-own-generators]
+loaders own state | state.fit_state | exact_table::equal_or_warned_of[validation-with-own-generators]
 -    Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),
 -
 +
 # a resumed run is another one: reloads in other epochs
-loaders that have ended | state.state_parts | exact_table::equal_or_warned_of[reload-every-second-epoch]
+loaders that have ended | state.fit_state | exact_table::equal_or_warned_of[reload-every-second-epoch]
 -    Stage.TRAIN_START: _to_loaders(Loaders.restore),
 -
 +
 # a resumed run is another one: an epoch's metrics are those of its rest
-metrics | state.state_parts | exact_table::equal_or_warned_of[logging]
--compat.METRICS, StateParts.metrics,
+metrics | state.fit_state | exact_table::equal_or_warned_of[logging]
+-compat.METRICS, FitState.metrics,
 +compat.METRICS, lambda _: {},
 # a resumed run is another one: an epoch's means are those of its rest
 logged means | state.logged_values | exact_table::equal_or_warned_of[logging]
@@ -73,19 +73,19 @@ logged last | state.logged_values | fit::a_finished_run_is_as_after_training
 -        values.of(connector).update(saved[name])
 +        pass
 # means of an epoch are reset in its midst
-logged in the epoch | state.state_parts | exact_table::equal_or_warned_of[logging]
+logged in the epoch | state.fit_state | exact_table::equal_or_warned_of[logging]
 -, _to(restore_in_epoch, Stage.FIRST_BATCH)
 +
 # a resumed run is another one: a step of half its micro-batches
-gradients | state.state_parts | exact_table::equal_or_warned_of[manual]
--None, StateParts.gradients,
+gradients | state.fit_state | exact_table::equal_or_warned_of[manual]
+-None, FitState.gradients,
 +None, lambda _: {},
 # a resumed run is another one: buffers outside the state dict
-buffers | state.state_parts | exact_table::equal_or_warned_of[buffers-outside-the-state-dict]
--None, StateParts.changed_buffers,
+buffers | state.fit_state | exact_table::equal_or_warned_of[buffers-outside-the-state-dict]
+-None, FitState.changed_buffers,
 +None, lambda _: {},
 # a finished run forecasts from other buffers
-buffers of a complete run | state.state_parts | fit::a_finished_run_is_as_after_training
+buffers of a complete run | state.fit_state | fit::a_finished_run_is_as_after_training
 -(Stage.FIRST_BATCH, Stage.END), _restore_buffers
 +(Stage.FIRST_BATCH,), _restore_buffers
 # a resumed run is another one: what torch rounds as it loads
@@ -97,8 +97,8 @@ precise optimizers | state.fit_state | exact_table::equal_or_warned_of[precise-s
 -            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
 +            pass
 # a hook that initialises weights begins the training anew
-weights that hooks overwrite | state.fit_state | overwritten::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
--        buffers.put(module, {name: value for name, (value, _) in lost.items()})
+weights that hooks overwrite | state.buffers | overwritten::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
+-        write(here, value)
 +        pass
 # a curriculum begins anew in a resumed run
 values of objects in the data | state.own_state | loaders::changed_data_are_kept_or_named[mid-epoch-an object]
@@ -125,12 +125,12 @@ limits of the trainer | state.module_state | exact_table::a_limit_of_a_hook_retu
 -        limits = {name: saved["settings"][name] for name in names}
 +        limits = dict[str, int]()
 # a resumed run is another one: a toggled optimizer trains both
-optimizers' toggles | state.state_parts | exact_table::equal_or_warned_of[toggled-over-batches]
+optimizers' toggles | state.fit_state | exact_table::equal_or_warned_of[toggled-over-batches]
 -_of(toggled)
 +lambda _: {}
 # a run that was to stop goes on
-should_stop | state.state_parts | exact::a_run_that_has_taken_its_last_step_comes_to_its_end[should_stop-validation]
--lambda parts: parts.trainer.should_stop
+should_stop | state.fit_state | exact::a_run_that_has_taken_its_last_step_comes_to_its_end[should_stop-validation]
+-lambda fit: fit.trainer.should_stop
 +lambda _: False
 # a run that was stopped in front of a validation leaves it out
 progress before validation | state.fit_state | exact_table::equal_or_warned_of[sanity-check-whole]
@@ -141,11 +141,11 @@ restarting | state.fit_state | exact_table::equal_or_warned_of[plateau-of-the-ep
 -        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))
 +        pass
 # a resumed run is another one: averages and metrics of callbacks
-modules of callbacks | state.state_parts | exact_table::equal_or_warned_of[weight-averaging-ema]
+modules of callbacks | state.fit_state | exact_table::equal_or_warned_of[weight-averaging-ema]
 -, _to(restore_modules, Stage.TRAIN_START)
 +
 # a resumed run is another one: tuners look again
-what tuners found | state.state_parts | exact_table::equal_or_warned_of[batch-size-finder]
+what tuners found | state.fit_state | exact_table::equal_or_warned_of[batch-size-finder]
 -_of(capture_found)
 +lambda _: {}
 # a resumed run is another one: callbacks that must know it first
@@ -161,7 +161,7 @@ names of what does not come back | state.fit_state | exact_guards::changes_no_ch
 -run(compat.HOOKED, lambda: self._untracked.names(trainer)) or []
 +[]
 names of what is lost of modules | state.fit_state | exact_table::equal_or_warned_of[objects-of-the-module]
--lost=sorted(parts.hooked.lost),
+-lost=sorted(self.hooked.lost),
 +lost=[],
 # a snapshot that was said to be durable is lost with the machine's page cache
 fsync of files | store.posix | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]

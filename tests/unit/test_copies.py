@@ -11,8 +11,8 @@ import torch
 
 from lightning_spot.capture import tensors
 from lightning_spot.capture.tensors import copies_of
-from lightning_spot.state import state_parts
-from lightning_spot.state.state_parts import StateParts
+from lightning_spot.state import fit_state
+from lightning_spot.state.fit_state import FitState
 from tests.support.said import said_about
 
 GPU = torch.device("cuda:0")
@@ -107,16 +107,14 @@ def test_training_that_waits_for_its_gradients_says_so_once(
     module: Any = torch.nn.Linear(2, 2)
     module.automatic_optimization = False
     trainer: Any = Fake(lightning_module=module, global_rank=3, fit_loop=Fake(epoch_loop=None))
-    parts = StateParts(trainer)
+    parts = FitState(trainer)
     assert parts.gradients() == {}
     module(torch.ones(1, 2)).sum().backward()
     copies = parts.gradients()
     assert torch.equal(copies["weight"], cast(torch.Tensor, module.weight.grad))
     assert copies["weight"] is not module.weight.grad
     assert not caplog.records
-    monkeypatch.setattr(
-        state_parts, "copies_of", lambda found: {name: value.to("meta") for name, value in found.items()}
-    )
+    monkeypatch.setattr(fit_state, "copies_of", lambda found: {name: value.to("meta") for name, value in found.items()})
     for _ in range(3):
         parts.gradients()
     assert said_about(caplog, "no-gradient-copies") == ["3"]

@@ -11,7 +11,7 @@ import torch
 
 from lightning_spot.capture.layouts import RANGE_BYTES, plan_ranges, ranges_for, sample
 from lightning_spot.sharded.file_plan import state_file
-from lightning_spot.state.rank_states import packed, states_in_files, unpacked
+from lightning_spot.state.dump import packed, states_in_files, unpacked
 
 pytestmark = pytest.mark.guarantee("G10")
 PART = 64 * 1024

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_spot.state import state_parts
+from lightning_spot.state import fit_state
 from lightning_spot.state.compare import differences
 from lightning_spot.state.dump import VERSION, in_present_form
+from lightning_spot.state.fit_state import PARTS, FitState, Stage, StatePart
 from lightning_spot.state.randomness import capture_random, restore_random
-from lightning_spot.state.state_parts import PARTS, Stage, StatePart, StateParts
 
 
 class Trainer(SimpleNamespace):
@@ -41,8 +41,8 @@ def test_state_parts_are_restored_by_stage_in_table_order(trainer: Any, monkeypa
         )
 
     rows = part("a", 1, Stage.LOAD, Stage.END), part("b", False, Stage.LOAD), part("c", None, Stage.LOAD), part("d", 4)
-    monkeypatch.setattr(state_parts, "PARTS", rows)
-    parts = StateParts(trainer)
+    monkeypatch.setattr(fit_state, "PARTS", rows)
+    parts = FitState(trainer)
     saved = parts.capture(at_end=True)
     assert (saved, parts.at_end) == ({"a": 1, "b": False, "c": None, "d": 4}, True)
     for stage in Stage:
