@@ -29,7 +29,7 @@ from lightning_spot.session.ranks import is_requeued_by_slurm, requeue_slurm_job
 from lightning_spot.session.resume import Resume
 from lightning_spot.session.snapshotter import Snapshotter
 from lightning_spot.state import namespaces
-from lightning_spot.state.dump import Dump
+from lightning_spot.state.dump import Dump, gather
 from lightning_spot.state.fit_state import FitState
 from lightning_spot.state.loops import StepBoundary
 from lightning_spot.state.per_trainer import PerTrainer
@@ -385,7 +385,7 @@ def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: StepBoundary) -> No
         return
     path = _preempted(found)
     dump = FitState.of(trainer).dump(before_validation=seam is StepBoundary.BEFORE_VALIDATION)
-    trainer.strategy.save_checkpoint(dump.gathered(trainer), path)
+    trainer.strategy.save_checkpoint(dump.complete(trainer, gather(trainer, dump.state)), path)
     trainer.strategy.barrier("lightning_spot.preempted")
     forget_listings(str(found.dirpath))
     text = "step {step} is saved in {about}"

@@ -36,7 +36,7 @@ from lightning_spot.session.resume import Resume
 from lightning_spot.state import namespaces
 from lightning_spot.state.dump import Dump
 from lightning_spot.state.fit_state import FitState
-from lightning_spot.state.logged_values import last_value, last_values
+from lightning_spot.state.logged_values import last_values
 from lightning_spot.state.loops import StepBoundaries, StepBoundary
 from lightning_spot.state.per_trainer import OfTrainer
 
@@ -174,7 +174,7 @@ class Pacing:
         if monitor is None:
             reading = self._readings.add(outputs, trainer.global_step)
         else:
-            reading = self._readings.read_at_times(lambda: last_value(trainer, monitor), trainer.global_step)
+            reading = self._readings.read_at_times(lambda: last_values(trainer).get(monitor), trainer.global_step)
             is_late = trainer.global_step == self._begun[0] + _UNSEEN_STEPS and not trainer.enable_validation
             if self._has_validated or is_late:  # an epoch may take days
                 self._has_validated = False

@@ -157,12 +157,6 @@ def _form(buffer: torch.Tensor) -> tuple[tuple[object, ...], torch.dtype, torch.
     return shape_of(buffer), buffer.dtype, buffer.layout
 
 
-def _saved(checkpoint: dict[str, Any]) -> Values:
-    """The weights in a checkpoint."""
-    # The first one of averaging ones.
-    return _tensors_in(checkpoint.get("current_model_state", checkpoint.get("state_dict", {})))
-
-
 def _tensors_in(saved: dict[str, Any]) -> Values:
     """A module may give anything as its extra state."""
     return {name: value for name, value in saved.items() if isinstance(value, torch.Tensor)}
@@ -179,7 +173,8 @@ def loaded(module: torch.nn.Module, checkpoint: dict[str, Any]) -> Values:
     Lightning rounds what it loads: it converts a module to double precision only after that.
     """
     present = _all(module)
-    both = ((name, value, present[name]) for name, value in _saved(checkpoint).items() if name in present)
+    saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))  # the first one of averaging ones
+    both = ((name, value, present[name]) for name, value in _tensors_in(saved).items() if name in present)
     return {name: value for name, value, here in both if _is_equal(here, value) or _is_equal(here, _as(value, here))}
 
 

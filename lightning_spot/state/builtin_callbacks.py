@@ -73,15 +73,13 @@ def capture_modules(trainer: pl.Trainer) -> State:
     """States of metrics, and buffers that no checkpoint has, by the names of their attributes."""
     saved: State = {}
     for key, module in _callback_modules(trainer):
-        kept = set(module.state_dict(keep_vars=True))
-        saved[key] = {
-            "metrics": logged_values.metrics_of(module.named_modules()) if logged_values.is_metric(module) else {},
-            "buffers": {
-                name: buffer.detach().clone()
-                for name, buffer in module.named_buffers()
-                if name not in kept and isinstance(module, AveragedModel)
-            },
-        }
+        metrics, lacking = {}, {}
+        if logged_values.is_metric(module):
+            metrics = logged_values.metrics_of(module.named_modules())
+        else:
+            kept = set(module.state_dict(keep_vars=True))
+            lacking = {name: each.detach().clone() for name, each in module.named_buffers() if name not in kept}
+        saved[key] = {"metrics": metrics, "buffers": lacking}
     return saved
 
 
@@ -101,12 +99,8 @@ def further_epochs(trainer: pl.Trainer) -> int:
 # -- the tuners: what they found is kept, and they do not look for it again ------------------------------------------
 
 
-def tuners(trainer: pl.Trainer) -> list[Any]:
-    """The callbacks that try something before training begins."""
-    return [callback for _, callback in _tuners(trainer)]
-
-
-def _tuners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+def tuners(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    """The callbacks that try something before training begins, each with a name that another attempt finds again."""
     return _callbacks(trainer, "BatchSizeFinder", "LearningRateFinder")
 
 
@@ -114,7 +108,7 @@ def capture_found(trainer: pl.Trainer) -> State:
     """The values that the tuners have given to attributes."""
     parsing = namespaces.of(trainer, "utilities.parsing")
     saved: State = {}
-    for key, callback in _tuners(trainer):
+    for key, callback in tuners(trainer):
         for name in _tuned(callback):
             if parsing.lightning_hasattr(trainer.lightning_module, name):
                 saved.setdefault(key, {})[name] = parsing.lightning_getattr(trainer.lightning_module, name)
@@ -129,7 +123,7 @@ def _tuned(callback: Any) -> list[str]:
 
 def rest_tuners(trainer: pl.Trainer, saved: State, patches: Patches) -> None:
     """Before a resumed fit starts: give it what its tuners found, and have them not look for it again."""
-    for key, callback in _tuners(trainer):
+    for key, callback in tuners(trainer):
         for name, value in (saved or {}).get(key, {}).items():
             namespaces.of(trainer, "utilities.parsing").lightning_setattr(trainer.lightning_module, name, value)
         # Its trial would end with Lightning's own restore, and that would forget what is to be resumed.
@@ -198,16 +192,13 @@ def what_begins_anew(trainer: pl.Trainer) -> Iterator[str]:
         yield "ThroughputMonitor measures this attempt only: its totals begin at 0 after a resume"
 
 
-def what_goes_by_the_clock(trainer: pl.Trainer) -> Iterator[str]:
-    """One sentence for each thing that comes when the clock says, and so at another step in a resumed run."""
+def what_never_comes_back(trainer: pl.Trainer) -> Iterator[str]:
+    """One sentence for each thing that comes when the clock says, and each callback that a resume cannot bring back."""
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         yield "val_check_interval by time: validations come when the clock says, not where they came before"
     if any(getattr(callback, "_train_time_interval", None) for _, callback in _callbacks(trainer, "ModelCheckpoint")):
         yield "ModelCheckpoint(train_time_interval=): it saves when the clock says, not where it saved before"
 
-
-def what_lightning_alone_keeps(trainer: pl.Trainer) -> Iterator[str]:
-    """One sentence for each callback that a resume cannot bring back to where it was."""
     if any(True for _ in _callbacks(trainer, "ModelPruning")):
         yield (
             "ModelPruning: a resume has the weights as they were pruned, and neither the masks nor the weights behind"
@@ -219,7 +210,7 @@ def what_lightning_alone_keeps(trainer: pl.Trainer) -> Iterator[str]:
 
 def is_tuned(trainer: pl.Trainer) -> bool:
     """Whether this ``fit`` is no training but a call of ``Tuner(trainer)``, which ends before its first step."""
-    return any(getattr(callback, compat.ENDS_EARLY.name, False) for callback in tuners(trainer))
+    return any(getattr(callback, compat.ENDS_EARLY.name, False) for _, callback in tuners(trainer))
 
 
 def is_of_a_tuner(trainer: pl.Trainer) -> bool:

@@ -126,11 +126,8 @@ class ChangeDetector:
         kind, length = type(value), len(value)
         self._left -= length
         if self._left < 0 or nested > _DEEPEST_NESTED or (depth and length > _MOST_OF_OBJECTS):
-            return (
-                kind,
-                length,
-                _Same(value) if self._looks else self._ends(value.values() if isinstance(value, dict) else value),
-            )
+            ends = None if self._looks else self._ends(value.values() if isinstance(value, dict) else value)
+            return kind, length, _Same(value) if ends is None else ends
         if length > _SHORT and not isinstance(value, dict) and SCALARS.issuperset(map(type, value)):
             return kind, list(value)
         if isinstance(value, dict):
@@ -141,10 +138,8 @@ class ChangeDetector:
     def _ends(self, value: Any) -> list[Any]:
         """Some of what is in a container: its first items and its last ones, but for what is in these."""
         found = [*islice(value, _SHORT), *islice(reversed(value), _SHORT)]
-        known = (is_value(item) and not isinstance(item, _CONTAINERS) for item in found)
-        return [
-            self._stamp(item, 0, 0) if is_known else _Same(item) for item, is_known in zip(found, known, strict=True)
-        ]
+        opaque = [isinstance(each, _CONTAINERS) or not is_value(each) for each in found]
+        return [_Same(each) if is_so else self._stamp(each, 0, 0) for each, is_so in zip(found, opaque, strict=True)]
 
     def _object(self, value: Any, depth: int) -> Any:
         if id(value) not in self._known:

@@ -22,23 +22,19 @@ from lightning_spot.say import say
 from lightning_spot.state import compat
 from lightning_spot.state.change_detector import SCALARS, some_of
 from lightning_spot.state.elastic import batch_of, dealt, order_of
-from lightning_spot.state.indices import (
-    Indices,
-    draws_at_once,
-    is_known,
-    is_stateful,
-    iterates_itself,
-    replacing,
-    sampler_name,
-)
-from lightning_spot.state.own_state import OwnState
+from lightning_spot.state.own_state import OwnState, is_stateful
 from lightning_spot.state.randomness import State, capture_random, restore_random
 from lightning_spot.state.workers import (
+    Indices,
     LastingWorkers,
     are_made,
     begin_watched,
+    draws_at_once,
+    iterates_itself,
     lasts,
     make_unnoticed,
+    replacing,
+    sampler_name,
     watch_of,
 )
 from lightning_spot.trees import walk
@@ -156,12 +152,10 @@ class Epoch:
         if "at_iter" in at:
             self.workers_act = at.get("workers_act")
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
-        self._ahead: Callable[[], State] | None = None if has_length(self.loader) else self._state
+        self._is_fetched_ahead = not has_length(self.loader)
         self.before: State | None = None
         self.dealt: State | None = at["order"] if at.get("dealt") else None
-        self.indices = _indices(self.loader, self.workers)
-        if self.dealt is not None:
-            self.indices = self._stand_in()
+        self.indices = follower.indices
         if self.indices is not None:
             self.indices.instead = dealt(self.dealt, self.loader) if self.dealt is not None else None
             self.indices.draws_along |= at.get("draws_along", False)
@@ -176,7 +170,7 @@ class Epoch:
             self._lost += self.workers.lost()
 
     def _begin_at_start(self) -> None:
-        self.at_iter = self._random()
+        self.at_iter = self.own.capture_all()
         self.inner = begin_epoch(self.loader, self.workers, self.indices)
 
     def __iter__(self) -> Iterator[Any]:
@@ -190,9 +184,9 @@ class Epoch:
             self._due_random = False
             self._restore_step(True)
         if self.at_first is None:
-            self.at_first = self._random()
-        if self._ahead is not None:
-            self.before = self._ahead()
+            self.at_first = self.own.capture_all()
+        if self._is_fetched_ahead:
+            self.before = self._state()
         try:
             batch = next(self.inner)
         except StopIteration:
@@ -205,7 +199,7 @@ class Epoch:
 
     def at_end(self) -> State:
         """Where a loader that keeps its state is when the run has come to its end, outside any epoch."""
-        state: State = {"data": self.own.changed_data(), "made_of": made_of(self.loader)}
+        state: State = {"made_of": made_of(self.loader)}
         if self.resume is None and is_stateful(self.loader):
             state |= {"state": self._loader_state(), "ended": self.exhausted, "yielded": self.yielded}
         elif self.resume is not None and "state" in self.resume:
@@ -238,7 +232,7 @@ class Epoch:
 
     def _state(self) -> State:
         state: State = {"yielded": self.yielded, "exhausted": self.exhausted, "own": self.own.capture()}
-        if self._ahead is not None:
+        if self._is_fetched_ahead:
             state["random"] = capture_random()
         if is_stateful(self.loader):
             state["state"] = self._loader_state()
@@ -252,9 +246,6 @@ class Epoch:
     def _loader_state(self) -> Any:
         return self.loader.state_dict() if self._ended is None else self._ended
 
-    def _random(self) -> State:
-        return {**capture_random(), "own": self.own.capture()}
-
     def leave(self) -> None:
         """Keep what loading a state has left behind out of the next epoch, which begins at its start.
 
@@ -262,9 +253,9 @@ class Epoch:
         has not changed since is as it was before; and workers, which have a copy of it, are made again.
         """
         if self.resume is not None and self._goes_by_state(self.resume):  # Lightning asked for none of its batches
-            present = self._random()
+            present = self.own.capture_all()
             self._come_to_end(self.resume)
-            self._random_was(present)
+            self.own.restore_all(present)
         for item, name, before, loaded in self._loaded:
             if vars(item).get(name) is loaded:
                 vars(item)[name] = before
@@ -277,8 +268,7 @@ class Epoch:
         self._loaded, self._has_loaded = [], False
 
     def _begin(self, resume: State) -> None:
-        present = capture_random()
-        by_state = self._goes_by_state(resume)
+        present, by_state = capture_random(), self._goes_by_state(resume)
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
             if not self._restore_step(True):
                 restore_random(present)
@@ -290,20 +280,18 @@ class Epoch:
             self.say_what_differs()
             self._begin_at_start()
             return
-        if by_state:  # streams have to be told their epoch first, and samplers without a state draw again
-            self._random_was(self.at_iter)
-            if self.exhausted:
-                self._come_to_end(resume)
-            else:
-                self.inner = self._load(resume["state"])
-        elif not self.exhausted:
-            self._random_was(self.at_iter)
+        if by_state or not self.exhausted:  # streams have to be told their epoch first, and samplers draw again
+            self.own.restore_all(self.at_iter)
+        if self.exhausted and by_state:
+            self._come_to_end(resume)
+        if self.exhausted:
+            self.inner, self._ended = iter(()), None if by_state else resume.get("state")
+        elif by_state:
+            self.inner = self._load(resume["state"])
+        else:
             self.inner = self._iter_from(resume["yielded"])
             if self.indices is not None:
                 self.indices.at_start = None
-        if self.exhausted:
-            self.inner = iter(())
-            self._ended = None if by_state else resume.get("state")
         self.own.restore(resume["own"])
         self.say_what_differs()
 
@@ -320,17 +308,12 @@ class Epoch:
         if "state" in resume:
             return (self._goes_by_state(resume) and not self.exhausted) or lasts(self.loader)
         are_there = has_workers(self.loader) and self.made_of["workers"] == self.loader.num_workers
-        return are_there and self._seeks and self.is_within
+        return are_there and self._data_resume == "seek" and self.indices is not None and self.is_within
 
     @property
     def is_within(self) -> bool:
         """Whether the epoch goes on after some of its batches."""
         return self.yielded > 0 and not self.exhausted
-
-    @property
-    def _seeks(self) -> bool:
-        """Whether the loader goes to its place by indices, whatever that leaves out."""
-        return self._data_resume == "seek" and draws_at_once(self.loader)
 
     def say_what_differs(self) -> None:
         """Warn of what an attempt before had changed in the data, and that does not come back. Once."""
@@ -380,14 +363,14 @@ class Epoch:
         workers = getattr(self.loader, "num_workers", 0)
         # With workers, a sampler draws its order where the epoch begins; without, where its first batch is asked for.
         at_first = self.at_first if workers or not self.made_of["workers"] else None
-        if workers and not self.made_of["workers"] and at_first is not None and draws_at_once(self.loader):
-            self.indices = self._stand_in()
-            self.indices.at_start = lambda: self._random_was(at_first)
-        if self._seeks or (self._data_resume == "auto" and not workers and draws_at_once(self.loader)):
-            return self._iter_by_index(batches, at_first)
+        if self.indices is not None:
+            if workers and not self.made_of["workers"] and at_first is not None:
+                self.indices.at_start = lambda: self.own.restore_all(at_first)
+            if self._data_resume == "seek" or (self._data_resume == "auto" and not workers):
+                return self._iter_by_index(self.indices, batches, at_first)
         inner = begin_epoch(self.loader, self.workers, self.indices)
         if at_first is not None:
-            self._random_was(at_first)
+            self.own.restore_all(at_first)
         for passed in range(batches):
             batch = next(inner, _END)
             if passed == 0:
@@ -398,12 +381,7 @@ class Epoch:
                 break
         return inner
 
-    def _stand_in(self) -> Indices:
-        """What stands in for the loader's sampler, which may have no length: asked for one, it would raise."""
-        return self.indices if self.indices is not None else Indices(getattr(self.loader, sampler_name(self.loader)))
-
-    def _iter_by_index(self, batches: int, at_first: State | None) -> Iterator[Any]:
-        indices = self._stand_in()
+    def _iter_by_index(self, indices: Indices, batches: int, at_first: State | None) -> Iterator[Any]:
         indices.first = batches if self.loader.num_workers else 0
         try:
             inner = begin_epoch(self.loader, self.workers, indices)
@@ -411,13 +389,9 @@ class Epoch:
             indices.first = 0
         if not self.loader.num_workers:  # no worker makes it draw: it does now, with the generators as they were there
             if at_first is not None:
-                self._random_was(at_first)
+                self.own.restore_all(at_first)
             deque(islice(indices.draws, batches), 0)
         return inner
-
-    def _random_was(self, state: State) -> None:
-        restore_random(state)
-        self.own.restore(state["own"])
 
 
 def say_changed(names: list[str]) -> None:
@@ -438,14 +412,6 @@ def shuffle_buffers(own: OwnState) -> Iterator[str]:
             size = getattr(item, "__dict__", {}).get(name)
             if type(size) is int and size > 1:
                 yield f"{path}.{name}={size}"
-
-
-def _indices(loader: Any, workers: LastingWorkers | None) -> Indices | None:
-    """What stands in for the loader's sampler; none where that is torch's, or the iteration is the loader's own."""
-    if workers is not None:
-        return workers.indices
-    sampler = getattr(loader, sampler_name(loader)) if draws_at_once(loader) else None
-    return None if sampler is None or is_known(sampler) else Indices(sampler)
 
 
 def _digest_of(batch: Any) -> str:
@@ -508,12 +474,8 @@ class Follower:
         """The loader's state between two epochs, as plain values."""
         were_made = self._were_made or (self.workers is None and are_made(self.loader))
         saved = self.workers.saved(now=True) if self.workers is not None else None
-        return {
-            "own": self.own.capture(),
-            "workers": saved,
-            "were_made": were_made,
-            "data": self.own.changed_data(),
-        }
+        own, data = self.own.capture(), self.own.changed_data()
+        return {"own": own, "workers": saved, "were_made": were_made, "data": data}
 
     def restore(self, state: State, but: Collection[int] = ()) -> None:
         """Set what :meth:`state` returned, but in objects of these identities: training has gone on with them."""
@@ -547,6 +509,9 @@ class Positioned(Follower):
     ) -> None:
         super().__init__(loader)
         self._resume, self.restore_step, self.data_resume = resume, restore_step, data_resume
+        self.indices: Indices | None = None  # one for all epochs: workers that persist go on with it
+        if draws_at_once(loader):
+            self.indices = self.workers.indices if self.workers is not None else Indices(loader)
 
     def begin_epoch(self) -> Iterator[Any]:
         """See :meth:`Follower.begin_epoch`."""
@@ -644,7 +609,7 @@ def why_not_exact(follower: Positioned) -> Iterator[str]:
     """Why a training loader may not come back to its exact position, with what to do; nothing if it can."""
     inner, epoch, rest = follower.loader, follower.epoch, follower.rest
     if is_stateful(inner):
-        data = inner.dataset if hasattr(inner, "dataset") else None
+        data = getattr(inner, "dataset", None)
         kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
         if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
             yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
@@ -653,9 +618,8 @@ def why_not_exact(follower: Positioned) -> Iterator[str]:
                 f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may"
                 ' lose or repeat samples. Leave data_resume="seek" out: batches are loaded again'
             )
-        yield from _what_workers_lack(
-            rest, "its state does not hold", 'Set data_resume="replay", and persistent_workers=False'
-        )
+        do = 'Set data_resume="replay", and persistent_workers=False'
+        yield from _what_workers_lack(rest, "its state does not hold", do)
         return
     if isinstance(getattr(inner, "dataset", None), IterableDataset) or not isinstance(inner, DataLoader):
         yield (

@@ -75,26 +75,13 @@ class Dump:
         """Whether no tensor was written to since it was :meth:`kept`, as weight averaging does around a validation."""
         return self.noted is not None and self.noted.are_unchanged
 
-    def gathered(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """The checkpoint with the states of all ranks, on rank 0. Every rank calls this at the same place.
+    def complete(self, trainer: pl.Trainer, ranks: list[Any]) -> dict[str, Any]:
+        """The checkpoint with the exact states of ranks in it.
 
         Args:
             trainer: whose checkpoint it is.
-
-        Raises:
-            SpotError: see :func:`gather`.
+            ranks: those of all ranks, see :func:`gather`; or as far as they are not kept in files of their own.
         """
-        return self._with(trainer, [self.state, *gather(trainer, self.state)[1:]])
-
-    def with_own(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """The checkpoint with the state of this rank, rank 0; those of the others are kept in files of their own."""
-        return self._with(trainer, [self.state])
-
-    def apart(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """The checkpoint without the states of the ranks, which are kept in files of their own."""
-        return self._with(trainer, [])
-
-    def _with(self, trainer: pl.Trainer, ranks: list[Any]) -> dict[str, Any]:
         self.checkpoint[KEY] = {
             "version": VERSION,
             "world_size": trainer.world_size,
@@ -173,7 +160,7 @@ def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:
 
 
 def gather(trainer: pl.Trainer, state: State | SpotError) -> list[Any]:
-    """The packed states of all ranks, on rank 0; its own is left out. Every rank calls this at the same place.
+    """The states of all ranks, on rank 0; those of others are packed. Every rank calls this at the same place.
 
     Args:
         trainer: whose ranks they are.
@@ -185,7 +172,7 @@ def gather(trainer: pl.Trainer, state: State | SpotError) -> list[Any]:
     if trainer.world_size == 1:
         if isinstance(state, SpotError):
             raise state
-        return [None]
+        return [state]
     mine = _told(state, trainer)
     states: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
     torch.distributed.gather_object(str(mine) if isinstance(mine, SpotError) else mine, states)
@@ -194,7 +181,7 @@ def gather(trainer: pl.Trainer, state: State | SpotError) -> list[Any]:
     for rank, told in enumerate(states or ()):
         if isinstance(told, str):
             raise SnapshotFailedError(f"rank {rank}: {told}", reason=FailureReason.UNEXPECTED)
-    return states if states is not None else []
+    return [state, *(states or ())[1:]]
 
 
 def _told(state: State | SpotError, trainer: pl.Trainer) -> torch.Tensor | SpotError | None:

@@ -23,9 +23,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from lightning_spot.config import format_names
 from lightning_spot.state import compat
-from lightning_spot.state.indices import draws_at_once
 from lightning_spot.state.randomness import State, capture_generator
 from lightning_spot.state.sharded import is_sharded
+from lightning_spot.state.workers import draws_at_once
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -194,8 +194,7 @@ class FitState(PerTrainer):
         if self.loaders is not None:
             found += [reason for loader in self.loaders.training for reason in why_not_exact(loader)]
             found += [reason for loader in self.loaders.validation for reason in why_workers_are_not_exact(loader)]
-        found += builtin_callbacks.what_goes_by_the_clock(trainer)
-        found += builtin_callbacks.what_lightning_alone_keeps(trainer)
+        found += builtin_callbacks.what_never_comes_back(trainer)
         if due:
             made = buffers.made_in_training(self.module, due.get("buffers", {}))
             found += builtin_callbacks.what_begins_anew(trainer)

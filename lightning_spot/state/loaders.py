@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spot.patches import Patches
 from lightning_spot.state import compat
-from lightning_spot.state.dataloader import (
-    DataResume,
-    FollowedLoader,
-    Follower,
-    Positioned,
-    follower_of,
-    loader_itself,
-)
+from lightning_spot.state.dataloader import DataResume, FollowedLoader, Follower, Positioned, follower_of, loader_itself
 from lightning_spot.state.randomness import State, capture_random, restore_random
 
 if TYPE_CHECKING:
@@ -73,8 +66,7 @@ class Loaders:
         self._patches.close()
         with suppress(AttributeError, ValueError):  # another Lightning may keep them elsewhere
             for loop in (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop):
-                if (combined := compat.COMBINED_LOADER.of(loop)) is not None:
-                    combined.flattened = [loader_itself(loader) for loader in combined.flattened]
+                _give_back(compat.COMBINED_LOADER.of(loop))
 
     @property
     def training(self) -> list[Positioned]:
@@ -92,9 +84,9 @@ class Loaders:
         """Note the epoch and the random numbers with which Lightning asks for loaders."""
         fit_loop = self._trainer.fit_loop
         for name, loop in (("training", fit_loop), ("validation", fit_loop.epoch_loop.val_loop)):
-            self._follow(name, loop, compat.DATA_SOURCE.of(loop))
+            self._follow(name, loop)
 
-    def _follow(self, name: str, loop: Any, source: Any) -> None:
+    def _follow(self, name: str, loop: Any) -> None:
         def dataloader(original: Callable[[], Any]) -> Any:
             saved = self._due.pop(name, None)
             if saved is None or (self._has_begun and self._is_reload_due(saved)):
@@ -107,7 +99,7 @@ class Loaders:
                 compat.LAST_VAL_RELOAD.set(loop, saved["reloaded"])
             return self._as_it_was(saved, original)
 
-        compat.REQUEST_LOADER.wrap(self._patches, source, partial(partial, dataloader))
+        compat.REQUEST_LOADER.wrap(self._patches, compat.DATA_SOURCE.of(loop), partial(partial, dataloader))
 
     def _request(self) -> State:
         return {"epoch": self._trainer.current_epoch, "random": capture_random(), "data": self._data_state()}
@@ -150,11 +142,8 @@ class Loaders:
         That last is all of them where the epoch has no batches left: Lightning asks for one more if it goes on there,
         and one that had not ended would begin again for that. In the next epoch, none has ended.
         """
-        fit_loop = self._trainer.fit_loop
-        reloaded = {
-            "training": compat.LAST_RELOAD.of(fit_loop),
-            "validation": compat.LAST_VAL_RELOAD.of(fit_loop.epoch_loop.val_loop),
-        }
+        fit_loop, val_loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
+        reloaded = {"training": compat.LAST_RELOAD.of(fit_loop), "validation": compat.LAST_VAL_RELOAD.of(val_loop)}
         consumed = getattr(_iterator(self._trainer), "_consumed", None)
         if consumed is not None and self._epoch_done:
             consumed = [True] * len(consumed)
@@ -188,7 +177,7 @@ class Loaders:
             return
         if (fetcher := compat.DATA_FETCHER.of(fit_loop)) is not None:
             fetcher.teardown()  # workers end
-        combined.flattened = [loader_itself(loader) for loader in combined.flattened]  # it may be the user's
+        _give_back(combined)
         compat.COMBINED_LOADER.set(fit_loop, None)
 
     def resume(self, saved: State) -> None:
@@ -232,6 +221,12 @@ def _followers(loop: Any) -> list[Follower]:
     combined = compat.COMBINED_LOADER.of(loop)
     loaders = combined.flattened if combined is not None else []
     return [follower for loader in loaders if (follower := follower_of(loader)) is not None]
+
+
+def _give_back(combined: Any) -> None:
+    """Leave its own loaders to a ``CombinedLoader``, which may be the user's."""
+    if combined is not None:
+        combined.flattened = [loader_itself(loader) for loader in combined.flattened]
 
 
 def _iterator(trainer: pl.Trainer) -> Any:

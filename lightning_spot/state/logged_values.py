@@ -56,11 +56,8 @@ def restore_in_epoch(trainer: pl.Trainer, saved: bool) -> None:
 def capture_last(trainer: pl.Trainer) -> State:
     """The values logged last."""
     connector = compat.LOGGER_CONNECTOR.of(trainer)
-    present = {name: values.of(connector) for name, values in _LOGGED.items()}
-    return {
-        name: _copy({key: each for key, each in values.items() if isinstance(each, _PLAIN)})
-        for name, values in present.items()
-    }
+    present = ((name, values.of(connector).items()) for name, values in _LOGGED.items())
+    return {name: _copy({key: each for key, each in items if isinstance(each, _PLAIN)}) for name, items in present}
 
 
 def restore_last(trainer: pl.Trainer, saved: State) -> None:
@@ -70,14 +67,8 @@ def restore_last(trainer: pl.Trainer, saved: State) -> None:
         values.of(connector).update(saved[name])
 
 
-def last_value(trainer: pl.Trainer, name: str) -> torch.Tensor | float | None:
-    """The last logged value of a metric, where it lies; ``None`` if there is none. Asking changes nothing of it."""
-    value: torch.Tensor | float | None = last_values(trainer).get(name)
-    return value
-
-
-def last_values(trainer: pl.Trainer) -> State:
-    """The last logged value of each metric, likewise."""
+def last_values(trainer: pl.Trainer) -> dict[str, torch.Tensor | float]:
+    """The last logged value of each metric, where it lies. Asking changes nothing of it."""
     connector = compat.LOGGER_CONNECTOR.of(trainer)
     present = compat.RESULTS.of(trainer.fit_loop.epoch_loop) is not None and trainer.training
     found = connector.metrics["callback"] if present else {}

@@ -60,27 +60,19 @@ def continue_in(
     for logger, place in zip(trainer.loggers, places, strict=False):
         if type(logger).__name__ != place["kind"] or logger.name != place["name"]:
             continue  # the user has chosen another one
+        now = logger.log_dir if _is(logger, "CSVLogger", "TensorBoardLogger") else None
         if _is(logger, "CSVLogger") and (_at_url(logger) or "rows" not in place):
             text = (
                 "the rows of {about} are not continued in {now}: a CSV log at a URL begins at the snapshot."
                 " For one log, give CSVLogger a directory."
             )
-            say(
-                logging.WARNING,
-                "log-not-continued",
-                text,
-                about=place.get("dir"),
-                only_rank_zero=True,
-                now=logger.log_dir,
-            )
-        elif _is(logger, "CSVLogger", "TensorBoardLogger"):
-            if of_another_run:
-                text = "{about} begins at the snapshot, in {now}"
-                say(logging.INFO, "log-continued", text, about=place["kind"], only_rank_zero=True, now=logger.log_dir)
-                continue
-            new_dir = str(logger.log_dir)
+            say(logging.WARNING, "log-not-continued", text, about=place.get("dir"), only_rank_zero=True, now=now)
+        elif now is not None and of_another_run:
+            text = "{about} begins at the snapshot, in {now}"
+            say(logging.INFO, "log-continued", text, about=place["kind"], only_rank_zero=True, now=now)
+        elif now is not None:
             _go_back(logger, place, is_over)
-            _move_checkpoints(trainer, new_dir, str(logger.log_dir))
+            _move_checkpoints(trainer, str(now), str(logger.log_dir))
         elif logger.version != place["version"]:
             hint = " (WANDB_RUN_ID and WANDB_RESUME=allow)" if "Wandb" in place["kind"] else ""
             text = (
@@ -111,13 +103,8 @@ def _save_whole(writer: Any, save: Callable[[], None]) -> None:
 
 
 def _place(logger: Any, step: int, at_end: bool) -> dict[str, Any]:
-    version = logger.version
-    place = {
-        "kind": type(logger).__name__,
-        "name": logger.name,
-        "version": version if isinstance(version, (int, str)) else None,
-        "step": step,
-    }
+    version = logger.version if isinstance(logger.version, (int, str)) else None
+    place = {"kind": type(logger).__name__, "name": logger.name, "version": version, "step": step}
     if _is(logger, "CSVLogger", "TensorBoardLogger"):
         place["dir"] = str(logger.log_dir)
     if _is(logger, "CSVLogger") and not _at_url(logger):
@@ -209,9 +196,7 @@ def _remove_if_unused(folder: Path) -> None:
 def _move_checkpoints(trainer: pl.Trainer, fresh: str, former: str) -> None:
     """``ModelCheckpoint`` without a ``dirpath`` writes below the logger's directory, and knows its best only there."""
     kinds = namespaces.classes("callbacks", "ModelCheckpoint")
-    callbacks: list[Any] = trainer.checkpoint_callbacks
+    callbacks: list[Any] = [each for each in trainer.checkpoint_callbacks if isinstance(each, kinds)]
     for callback in callbacks:
-        if not isinstance(callback, kinds):
-            continue
         if callback.dirpath and Path(fresh) in Path(callback.dirpath).parents:
             callback.dirpath = os.path.join(former, os.path.relpath(callback.dirpath, fresh))

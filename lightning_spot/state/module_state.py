@@ -268,9 +268,8 @@ class ModuleState:
         """
         before, known, modules = self.before, self._modules, list(modules)
         attributes_before: dict[str, set[str]] = defaultdict(set)
-        for kind, *place in before:
-            if kind == "attributes":
-                attributes_before[place[0]].add(place[1])
+        for _, module, name in (each for each in before if each[0] == "attributes"):
+            attributes_before[module].add(name)
         changed, detector = {}, ChangeDetector([part for _, part in modules])
         makes_data: tuple[str, ...] = ()
         for name, part in _parts(modules):
@@ -283,19 +282,21 @@ class ModuleState:
         self.lost |= {name for name in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
         keeps = any(type(each) not in SCALARS for own in changed.values() for each in own.values())
         self._look_what_is_shared(trainer, keeps=keeps)
-        trains, settings = _trains(modules).items(), _settings(trainer)
+
+        def since(kind: str, first: State, now: State) -> State:
+            return {
+                name: value
+                for name, value in now.items()
+                if (kind, name) in before or first.get(name, _NOT_THERE) != value
+            }
+
+        trains = _trains(modules)
         return {
-            "trains": {
-                name: on for name, on in trains if self._trains.get(name, on) != on or ("trains", name) in before
-            },
+            "trains": since("trains", {**trains, **self._trains}, trains),
             "attributes": {name: values for name, values in changed.items() if values},
             "shared": self._shared,
             "untrained": self._untrained,
-            "settings": {
-                name: value
-                for name, value in settings.items()
-                if ("settings", name) in before or self._settings.get(name, _NOT_THERE) != value
-            },
+            "settings": since("settings", self._settings, _settings(trainer)),
             "limits": self._limits,
             "before": sorted(before),
         }
@@ -320,11 +321,8 @@ class ModuleState:
         attributes = saved["attributes"]
         self._put(trainer, attributes, saved["shared"])
         if saved["shared"] is not None:
-            tie(
-                saved["shared"],
-                owners_of(module),
-                {_name_of((name, key)) for name in attributes for key in attributes[name]},
-            )
+            restored = {_name_of((name, key)) for name, own in attributes.items() for key in own}
+            tie(saved["shared"], owners_of(module), restored)
             others = set(saved["untrained"]).symmetric_difference(untrained_by_optimizers(trainer))
             shared = groups_of(owners_of(module), outside_of(trainer))
             self._apart = sorted({*differing(saved["shared"], shared), *others})
@@ -391,22 +389,16 @@ def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:
     }
 
 
-def _without_metrics(modules: Iterable[NamedModule]) -> Iterator[NamedModule]:
-    """Modules whose attributes are the user's: metrics have their own way."""
+def _parts(modules: Iterable[NamedModule]) -> Iterator[tuple[str, Any]]:
+    """Modules whose attributes are the user's, and their classes that are; metrics have their own way."""
+    classes: dict[str, type] = {}
     metrics: tuple[str, ...] = ()
     for name, part in modules:
         if is_metric(part):
             metrics += (f"{name}.",)
         elif not metrics or not name.startswith(metrics):
             yield name, part
-
-
-def _parts(modules: Iterable[NamedModule]) -> Iterator[tuple[str, Any]]:
-    """Modules whose attributes are the user's, and their classes that are."""
-    classes: dict[str, type] = {}
-    for name, part in _without_metrics(modules):
-        yield name, part
-        classes.update((f"class {each.__module__}.{each.__qualname__}", each) for each in own_classes(type(part)))
+            classes.update((f"class {each.__module__}.{each.__qualname__}", each) for each in own_classes(type(part)))
     yield from classes.items()
 
 
@@ -505,11 +497,8 @@ def _places(owners: Owners) -> Iterator[tuple[Place, Any]]:
             seen.add(id(value))
             items = list(value.items() if kind is dict else enumerate(value))
             # Keys of other kinds have names that no other process finds again.
-            waiting += [((*place, key), item) for key, item in items if type(item) not in SCALARS and _is_name(key)]
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, (str, int))
+            named = [(key, item) for key, item in items if isinstance(key, (str, int))]
+            waiting += [((*place, key), item) for key, item in named if type(item) not in SCALARS]
 
 
 def tie(groups: Groups, owners: Owners, restored: Collection[str]) -> None:
@@ -525,19 +514,12 @@ def tie(groups: Groups, owners: Owners, restored: Collection[str]) -> None:
         tensors: list[Any] = [
             present.get(name) for name in group if any(f"{name}.".startswith(f"{own}.") for own in restored)
         ]
-        if len(tensors) == len(group) and _are_one(tensors):
-            for tensor in tensors[1:]:
-                tensor.set_(tensors[0])
-
-
-def _are_one(values: list[Any]) -> bool:
-    """Whether values may be one tensor: they are alike, and equal."""
-    if not are_alike(values):
-        return False
-    first = values[0]
-    return all(
-        not each.requires_grad and each.stride() == first.stride() and torch.equal(each, first) for each in values
-    )
+        if len(tensors) != len(group) or not are_alike(tensors) or any(each.requires_grad for each in tensors):
+            continue
+        first, *others = tensors
+        if all(each.stride() == first.stride() and torch.equal(each, first) for each in others):
+            for tensor in others:
+                tensor.set_(first)
 
 
 def differing(saved: Groups, present: Groups) -> list[str]:
@@ -634,11 +616,8 @@ def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozen
         number = seen[kind] = seen.get(kind, 0) + 1
         for attribute, value in {**of_classes(owner), **vars(owner)}.items():
             name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
-            if name in without or attribute in saved:
-                continue
-            if attribute == "_hparams" and not value:
-                continue  # Lightning makes an empty one where it is first read
-            if is_value(value):
+            is_new = attribute == "_hparams" and not value  # Lightning makes an empty one where it is first read
+            if name not in without and attribute not in saved and is_value(value) and not is_new:
                 yield name, detector.stamp(value)
     yield from ((name, value) for name, value in _put_together(trainer) if name not in without)
 
@@ -649,11 +628,8 @@ def _put_together(trainer: pl.Trainer) -> Iterator[tuple[str, list[Any]]]:
     yield "Trainer.callbacks", sorted(map(id, callbacks))
     yield "Trainer.optimizers", [type(each) for each in trainer.optimizers]
     if not any(isinstance(each, namespaces.classes("callbacks", "StochasticWeightAveraging")) for each in callbacks):
-        configs = trainer.lr_scheduler_configs
-        yield (
-            "Trainer.lr_scheduler_configs",
-            [[type(each.scheduler), each.interval, each.frequency] for each in configs],
-        )
+        schedulers = [[type(each.scheduler), each.interval, each.frequency] for each in trainer.lr_scheduler_configs]
+        yield "Trainer.lr_scheduler_configs", schedulers
 
 
 def _is_to_be_named(owner: Any) -> bool:
@@ -738,7 +714,7 @@ class PreTrainingEffects(OfTrainer):
 
     def follow_tuners(self, patches: Patches) -> None:
         """Note what their trials change."""
-        for tuner in tuners(self._trainer):
+        for _, tuner in tuners(self._trainer):
             patches.wrap(tuner, "on_fit_start", partial(partial, self._around))
 
     def _around(self, trial: Callable[..., Any], *arguments: Any) -> None:

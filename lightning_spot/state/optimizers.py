@@ -137,22 +137,16 @@ class FixedSteps:
         if not self._made or not trainer.lightning_module.automatic_optimization:
             return
         for name, last, steps in _fixed_steps(trainer, None):
-            if last < steps <= self._made.get(name, 0):
-                # The error alone may be caught by the program, which then would not know which step is meant.
-                text = "the scheduler {about} ends at its step {last}, this run at {steps}: the run is refused"
-                say(
-                    logging.WARNING,
-                    "scheduler-too-short",
-                    text,
-                    about=name,
-                    only_rank_zero=True,
-                    last=last,
-                    steps=steps,
-                )
-                raise SettingsError(
-                    f"scheduler {name} is restored with total_steps={last}, and this run takes {steps} steps. Train for"
-                    " as many epochs and steps as before, or give the run its own dirpath"
-                )
+            if not last < steps <= self._made.get(name, 0):
+                continue
+            # The error alone may be caught by the program, which then would not know which step is meant.
+            text = "the scheduler {about} ends at its step {last}, this run at {steps}: the run is refused"
+            facts: dict[str, Any] = {"about": name, "last": last, "steps": steps}
+            say(logging.WARNING, "scheduler-too-short", text, only_rank_zero=True, **facts)
+            raise SettingsError(
+                f"scheduler {name} is restored with total_steps={last}, and this run takes {steps} steps. Train for"
+                " as many epochs and steps as before, or give the run its own dirpath"
+            )
 
 
 def _fixed_steps(trainer: pl.Trainer, planned: float | None) -> Iterator[tuple[str, int, float]]:

@@ -23,16 +23,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_spot.state import namespaces
-from lightning_spot.state.change_detector import (
-    PACKAGES,
-    SCALARS,
-    ChangeDetector,
-    is_handle,
-    of_classes,
-)
-from lightning_spot.state.indices import is_stateful
+from lightning_spot.state.change_detector import PACKAGES, SCALARS, ChangeDetector, is_handle, of_classes
 from lightning_spot.state.plain_values import NotPlain, copy_of, whole, written
-from lightning_spot.state.randomness import GENERATORS, State, capture_generator, restore_generator
+from lightning_spot.state.randomness import (
+    GENERATORS,
+    State,
+    capture_generator,
+    capture_random,
+    restore_generator,
+    restore_random,
+)
 from lightning_spot.trees import leaves
 
 _CLOSED = (str, bytes, bytearray, torch.Tensor, np.ndarray, type, types.ModuleType, weakref.ref)
@@ -113,6 +113,15 @@ class OwnState:
             for name, value in state["values"].get(path, {}).items() if values else ():
                 _put(item, name, value)
 
+    def capture_all(self) -> State:
+        """The same with the generators of the process."""
+        return {**capture_random(), "own": self.capture()}
+
+    def restore_all(self, state: State) -> None:
+        """Set what :meth:`capture_all` returned."""
+        restore_random(state)
+        self.restore(state["own"])
+
     def changed_data(self) -> list[str]:
         """Names of attributes that are not as they were at first, and that neither a state nor a snapshot holds."""
         return sorted(_name(path, name) for path, lost, _ in self._changed() for name in lost)
@@ -173,6 +182,11 @@ class OwnState:
                     (_name(path, name), part, depth + 1, comes_back and (path != "" or name not in _APART))
                     for name, part in _parts(item)
                 ]
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader keeps its position itself, as torchdata's ``StatefulDataLoader`` does."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[str, dict[str, Any]]] = weakref.WeakKeyDictionary()

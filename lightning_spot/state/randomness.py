@@ -22,9 +22,8 @@ def capture_random(device: torch.device | None = None) -> State:
     Args:
         device: whose generator counts, too, if it is a GPU.
     """
-    version, words, gauss = random.getstate()
     state: State = {
-        "python": [version, _words(words), gauss],
+        "python": _of_python(random.getstate()),
         "numpy": _plain(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
     }
@@ -50,8 +49,7 @@ def capture_generator(generator: Any) -> Any:
         return _plain(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
-    version, words, gauss = generator.getstate()
-    return [version, _words(words), gauss]
+    return _of_python(generator.getstate())
 
 
 def restore_generator(generator: Any, state: Any) -> None:
@@ -87,8 +85,9 @@ def _tensor(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _words(words: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(np.array(words, dtype=np.int64))  # a third of torch.tensor's time
+def _of_python(state: tuple[Any, ...]) -> list[Any]:
+    version, words, gauss = state
+    return [version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss]  # a third of torch.tensor's time
 
 
 def _arrays(state: Any) -> Any:

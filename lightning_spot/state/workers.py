@@ -1,28 +1,137 @@
-"""Workers that persist: processes of a loader that go on from epoch to epoch, with the generators they hold.
+"""The indices that a loader draws, and the workers that load them, as far as others have to know or to steer them.
 
-Their seeds are drawn once, where the first epoch begins, and what they draw later nobody else sees. So they are asked
-for it between epochs, by a batch of no samples, and made again after a resume with the same seeds and generators. What
-they have changed in their copies of the data is asked for, too: it is named where it does not come back.
+Indices stand in a sampler's place: some are passed over, held back, or watched. Workers that persist are processes that
+go on from epoch to epoch, with the generators they hold. Their seeds are drawn once, where the first epoch begins, and
+what they draw later nobody else sees. So they are asked for it between epochs, by a batch of no samples, and made again
+after a resume with the same seeds and generators. What they have changed in their copies of the data is asked for, too:
+it is named where it does not come back.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_spot.say import say
 from lightning_spot.state import compat
-from lightning_spot.state.indices import Indices, draws_at_once, is_stateful, random_now, replacing, sampler_name
-from lightning_spot.state.own_state import OwnState
-from lightning_spot.state.randomness import State, capture_random, restore_random
+from lightning_spot.state.own_state import OwnState, is_stateful
+from lightning_spot.state.randomness import State, capture_random, stamp_of
 from lightning_spot.trees import mapped
+
+_WATCHED = 4
+
+
+class Indices:
+    """Stands in for a loader's (batch) sampler, and can yield less than it, or questions to the workers.
+
+    Args:
+        loader: whose indices are those into a data set.
+
+    Attributes:
+        first: draws of the next pass that are passed over, each where the first one that is not is asked for.
+        draws: those of the last pass, as the sampler draws them.
+        rest: whether a pass yields nothing.
+        questions: to yield instead of indices.
+        at_start: called just before a pass draws.
+        instead: what passes draw in place of the sampler's indices; ``None`` for those.
+        draws_along: whether the sampler was seen to draw from the generators of the process after its first draw: then
+            the order depends on what else is drawn meanwhile, and cannot be drawn again.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._sampler: Any = vars(loader)[sampler_name(loader)]
+        self.draws: Iterator[Any] = iter(())
+        self.first = 0
+        self.rest = False
+        self.questions = 0
+        self.at_start: Callable[[], None] | None = None
+        self.instead: list[Any] | None = None
+        self.draws_along = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.questions:
+            return iter([[] for _ in range(self.questions)])
+        if self.at_start is not None:
+            self.at_start()
+        self.draws = iter(self._sampler)  # also where nothing is yielded: samplers may draw here
+        if self.rest:
+            return iter(())
+        if self.instead is not None:
+            self.draws = iter(self.instead)
+        if self.first:
+            return islice(self.draws, self.first, None)
+        is_plain = self.instead is not None or self.draws_along or is_known(self._sampler)
+        return self.draws if is_plain else self._watched(self.draws)
+
+    def _watched(self, draws: Iterator[Any]) -> Iterator[Any]:
+        for number in range(_WATCHED):
+            before = random_now() if number else None
+            drawn = next(draws, _END)
+            if drawn is _END:
+                return
+            self.draws_along |= before is not None and before != random_now()
+            yield drawn
+        yield from draws
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_sampler"], name)
+
+
+def random_now() -> Any:
+    """Where the generators of this process are."""
+    return stamp_of(capture_random())
+
+
+def is_known(sampler: Any) -> bool:
+    """Whether a sampler, and the one in it, is of torch, which draws where a pass begins."""
+    inner = getattr(sampler, "sampler", None)
+    return type(sampler).__module__.startswith("torch.") and (inner is None or is_known(inner))
+
+
+def sampler_name(loader: DataLoader[Any]) -> str:
+    """Name of the attribute that a loader draws its indices from."""
+    return "batch_sampler" if loader.batch_sampler is not None else "sampler"
+
+
+@contextmanager
+def replacing(loader: DataLoader[Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Attributes of a loader have other values meanwhile. An iterator that is made in there keeps them."""
+    attributes = vars(loader)
+    before = {name: attributes[name] for name in values}
+    attributes.update(values)  # past DataLoader.__setattr__, which forbids it
+    try:
+        yield
+    finally:
+        attributes.update(before)
+
+
+def draws_at_once(loader: Any) -> bool:
+    """Whether a loader draws indices into a data set, from the sampler that it has when ``iter`` is called."""
+    return _draws_indices(loader) and type(loader).__iter__ is DataLoader.__iter__
+
+
+def iterates_itself(loader: Any) -> bool:
+    """Whether a loader draws indices into a data set in an iteration of its own, around torch's maybe."""
+    return _draws_indices(loader) and type(loader).__iter__ is not DataLoader.__iter__
+
+
+def _draws_indices(loader: Any) -> bool:
+    is_mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return is_mapped and not is_stateful(loader)
+
+
+# -- workers that persist ----------------------------------------------------------------------------------------------
 
 
 class LastingWorkers:
@@ -38,8 +147,7 @@ class LastingWorkers:
 
     def __init__(self, loader: DataLoader[Any], own: OwnState) -> None:
         self._loader, self._own = loader, own
-        self._name = sampler_name(loader)
-        self.indices = Indices(vars(loader)[self._name])
+        self.indices = Indices(loader)
         self._watch = WorkerWatch(loader, answers=True)
         self._made: State | None = None
         self._saved: State | None = None
@@ -71,7 +179,7 @@ class LastingWorkers:
         elif self._saved is not None:
             self._make(self._saved)
         else:
-            self._made = self._random()
+            self._made = self._own.capture_all()
             return self._make_iterator([])
         self._is_known = False
         return iter(self._loader)
@@ -87,27 +195,21 @@ class LastingWorkers:
             return None
         return _known(loader) or cls(loader, own)
 
-    def _random(self) -> State:
-        return {**capture_random(), "own": self._own.capture()}
-
     def _make(self, saved: State) -> None:
         """Make them without an epoch, from the numbers they were made from."""
-        present = self._random()
-        restore_random(saved["made"])
-        self._own.restore(saved["made"]["own"])
+        present, self._made = self._own.capture_all(), saved["made"]
+        self._own.restore_all(saved["made"])
         self.indices.rest = True
         try:
             self._make_iterator(saved["workers"])
         finally:
             self.indices.rest = False
-            restore_random(present)
-            self._own.restore(present["own"])
-        self._made = saved["made"]
+            self._own.restore_all(present)
 
     def _make_iterator(self, states: list[State] | None) -> Iterator[Any]:
         """``iter(loader)`` for the first time: its iterator keeps our sampler, and its workers our function."""
         self._watch.states = states or []
-        with replacing(self._loader, {self._name: self.indices, **self._watch.values(self._loader)}):
+        with replacing(self._loader, {sampler_name(self._loader): self.indices, **self._watch.values(self._loader)}):
             iterator = iter(self._loader)
         vars(compat.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
         return iterator
@@ -173,8 +275,7 @@ class WorkerWatch:
             return
         self._own = OwnState({"dataset": info.dataset, "collate_fn": self._collate}, by_state=self._by_state)
         if worker < len(self.states):
-            restore_random(self.states[worker])
-            self._own.restore(self.states[worker]["own"])
+            self._own.restore_all(self.states[worker])
         self._random = random_now()
 
     def __call__(self, samples: Any) -> Any:
@@ -183,8 +284,7 @@ class WorkerWatch:
         if info is None or self._own is None:
             return self._collate(samples)
         if self._answers and isinstance(samples, list) and not samples:
-            state = {**capture_random(), "own": self._own.capture(), "data": self._own.changed_data()}
-            return {"worker": info.id, _STATE: state}
+            return {"worker": info.id, _STATE: {**self._own.capture_all(), "data": self._own.changed_data()}}
         batch = self._collate(samples)
         self._batches += 1
         looks = self._batches & (self._batches - 1) == 0  # into the data, in fewer and fewer batches
@@ -263,11 +363,10 @@ def make_unnoticed(loader: Any) -> None:
     if inspect.isgeneratorfunction(type(loader).__iter__):
         _MADE_LATE.add(loader)
         return
-    present, own = capture_random(), OwnState.of(loader)
-    before = own.capture()
+    own = OwnState.of(loader)
+    before = own.capture_all()
     begin_watched(loader)
-    restore_random(present)
-    own.restore(before)
+    own.restore_all(before)
 
 
 def _known(loader: Any) -> LastingWorkers | None:

@@ -177,6 +177,16 @@ def test_samples_of_a_rank_with_workers_are_dealt_to_new_workers(seed: int) -> N
     assert seen.total() == 41  # an odd number is filled up
 
 
+def test_an_epoch_after_a_dealt_one_is_whole_if_workers_stay() -> None:
+    """The workers of a loader that makes no batches go on with the sampler that they had in the epoch before."""
+    before = Ranks(2, 20, batch_size=1)
+    before.train(3)
+    loader = DataLoader(Numbers(20), batch_size=None, num_workers=1, persistent_workers=True)
+    places = [OtherRanks(before.states(), 0, 1).position(loader, 0)]
+    follower = Positioned(loader, lambda _: places.pop() if places else None, lambda _: True)
+    assert [len(list(follower.begin_epoch())) for _ in range(2)] == [14, 20]
+
+
 class Backwards(Sampler[int]):
     def __iter__(self) -> Any:
         return iter(range(29, -1, -1))

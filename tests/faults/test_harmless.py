@@ -57,7 +57,7 @@ WHERE = [
     "capture/writer:SnapshotWriter._copy",
     "capture/writer:SnapshotWriter.copied",
     "capture/slot_pool:SlotPool.take",
-    "state/dump:Dump._with",
+    "state/dump:Dump.complete",
     "state/fit_state:FitState.capture",
     "state/module_state:ModuleState.capture",
     "capture/schedule:GradientWatch.keep",
