@@ -100,7 +100,7 @@ class FitState(PerTrainer):
         once: is told when the sanity check begins and ends.
         fixed_steps: is told when the states of schedulers are loaded.
         gradient_order: in which DDP's gradients become ready.
-        loaders: of the fit; ``None`` where they are not followed, as in one that takes no snapshots.
+        loaders: of the fit, as far as they are followed.
         modules: all modules in that of the trainer, with their names, when a capture began.
         at_end: whether what is captured is that of a run at its end, outside any epoch.
         has_begun: whether training has.
@@ -116,12 +116,13 @@ class FitState(PerTrainer):
         self.once = PreTrainingEffects(trainer, self.switches, self.hooked, self.buffers)
         self.fixed_steps = FixedSteps()
         self.gradient_order = GradientOrder()
-        self.loaders: Loaders | None = None
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.at_end = self.has_begun = False
         self.patches = Patches()
         self._untracked = UntrackedAttributes()
         self._restoring = Restoring(self)
+        positions = self._restoring.position_for, self._restoring.has_positions, self._restoring.before_step
+        self.loaders = Loaders(trainer, *positions, lambda: self.data_resume, self.once.paused)
         self._callbacks: list[pl.Callback] = []
         self._is_attached = False
 
@@ -143,7 +144,9 @@ class FitState(PerTrainer):
         trainer, run = self._trainer, self.switches.run
         self.switches.probe(trainer)
         run(compat.HOOKED, lambda: self.hooked.note_limits(trainer))
-        run(compat.LOADERS, self._follow_loaders)
+        run(compat.LOADERS, self.loaders.follow)
+        run(compat.REQUESTS, self.loaders.follow_requests)
+        self.patches.callback(self.loaders.end)
         self.once.follow_tuners(self.patches)
         follow_named(trainer, self.patches)
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
@@ -153,12 +156,6 @@ class FitState(PerTrainer):
         seams.is_on = self.can(compat.BOUNDARIES)
         seams.add(self._restoring)
         self.patches.callback(seams.remove, self._restoring)
-
-    def _follow_loaders(self) -> None:
-        positions = self._restoring.position_for, self._restoring.has_positions, self._restoring.before_step
-        self.loaders = Loaders(self._trainer, *positions, lambda: self.data_resume, self.once.paused)
-        self.patches.callback(self.loaders.end)
-        self.switches.run(compat.REQUESTS, self.loaders.follow_requests)
 
     def can(self, part: str) -> bool:
         """Whether a part of :mod:`~lightning_spot.state.compat` can do its work; from :meth:`attach` on."""
@@ -184,16 +181,15 @@ class FitState(PerTrainer):
         run(compat.LOGGERS, lambda: loggers.keep_whole(trainer, self.patches))
         run(compat.HOOKED, lambda: self.hooked.begin(trainer))
         restoring.begin()
-        due = restoring.due
+        due = restoring.values or {}
         self.fixed_steps.check(trainer)
         self.buffers.begin(self.module)
         run(compat.BUCKETS, lambda: self.gradient_order.begin(trainer, due.get("gradient_order", [])))
         run(compat.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
         self.hooked.lost.update(restoring.lost)
         found = [*restoring.findings, *restoring.what_has_other_data()]
-        if self.loaders is not None:
-            found += [reason for loader in self.loaders.training for reason in why_not_exact(loader)]
-            found += [reason for loader in self.loaders.validation for reason in why_workers_are_not_exact(loader)]
+        found += [reason for loader in self.loaders.training for reason in why_not_exact(loader)]
+        found += [reason for loader in self.loaders.validation for reason in why_workers_are_not_exact(loader)]
         found += builtin_callbacks.what_never_comes_back(trainer)
         if due:
             made = buffers.made_in_training(self.module, due.get("buffers", {}))
@@ -247,14 +243,6 @@ class FitState(PerTrainer):
     def random(self) -> State:
         """Generators of the process and of the device."""
         return capture_random(self._trainer.strategy.root_device)
-
-    def positions(self) -> list[State | None]:
-        """Where training loaders are."""
-        return self.loaders.positions(at_end=self.at_end) if self.loaders is not None else []
-
-    def around_loaders(self) -> State | None:
-        """What else belongs to loaders."""
-        return self.loaders.capture() if self.loaders is not None else None
 
     def metrics(self) -> State:
         """States of metrics in the module."""
@@ -355,10 +343,6 @@ def _to(function: Callable[[pl.Trainer, Any], object], *stages: Stage) -> Mappin
     return dict.fromkeys(stages, lambda fit, saved: function(fit.trainer, saved))
 
 
-def _to_loaders(function: Callable[[Loaders, Any], object]) -> Restore:
-    return lambda fit, saved: function(fit.loaders, saved) if fit.loaders is not None else None
-
-
 def _restore_random(trainer: pl.Trainer, saved: State) -> None:
     restore_random(saved, trainer.strategy.root_device)
 
@@ -375,10 +359,10 @@ def _restore_buffers(fit: FitState, saved: State) -> None:
     fit.buffers.restore(fit.module, saved)
 
 
-_AROUND_LOADERS = {
-    Stage.LOAD: _to_loaders(Loaders.resume),
-    Stage.TRAIN_START: _to_loaders(Loaders.restore),
-    Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),
+_AROUND_LOADERS: Mapping[Stage, Restore] = {
+    Stage.LOAD: lambda fit, saved: fit.loaders.resume(saved),
+    Stage.TRAIN_START: lambda fit, saved: fit.loaders.restore(saved),
+    Stage.FIRST_BATCH: lambda fit, saved: fit.loaders.go_on(saved),
 }
 _HOOKED: Mapping[Stage, Restore] = {
     Stage.LOAD: lambda fit, saved: fit.hooked.restore_limits(fit.trainer, saved),
@@ -390,8 +374,8 @@ _HOOKED: Mapping[Stage, Restore] = {
 PARTS = (
     # Before a step, generators are set last of all: see Restoring.
     StatePart("random", None, FitState.random, _to(_restore_random, Stage.END)),
-    StatePart("loaders", compat.LOADERS, FitState.positions),
-    StatePart("around_loaders", compat.LOADERS, FitState.around_loaders, _AROUND_LOADERS),
+    StatePart("loaders", compat.LOADERS, lambda fit: fit.loaders.positions(at_end=fit.at_end)),
+    StatePart("around_loaders", compat.LOADERS, lambda fit: fit.loaders.capture(), _AROUND_LOADERS),
     StatePart("metrics", compat.METRICS, FitState.metrics, _to(_restore_metrics, Stage.FIRST_BATCH)),
     StatePart("logged", compat.LOGGED, _of(capture_last), _to(restore_last, Stage.FIRST_BATCH, Stage.END)),
     StatePart("results", compat.LOGGED, _of(capture_results), _to(restore_results, Stage.FIRST_BATCH)),
@@ -426,6 +410,7 @@ class Restoring(OfTrainer):
         fit: what is put back.
 
     Attributes:
+        values: the state that was loaded, until the first step; ``None`` of a run that begins.
         untracked: names of attributes that the training before had changed, and that do not come back.
         lost: likewise, of modules.
         findings: what is known not to be exact before training begins.
@@ -437,7 +422,7 @@ class Restoring(OfTrainer):
         self.lost: list[str] = []
         self.findings: list[str] = []
         self._fit, self._run = fit, fit.switches.run
-        self._values: State | None = None  # until the first step
+        self.values: State | None = None
         self._steps_are_over = False  # whether the run was to take no more of them
         self._waits_for_begin = False
         self._places: list[State | None] | None = None  # of the training loaders of the snapshot
@@ -445,11 +430,6 @@ class Restoring(OfTrainer):
         self._val_total: dict[str, int] | None = None
         self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
         self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
-
-    @property
-    def due(self) -> State:
-        """The state that was loaded, until the first step; nothing of a run that begins."""
-        return self._values or {}
 
     def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
         """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
@@ -469,12 +449,11 @@ class Restoring(OfTrainer):
             )
             return
         warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
-        self._values = values = self._of_this_rank(shared)
+        self.values = values = self._of_this_rank(shared)
         self._places = values["loaders"]
         self._random = values["random"]
         self._val_total = shared["validation_progress"]
-        if (loaders := self._fit.loaders) is not None:
-            self._run(compat.LOADERS, loaders.ask_again)
+        self._run(compat.LOADERS, self._fit.loaders.ask_again)
         self._fit.restore(Stage.LOAD, values)
         is_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
         is_over |= trainer.max_epochs is not None and 0 <= trainer.max_epochs <= checkpoint["epoch"]
@@ -502,7 +481,7 @@ class Restoring(OfTrainer):
 
     def begin(self) -> None:
         """When training begins: what no later place would put back."""
-        trainer, values = self._trainer, self._values
+        trainer, values = self._trainer, self.values
         if values is None:
             return
         self._run(compat.PROGRESS, lambda: loops.forget_validations(trainer))
@@ -545,7 +524,8 @@ class Restoring(OfTrainer):
     def _go_on_from(self, others: OtherRanks, values: State) -> None:
         """Of a run that other ranks have left: its epoch has more batches now, or less."""
         trainer = self._trainer
-        done = max((done for each in self._followers if (done := each.batches_done()) is not None), default=None)
+        places = (each.batches_done() for each in self._fit.loaders.training)
+        done = max((place for place in places if place is not None), default=None)
         if done is not None:
             done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
             self._run(compat.PROGRESS, lambda: loops.number_batches(trainer, done))
@@ -564,7 +544,7 @@ class Restoring(OfTrainer):
 
         So it is where a loader without a length was asked for one already, and its epoch has none.
         """
-        values = self._values
+        values = self.values
         if values is None or self._val_total is not None:
             return
         if self._waits_for_begin:
@@ -579,14 +559,9 @@ class Restoring(OfTrainer):
         if self._steps_are_over and loops.is_in_epoch(checkpoint):
             loops.enter_epoch(self._trainer, self._fit.patches, validates=validates, should_stop=should_stop)
 
-    @property
-    def _followers(self) -> list[Positioned]:
-        """Of the training loaders that there are."""
-        return self._fit.loaders.training if self._fit.loaders is not None else []
-
     def position_for(self, follower: Positioned) -> State | None:
         """Position at which a loader begins its epoch: the saved one for the first epoch after a resume."""
-        followers, places = self._followers, self._places
+        followers, places = self._fit.loaders.training, self._places
         index = next((number for number, each in enumerate(followers) if each is follower), None)
         if index is None or self._random is None or places is None or len(places) != len(followers):
             return None
@@ -594,7 +569,7 @@ class Restoring(OfTrainer):
 
     def what_has_other_data(self) -> list[str]:
         """Why training loaders do not begin where those of the snapshot were."""
-        followers, places = self._followers, self._places
+        followers, places = self._fit.loaders.training, self._places
         if not followers or places is None:
             return []
         if len(places) != len(followers):
@@ -652,7 +627,7 @@ class Restoring(OfTrainer):
 
     def go_on(self) -> None:
         """Put back what belongs to the step. A second call does nothing."""
-        values, self._values = self._values, None
+        values, self.values = self.values, None
         if values is None:
             return
         trainer = self._trainer
@@ -668,7 +643,7 @@ class Restoring(OfTrainer):
         It draws what it drew then, forecasts with buffers that no ``state_dict`` has, reads what was logged last. A
         further fit of this trainer takes what hooks changed as it finds it.
         """
-        values = self._values
+        values = self.values
         if values is None:
             return
         if not self._fit.has_begun:

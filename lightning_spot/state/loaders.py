@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_spot.patches import Patches
 from lightning_spot.state import compat
 from lightning_spot.state.dataloader import DataResume, FollowedLoader, Follower, Positioned, follower_of, loader_itself
+from lightning_spot.state.per_trainer import OfTrainer
 from lightning_spot.state.randomness import State, capture_random, restore_random
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class Loaders:
-    """The loaders of one fit.
+class Loaders(OfTrainer):
+    """The loaders of one fit; none where they are not followed, as in one that takes no snapshots.
 
     Args:
         trainer: whose they are.
@@ -41,25 +42,29 @@ class Loaders:
         data_resume: Callable[[], DataResume],
         asking: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._trainer = trainer
-        self._asking = asking
+        super().__init__(trainer)
+        self._position_for, self._has_positions, self._restore_step = position_for, has_positions, restore_step
+        self._data_resume, self._asking = data_resume, asking
         self._requests: dict[str, State] = {}
         self._due: dict[str, State] = {}
         self._states: list[State | None] = []
         self._has_begun = False
         self._patches = Patches()
 
-        def process_dataloader(original: Callable[[object], object], loader: object) -> object:
-            processed = original(loader)
-            if trainer.state.stage == "train":
-                if has_positions():  # given to loaders once these know their epoch: Lightning gives them before that
-                    compat.LOADER_STATES.set(trainer.fit_loop, [])
-                return FollowedLoader(Positioned(processed, position_for, restore_step, data_resume()))
-            if trainer.state.stage in ("validate", "sanity_check"):
-                return FollowedLoader(Follower(processed, self._before_validation))
-            return processed
+    def follow(self) -> None:
+        """Follow each loader for training or validation that Lightning asks for from now on."""
+        compat.PROCESS_DATALOADER.wrap(self._patches, self._trainer.strategy, partial(partial, self._followed))
 
-        compat.PROCESS_DATALOADER.wrap(self._patches, trainer.strategy, partial(partial, process_dataloader))
+    def _followed(self, process: Callable[[object], object], loader: object) -> object:
+        processed, trainer = process(loader), self._trainer
+        if trainer.state.stage == "train":
+            if self._has_positions():  # given to loaders once these know their epoch: Lightning gives them before that
+                compat.LOADER_STATES.set(trainer.fit_loop, [])
+            follower = Positioned(processed, self._position_for, self._restore_step, self._data_resume())
+            return FollowedLoader(follower)
+        if trainer.state.stage in ("validate", "sanity_check"):
+            return FollowedLoader(Follower(processed, self._before_validation))
+        return processed
 
     def end(self) -> None:
         """Let the trainer go, and give it its loaders back: a ``CombinedLoader`` of the user's holds them, too."""
@@ -218,7 +223,7 @@ class Loaders:
 
 
 def _followers(loop: Any) -> list[Follower]:
-    combined = compat.COMBINED_LOADER.of(loop)
+    combined = getattr(loop, compat.COMBINED_LOADER.name, None)
     loaders = combined.flattened if combined is not None else []
     return [follower for loader in loaders if (follower := follower_of(loader)) is not None]
 

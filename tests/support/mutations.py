@@ -39,25 +39,25 @@ random of generators of the module | state.module_state | exact_table::equal_or_
 +        pass
 # a resumed run is another one: its epoch begins anew
 loader position | state.fit_state | exact_table::equal_or_warned_of[max-steps]
--self.loaders.positions(at_end=self.at_end) if self.loaders is not None else []
-+[None for _ in self.loaders.positions(at_end=self.at_end)] if self.loaders is not None else []
+-lambda fit: fit.loaders.positions(at_end=fit.at_end)
++lambda fit: [None for _ in fit.loaders.positions(at_end=fit.at_end)]
 # a resumed run is another one: other loaders, at another epoch
 loaders around | state.fit_state | exact_table::equal_or_warned_of[reload-every-second-epoch]
--FitState.around_loaders, _AROUND_LOADERS
+-lambda fit: fit.loaders.capture(), _AROUND_LOADERS
 +lambda _: None, _AROUND_LOADERS
 # a resumed run is another one: its loaders are made with other numbers
 loaders asked for as they were | state.fit_state | exact_table::equal_or_warned_of[reload-every-second-epoch]
--    Stage.LOAD: _to_loaders(Loaders.resume),
+-    Stage.LOAD: lambda fit, saved: fit.loaders.resume(saved),
 -
 +
 # a resumed run is another one: what loaders draw from of their own
 loaders own state | state.fit_state | exact_table::equal_or_warned_of[validation-with-own-generators]
--    Stage.FIRST_BATCH: _to_loaders(Loaders.go_on),
+-    Stage.FIRST_BATCH: lambda fit, saved: fit.loaders.go_on(saved),
 -
 +
 # a resumed run is another one: reloads in other epochs
 loaders that have ended | state.fit_state | exact_table::equal_or_warned_of[reload-every-second-epoch]
--    Stage.TRAIN_START: _to_loaders(Loaders.restore),
+-    Stage.TRAIN_START: lambda fit, saved: fit.loaders.restore(saved),
 -
 +
 # a resumed run is another one: an epoch's metrics are those of its rest
