@@ -45,6 +45,7 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
         RuntimeError: if no more threads can be had.
     """
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # whoever does not wait any more keeps it from nothing
 
     def run() -> None:
         try:

@@ -15,15 +15,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from lightning_spot import retry
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshotError, FencedError, TierError, TierReason
+from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNotFoundError, TierError, TierReason
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.retry import growing
+from lightning_spot.retry import pause_after
 from lightning_spot.run.identity import next_attempt
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import recovered, say
@@ -33,9 +32,9 @@ from lightning_spot.server.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.store.fences import Claim, Owner
-from lightning_spot.store.fsspec_client import open_filesystem, tier_errors, time_of
 from lightning_spot.store.retention import Keep
 from lightning_spot.store.store import Store
+from lightning_spot.threads import all_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -169,19 +168,18 @@ class ClaimWatch:
         self._thread.join(_CLOSE_S)
 
     def _work(self) -> None:
-        pauses = growing(_FIRST_RETRY_S, _LAST_RETRY_S)
-        pause_s = CLAIM_LOOK_S if self._is_made else next(pauses)
-        while not self._closed.wait(pause_s):
+        failures = 0 if self._is_made else 1
+        while not self._closed.wait(pause_after(failures, _FIRST_RETRY_S, _LAST_RETRY_S) if failures else CLAIM_LOOK_S):
             try:
                 self._look()
-                pause_s, pauses = CLAIM_LOOK_S, growing(_FIRST_RETRY_S, _LAST_RETRY_S)
+                failures = 0
             except FencedError as error:
                 say(logging.WARNING, "fenced", "{error}", about=self._url, error=error)
                 self._fenced(error)
                 return
             except Exception as error:  # whatever it is: without a claim, no earlier attempt would be kept out
                 logger.debug("the claim at %s cannot be made, or read, now: %s", self._url, error)
-                pause_s = next(pauses)
+                failures += 1
 
     def _look(self) -> None:
         store = open_store(self._url)
@@ -242,7 +240,6 @@ def _is_own(family: int, address: tuple[str, int] | tuple[str, int, int, int] | 
     return True
 
 
-_MOST_READ = 2000
 _READERS = 32
 
 _attempts: dict[str, int] = {}  # attempts of this process, by folder
@@ -279,35 +276,23 @@ def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
 
 
 def _highest_attempt(folder: str) -> int:
-    """Highest attempt of the files that have manifests in a folder; 0 if none, or if it cannot be read.
-
-    Of very many the newest are read: a later attempt than theirs would have written something newer.
-    """
+    """Highest attempt of the files that have manifests in a folder; 0 if none, or if it cannot be read."""
     try:
-        with tier_errors(folder):
-            files, root = open_filesystem(folder)
-            facts = (fact for fact in _listed(files, f"{root}/{OWN_DIR}") if fact["name"].endswith(f".{MANIFEST_FILE}"))
-            newest = sorted(facts, key=time_of, reverse=True)
-            with ThreadPoolExecutor(_READERS) as pool:
-                return max(pool.map(lambda fact: _attempt_in(files, fact["name"]), newest[:_MOST_READ]), default=0)
+        manifests = open_store(folder).folder(OWN_DIR, attempt=0, run_id="")
+        names = [name for name in manifests.sizes() if name.endswith(f".{MANIFEST_FILE}")]
     except TierError as error:
         text = "{error}. Only the clock orders what is saved there"
         say(logging.WARNING, "manifests-not-read", text, about=folder, error=error)
         return 0
 
+    def attempt_in(name: str) -> int:
+        try:
+            return Manifest.from_json(manifests.read(name)).attempt
+        except (SnapshotNotFoundError, CorruptSnapshotError):
+            return 0
+        except TierError as error:  # one manifest hides no other
+            where = f"{folder}/{OWN_DIR}/{name}"
+            say(logging.WARNING, "manifest-not-read", "{about} cannot be read ({error})", about=where, error=error)
+            return 0
 
-def _listed(files: Any, folder: str) -> list[dict[str, Any]]:
-    try:
-        return list(files.ls(folder, detail=True))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _attempt_in(files: Any, path: str) -> int:
-    try:
-        return Manifest.from_json(files.cat_file(path)).attempt
-    except (FileNotFoundError, CorruptSnapshotError):
-        return 0
-    except Exception as error:  # every file system has errors of its own: one manifest hides no other
-        say(logging.WARNING, "manifest-not-read", "{about} cannot be read ({error})", about=path, error=error)
-        return 0
+    return max(all_at_once([partial(attempt_in, name) for name in names], "spot-ask", _READERS), default=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from lightning_spot.errors import (
@@ -128,7 +128,7 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
         TierError: if the tier fails.
     """
     first = shards[0][0]
-    mine = _by_writer(each for each, _ in shards)
+    mine = {_shard(each).writer: each for each, _ in shards}
     folder = _folder(store, first.snapshot, first.run_id)
     found = look(store, first.snapshot, mine)
     if found.manifest is None and not _has_notes(found, mine):
@@ -183,8 +183,9 @@ def _folder(store: Store, name: str, run_id: str = "") -> Folder:
     return store.folder(name, attempt=order[0], run_id=run_id)
 
 
-def _by_writer(shards: Iterable[Manifest]) -> dict[int, Manifest]:
-    return {each.shard.writer: each for each in shards if each.shard is not None}
+def _shard(manifest: Manifest) -> ShardOf:
+    assert manifest.shard is not None
+    return manifest.shard
 
 
 def _note_name(shard: ShardOf) -> str:
@@ -215,7 +216,7 @@ def _readable(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _is_noted(found: Look, shard: Manifest) -> bool:
-    return shard.shard is not None and _note_name(shard.shard) in found.sizes
+    return _note_name(_shard(shard)) in found.sizes
 
 
 def _noted_by_others(folder: Folder, mine: Mapping[int, Manifest]) -> set[int]:
@@ -251,19 +252,20 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard], writers: Set[in
         shards: what this place has.
         writers: those whose notes are not there, or not ours: their files may be those of another start, too.
     """
-    good = [(each, image) for each, image in shards if not each.why_failed]
-    images = {each.shard.writer: image for each, image in good if each.shard is not None}
+    noted = [each for each, _ in shards if each.why_failed]
+    good = [] if found.why_aborted else [(each, image) for each, image in shards if not each.why_failed]
+    images = {_shard(each).writer: image for each, image in good}
     shared = shared_file([each for each, _ in good], images)
     if shared is None:  # whoever has all ranges of the checkpoint writes it, and notes these shards
         good = [(each, image) for each, image in good if all(span.name != MODEL_FILE for span in each.files)]
-    contents: dict[str, Image] = {
-        span.name: shared if shared is not None and span.name == MODEL_FILE else cut_out(image, span.offset, span.stop)
-        for each, image in good
-        for span in each.files
-    }
-    anew = {span.name for each, _ in good if each.shard and each.shard.writer in writers for span in each.files}
-    contents = {name: data for name, data in contents.items() if name in anew or found.sizes.get(name) != len(data)}
-    if contents and not found.why_aborted:
+    contents: dict[str, Image] = {}
+    for each, image in good:
+        for span in each.files:
+            whole = shared if span.name == MODEL_FILE else None
+            data = whole if whole is not None else cut_out(image, span.offset, span.stop)
+            if _shard(each).writer in writers or found.sizes.get(span.name) != len(data):
+                contents[span.name] = data
+    if contents:
         _verify(good)
         folder.write_all(contents)
         try:
@@ -271,15 +273,13 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard], writers: Set[in
         except CorruptSnapshotError:
             _remove(folder, list(contents))
             raise
-    noted = [each for each, _ in shards if each.why_failed]
-    noted += [each for each, _ in good] if not found.why_aborted else []
-    notes: dict[str, Image] = {}
-    for each in noted:
-        assert each.shard is not None
-        if each.shard.writer in writers:
-            notes[_note_name(each.shard)] = memoryview(each.to_json().encode())
-    if notes:
+    noted += [each for each, _ in good]
+    if notes := {_note_name(_shard(each)): _text(each) for each in noted if _shard(each).writer in writers}:
         folder.write_all(notes)
+
+
+def _text(note: Manifest) -> Image:
+    return memoryview(note.to_json().encode())
 
 
 def _take_back(folder: Folder, found: Look, mine: Mapping[int, Manifest]) -> None:
@@ -290,11 +290,10 @@ def _take_back(folder: Folder, found: Look, mine: Mapping[int, Manifest]) -> Non
     good = {writer: each for writer, each in mine.items() if not each.why_failed}
     noted = {note_name(writer, failed=True): failed(each, found.why_aborted) for writer, each in good.items()}
     if noted:
-        folder.write_all({name: memoryview(each.to_json().encode()) for name, each in noted.items()})
+        folder.write_all({name: _text(each) for name, each in noted.items()})
     _remove(folder, [span.name for each in good.values() for span in each.files if span.name in found.sizes])
     _remove(folder, [note for writer in mine if (note := note_name(writer)) in found.sizes])
-    writers = max(each.shard.writers for each in mine.values() if each.shard is not None)
-    of_all = [note_name(writer, failed=True) for writer in range(writers)]
+    of_all = [note_name(writer, failed=True) for writer in range(_shard(next(iter(mine.values()))).writers)]
     if found.sizes.keys() | noted.keys() >= set(of_all):
         _remove(folder, of_all)
 
@@ -321,17 +320,16 @@ def _commit(store: Store, folder: Folder, found: Look, *, attempt: int | None) -
         manifest = assemble(found.notes.values())
     except CorruptSnapshotError as error:
         raise _failed(str(error)) from error
-    if any(found.sizes.get(span.name) != span.nbytes for span in manifest.spans):
-        return None
     # Reading takes time: another place may have committed it, and deleted it since, or a writer have failed.
     now = look(store, manifest.name, found.notes)
-    if now.manifest is not None or now.why_aborted or not _has_notes(now, found.notes):
+    is_whole = all(now.sizes.get(span.name) == span.nbytes for span in manifest.spans)
+    if now.manifest is not None or now.why_aborted or not (is_whole and _has_notes(now, found.notes)):
         return now.manifest
-    notes = [name for name in now.sizes if is_note(name)]
+    notes = list(filter(is_note, now.sizes))
     if attempt is not None:
         check_fence(manifest.run_id, attempt, now.claimed)
     try:
-        folder.note(manifest)
+        store.note(manifest, attempt=manifest.attempt)
     except FencedError:  # nobody else commits it; where the other one of two starts has the same shards, it notes them
         _remove(folder, notes)
         raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -21,7 +22,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import datetime
 from typing import Any, TypeVar
 
 import fsspec
@@ -31,7 +31,7 @@ from fsspec.asyn import AsyncFileSystem
 from lightning_spot.config import BUCKET_SCHEMES, read_environment, why_no_place, without_password
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotError, TierError, TierReason
 from lightning_spot.say import say
-from lightning_spot.threads import in_turn
+from lightning_spot.threads import in_background, in_turn
 
 logger = logging.getLogger(__name__)
 
@@ -148,17 +148,6 @@ def _options(url: str) -> dict[str, Any]:
     # The read timeout of s3fs, 15 s, would come first, unnamed.
     ours = {"max_pool_connections": REQUESTS, "read_timeout": 2 * SILENT_S}
     return {"loop": loop_of(url), "config_kwargs": {**ours, **own}}
-
-
-def time_of(fact: dict[str, Any]) -> float:
-    """When a file was changed, as file systems say it in different ways: seconds since 1970, 0 if they do not."""
-    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        value = fact.get(name)
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, int | float):
-            return float(value)
-    return 0.0
 
 
 def is_s3(files: Any) -> bool:
@@ -411,17 +400,7 @@ class _Daemons(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call ``fn``."""
-        future: Future[T] = Future()
-
-        def call() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    future.set_exception(error)
-
-        threading.Thread(target=call, name="spot-asyncio", daemon=True).start()
-        return future
+        return in_background(functools.partial(fn, *args, **kwargs), "spot-asyncio")
 
 
 _CONNECTIONS = 16

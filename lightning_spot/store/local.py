@@ -9,18 +9,17 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_spot.errors import TierError
 from lightning_spot.snapshot.manifest import OWN_DIR, Manifest, snapshot_order
-from lightning_spot.snapshot.shards import Image, slices
 from lightning_spot.store import posix, store
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim
 from lightning_spot.store.posix import Beneath, open_regular, opened, tier_errors
-from lightning_spot.store.store import Parts, Progress, Ready, Store, Target, Writer, fetch_ranges
+from lightning_spot.store.store import Data, Ready, Store, Writer, parts_of
 
 
 class LocalStore(Store):
@@ -42,6 +41,7 @@ class LocalStore(Store):
         self._root = Path(root).absolute()
         super().__init__(str(self._root), is_lent=beneath is not None)
         self._beneath = Beneath(self._root, beneath) if beneath is not None else None
+        self._in_place = threading.Lock()  # a disk reads faster from one place
 
     @property
     def root(self) -> Path:
@@ -49,7 +49,7 @@ class LocalStore(Store):
         return self._root if self._beneath is None else self._beneath.path()
 
     def inode(self) -> int:
-        """Inode of the attempts directory, by which a copied run is told from a moved one; 0 if there is none."""
+        """See :meth:`Store.inode`."""
         try:
             return os.stat(self.root / ATTEMPTS_DIR).st_ino
         except OSError:
@@ -59,23 +59,6 @@ class LocalStore(Store):
         """See :meth:`Store.claim`. The inode of the attempts directory is noted in it."""
         with tier_errors(self.url), self._inside(self.made() / ATTEMPTS_DIR):
             super().claim(replace(claim, inode=self.inode()))
-
-    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
-        """See :meth:`Store.fetch`."""
-        in_place = threading.Lock()  # a disk reads faster from one
-
-        def read(start: int, part: memoryview) -> None:
-            with in_place:
-                self._read_image(manifest, start, part)
-            manifest.verify_range(start, part, self.url)
-
-        with tier_errors(self.url, reading=True):
-            fetch_ranges(read, manifest.ranges(), into, progress, 2)
-
-    def sweep_files(self) -> None:
-        """See :meth:`Store.sweep_files`."""
-        with tier_errors(self.url):
-            self._sweep_folders(["", OWN_DIR])
 
     def made(self) -> Path:
         """The run's directory, made where it is reached without following links."""
@@ -114,43 +97,42 @@ class LocalStore(Store):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return data
 
+    def _readers(self, part_bytes: int) -> int:
+        return 2
+
+    def _read_image(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        with self._in_place:
+            super()._read_image(manifest, start, into)
+
     def _fill(self, below: str, start: int, into: memoryview) -> int:
-        fd, done = open_regular(self.root / below), 0
-        try:
-            while done < len(into) and (count := os.preadv(fd, [into[done:]], start + done)):
-                done += count
-        finally:
-            os.close(fd)
-        return done
+        with open(open_regular(self.root / below), "rb") as file:
+            file.seek(start)
+            return file.readinto(into)
 
-    def _write(self, below: str, parts: Parts, nbytes: int, by: Writer, ready: Ready = store.nothing) -> None:
-        """See :meth:`Store._write`. What becomes a user's file is not seen in the user's folder before."""
-        place, is_users = self.made() / below, "/" not in below
-        self._write_aside(place.parent / OWN_DIR if is_users else place.parent, {place: parts}, by, ready)
+    def _write(self, contents: Mapping[str, Data], by: Writer, ready: Ready = store.nothing) -> None:
+        """See :meth:`Store._write`. None is in its place before all are on the disk; where that is full, nothing stays.
 
-    def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
-        """See :meth:`Store._write_all`. None is in its place before all are on the disk."""
-        places = {self.made() / below: slices(data, self._at_once_bytes) for below, data in contents.items()}
-        self._write_aside(next(iter(places)).parent, places, by)
-
-    def _write_aside(self, aside: Path, places: Mapping[Path, Parts], by: Writer, ready: Ready = store.nothing) -> None:
-        """Write files of one folder aside, then put them in place; where the disk is full, nothing stays."""
+        What becomes a user's file is not seen in the user's folder before.
+        """
+        below = next(iter(contents)).rpartition("/")[0]
+        parent = self.made() / below
+        aside = parent if below else parent / OWN_DIR
         temporaries: list[Path] = []
         try:
             with self._inside(aside) as folder:
+                place = folder if below else parent
                 try:
-                    for parts in places.values():
-                        written = posix.write_aside(folder, parts, attempt=by[0], run_id=by[1])
-                        temporaries.append(written)
+                    for data in contents.values():
+                        parts = parts_of(data, self._at_once_bytes)
+                        temporaries.append(posix.write_aside(folder, parts, attempt=by[0], run_id=by[1]))
                     ready()
-                    for temporary, place in zip(temporaries, places, strict=True):
-                        os.replace(temporary, place if place.parent != aside else folder / place.name)
+                    for temporary, name in zip(temporaries, contents, strict=True):
+                        os.replace(temporary, place / Path(name).name)
                 except BaseException:
                     for temporary in temporaries:
                         posix.remove(temporary)
                     raise
-                for parent in dict.fromkeys(place.parent for place in places):
-                    posix.sync_directory(parent if parent != aside else folder)
+                posix.sync_directory(place)
         except BaseException:
             posix.remove_if_empty(aside)  # a disk that is full for long would have one for each snapshot
             raise
@@ -186,9 +168,23 @@ class LocalStore(Store):
         folder = self.root / name
         return all(map(_is_old, (folder, *(folder / file for file in files))))
 
-    def _sweep_temporaries(self, current: Manifest) -> None:
-        named = [name for name in self._names("") if snapshot_order(name) is not None]
-        self._sweep_folders(["", ATTEMPTS_DIR, OWN_DIR, *named], current)
+    def _sweep_temporaries(self, current: Manifest | None = None) -> None:
+        run_id, attempt = (current.run_id, current.attempt) if current is not None else ("", 0)
+        names = ["", OWN_DIR]
+        if current is not None:
+            names += [ATTEMPTS_DIR, *(name for name in self._names("") if snapshot_order(name) is not None)]
+
+        def sweep(name: str) -> None:
+            if name and not posix.is_own_directory(self.root / name):
+                return
+            with contextlib.suppress(FileNotFoundError), self._held(self.root / name) as folder:
+                for file in posix.list_directory(folder):
+                    if posix.is_left(file, functools.partial(_is_old, folder / file), run_id, attempt):
+                        posix.remove(folder / file)
+
+        with contextlib.ExitStack() as each:  # one place that fails keeps nothing else from being swept
+            for name in names:
+                each.callback(sweep, name)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -204,22 +200,6 @@ class LocalStore(Store):
     def _held(self, folder: Path) -> contextlib.AbstractContextManager[Path]:
         """A folder that is no link, as a path that leads nowhere else meanwhile."""
         return contextlib.nullcontext(folder) if self._beneath is None or folder == self.root else opened(folder)
-
-    def _sweep_folders(self, names: Iterable[str], current: Manifest | None = None) -> None:
-        """Remove temporaries that have no writer any more; of attempts before that of ``current``, at once."""
-        run_id, attempt = (current.run_id, current.attempt) if current is not None else ("", 0)
-
-        def sweep(name: str) -> None:
-            if name and not posix.is_own_directory(self.root / name):
-                return
-            with contextlib.suppress(FileNotFoundError), self._held(self.root / name) as folder:
-                for file in posix.list_directory(folder):
-                    if posix.is_left(file, functools.partial(_is_old, folder / file), run_id, attempt):
-                        posix.remove(folder / file)
-
-        with contextlib.ExitStack() as each:  # one place that fails keeps nothing else from being swept
-            for name in names:
-                each.callback(sweep, name)
 
 
 def _is_old(path: Path) -> bool:

@@ -6,14 +6,13 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.say import say
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.shards import Image, slices
 from lightning_spot.store import s3, store
 from lightning_spot.store.fsspec_client import (
     REQUESTS,
@@ -24,7 +23,7 @@ from lightning_spot.store.fsspec_client import (
     open_filesystem,
     tier_errors,
 )
-from lightning_spot.store.store import Holdings, Parts, Progress, Ready, Store, Target, Writer, fetch_ranges
+from lightning_spot.store.store import Data, Holdings, Progress, Ready, Store, Target, Writer, parts_of
 from lightning_spot.threads import all_at_once
 
 _WRITE_BYTES = 32 * 1024 * 1024
@@ -62,26 +61,13 @@ class ObjectStore(Store):
 
     def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`; by several requests at once."""
-
-        def read(start: int, part: memoryview) -> None:
-            """Read a range; once more if it is not what was committed, perhaps on its way."""
-            try:
-                self._read_checked(manifest, start, part)
-            except CorruptSnapshotError as error:
-                say(logging.INFO, "read-again", "read once more: {error}", error=error)
-                self._read_checked(manifest, start, part)
-
-        size = max(PART_BYTES, manifest.part_bytes)
         with tier_errors(self.url, reading=True):
             for span, nbytes in zip(manifest.spans, self._sizes_of(manifest), strict=True):
                 if nbytes is not None and nbytes < span.nbytes:
                     where = f"{self.url}/{manifest.path_of(span)}"
                     why = f"{where} is cut short: {nbytes} of {span.nbytes} bytes are there"
                     raise CorruptSnapshotError(why, where=where)
-            fetch_ranges(read, manifest.ranges(size), into, progress, connections(size))
-
-    def sweep_files(self) -> None:
-        """See :meth:`Store.sweep_files`. In a bucket nothing is written aside."""
+        super().fetch(manifest, into, progress)
 
     # -- operations on files --------------------------------------------------------------------------------------
 
@@ -115,24 +101,47 @@ class ObjectStore(Store):
     def _read(self, below: str, start: int = 0, stop: int | None = None) -> bytes:
         return bytes(self._fs.cat_file(self._path(below), start=start, end=stop))
 
+    def _readers(self, part_bytes: int) -> int:
+        return connections(max(PART_BYTES, part_bytes))
+
+    def _read_checked(self, manifest: Manifest, start: int, into: memoryview) -> None:
+        try:
+            super()._read_checked(manifest, start, into)
+        except CorruptSnapshotError as error:  # perhaps on its way
+            say(logging.INFO, "read-again", "read once more: {error}", error=error)
+            super()._read_checked(manifest, start, into)
+
     def _fill(self, below: str, start: int, into: memoryview) -> int:
         data = self._read(below, start, start + len(into))
         into[: len(data)] = data
         return len(data)
 
-    def _write(self, below: str, parts: Parts, nbytes: int, by: Writer, ready: Ready = store.nothing) -> None:
-        if not self._is_s3:
-            self._write_in_turn(self._path(below), parts, ready)
-        elif nbytes > (size := s3.block_bytes(nbytes)):
-            s3.upload(self._fs, self._path(below), s3.regrouped(parts, size), size, ready=ready)
-        else:
-            data = bytearray()
-            for part in parts:
-                data += part
+    def _write(self, contents: Mapping[str, Data], by: Writer, ready: Ready = store.nothing) -> None:
+        """See :meth:`Store._write`; side by side."""
+        if len(contents) > 1:
             ready()
-            self._fs.pipe_file(self._path(below), bytes(data))
+            ready = store.nothing
+        jobs = {below: functools.partial(self._write_one, below, data, ready) for below, data in contents.items()}
+        is_large = {below: self._is_s3 and len(data) > s3.BLOCK_BYTES for below, data in contents.items()}
+        for below in [each for each in jobs if is_large[each] or len(contents) == 1]:
+            jobs.pop(below)()  # of one object, many blocks are under way at once
+        if jobs:  # of what another library sends, it has a copy of so many bytes
+            move(jobs.values(), s3.BLOCK_BYTES if self._is_s3 else _WRITE_BYTES)
 
-    def _write_in_turn(self, path: str, parts: Parts, ready: Ready) -> None:
+    def _write_one(self, below: str, data: Data, ready: Ready) -> None:
+        path, parts = self._path(below), parts_of(data, self._at_once_bytes)
+        if not self._is_s3:
+            self._write_in_turn(path, parts, ready)
+        elif len(data) > (size := s3.block_bytes(len(data))):
+            s3.upload(self._fs, path, s3.regrouped(parts, size), size, ready=ready)
+        else:
+            body = bytearray()
+            for part in parts:
+                body += part
+            ready()
+            self._fs.pipe_file(path, bytes(body))
+
+    def _write_in_turn(self, path: str, parts: Iterable[memoryview], ready: Ready) -> None:
         """Write through the library's own upload."""
         file = self._fs.open(path, "wb", block_size=_WRITE_BYTES)
         try:
@@ -146,17 +155,6 @@ class ObjectStore(Store):
             file.closed = True
             raise
         file.close()
-
-    def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
-        """See :meth:`Store._write_all`; side by side."""
-        jobs = {
-            below: functools.partial(self._write, below, slices(data, self._at_once_bytes), len(data), by)
-            for below, data in contents.items()
-        }
-        for below in [each for each in jobs if self._is_s3 and len(contents[each]) > s3.BLOCK_BYTES]:
-            jobs.pop(below)()  # of one object, many blocks are under way at once
-        # Of what another library sends, it has a copy of so many bytes.
-        move(jobs.values(), s3.BLOCK_BYTES if self._is_s3 else _WRITE_BYTES)
 
     def _create(self, below: str, data: bytes, by: Writer) -> None:
         path = self._path(below)
@@ -183,7 +181,7 @@ class ObjectStore(Store):
     def _settle(self, *belows: str) -> None:
         """What was acknowledged is durable."""
 
-    def _sweep_temporaries(self, current: Manifest) -> None:
+    def _sweep_temporaries(self, current: Manifest | None = None) -> None:
         """Nothing is written aside."""
 
     def _is_settled(self, name: str, files: Sequence[str]) -> bool:

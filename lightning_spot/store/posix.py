@@ -171,15 +171,10 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
         CorruptSnapshotError: if it is no regular file.
         OSError: if it cannot be read.
     """
-    fd = open_regular(path)
-    try:
-        data, size = b"", os.fstat(fd).st_size
-        left = max(0, (size if stop is None else min(size, stop)) - os.lseek(fd, start, os.SEEK_SET))
-        while chunk := os.read(fd, left - len(data)):
-            data += chunk
-        return data
-    finally:
-        os.close(fd)
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(start)
+        return file.read(max(0, (size if stop is None else min(size, stop)) - start))
 
 
 def write_aside(folder: Path, parts: Iterable[memoryview], *, attempt: int, run_id: str) -> Path:
@@ -215,15 +210,12 @@ def create_exclusively(path: Path, data: memoryview, *, attempt: int, run_id: st
 def _create_in_place(path: Path, data: memoryview) -> bool:
     """Where there are no hard links. Killed in the middle it leaves a damaged file, whose name still counts."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with open(path, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except FileExistsError:
         return False
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
     return True
 
 
@@ -303,7 +295,9 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 def temporary_name(attempt: int, run_id: str) -> str:
     """Name of a file that this process writes on behalf of an attempt of a run."""
-    machine, pid, started = _writer(os.getpid())
+    pid, machine = os.getpid(), _machine() or secrets.token_hex(4)
+    process = ProcessId.of(pid)
+    started = process.started % _TICKS if process is not None else 0
     return f"{_PREFIX}{attempt:04d}-{run_id}-{machine}{pid:08x}{started:08x}{secrets.token_hex(4)}"
 
 
@@ -347,12 +341,6 @@ def writer_has_ended(name: str) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=1)  # a forked child has another number
-def _writer(pid: int) -> tuple[str, int, int]:
-    process = ProcessId.of(pid)
-    return _machine() or secrets.token_hex(4), pid, process.started % _TICKS if process is not None else 0
-
-
 @functools.cache
 def _machine() -> str | None:
     """Eight digits that stand for this machine, since it was started, and the namespace in which processes count.
@@ -393,10 +381,10 @@ class Beneath:
             for each in (each.removeprefix("file://") for each in prefixes)
             if each[:1] == "/"
         ]
-        self._prefix = next((prefix for prefix in lent if real.is_relative_to(prefix)), None)
-        if self._prefix is None:
+        prefix = next((prefix for prefix in lent if real.is_relative_to(prefix)), None)
+        if prefix is None:
             raise TierError(f"{root} is below none of the directories that this server may write to", tier=str(root))
-        self._names = real.relative_to(self._prefix).parts
+        self._prefix, self._names = str(prefix), real.relative_to(prefix).parts
         self._lock = threading.Lock()
         self._opened: list[int] = []  # the last one is in use; a path with an earlier one may be, too
         weakref.finalize(self, _close, self._opened)
@@ -422,33 +410,23 @@ class Beneath:
             return _DESCRIPTORS / str(self._opened[-1])
 
     def _walk(self, *, make: bool) -> int | None:
-        assert self._prefix is not None
+        at: int | None = None
         try:
-            at = os.open(self._prefix, _OPEN)
-        except FileNotFoundError:
-            if not make:
-                return None
-            raise
-        try:
-            for name in self._names:
-                if make:
+            for name in (self._prefix, *self._names):
+                if make and at is not None:
                     _make(name, at)
-                below = os.open(name, _OPEN, dir_fd=at)
+                above, at = at, os.open(name, _OPEN, dir_fd=at)
+                if above is not None:
+                    os.close(above)
+        except BaseException as error:
+            if at is not None:
                 os.close(at)
-                at = below
-        except FileNotFoundError:
-            os.close(at)
-            if make:
+            if isinstance(error, FileNotFoundError) and not make:
+                return None
+            if not isinstance(error, NotADirectoryError):
                 raise
-            return None
-        except NotADirectoryError as error:
-            os.close(at)
-            raise TierError(
-                f"{self._root} leads through a link, or a file: nothing is read or written there"
-            ) from error
-        except BaseException:
-            os.close(at)
-            raise
+            why = f"{self._root} leads through a link, or a file: nothing is read or written there"
+            raise TierError(why) from error
         return at
 
 
@@ -470,11 +448,7 @@ def opened(folder: Path) -> Iterator[Path]:
 def _make(name: str, at: int) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=at)
-        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_directory(_DESCRIPTORS / str(at))
 
 
 def _is_same(folder: int, other: int) -> bool:

@@ -109,11 +109,8 @@ SETTLED_S = 3600.0
 Writer = tuple[int, str]
 """On whose behalf something is written: an attempt, and its run's identity."""
 
-Parts = Iterable[memoryview]
-"""The bytes of a file, each part done with when the next one is asked for."""
-
 Ready = Callable[[], None]
-"""Called when all bytes of a file have come, before it becomes visible."""
+"""Called when all bytes of a file have come, before it becomes visible; before the first one does, of several."""
 
 
 def nothing() -> None:
@@ -166,13 +163,14 @@ class NotedParts:
 
     def __init__(self, manifest: Manifest, parts: Iterable[memoryview]) -> None:
         self._manifest, self._parts = manifest, parts
-        self._checksums: list[str] = []
-        self._sizes: list[int] = []
+        self._noted: list[tuple[str, int]] = []
+
+    def __len__(self) -> int:
+        return self._manifest.nbytes
 
     def __iter__(self) -> Iterator[memoryview]:
         for part in self._parts:
-            self._checksums.append(checksum(part))
-            self._sizes.append(len(part))
+            self._noted.append((checksum(part), len(part)))
             yield part
 
     def sealed(self) -> Manifest:
@@ -181,14 +179,23 @@ class NotedParts:
         Raises:
             CorruptSnapshotError: if the parts are not those that the manifest announced.
         """
-        manifest, sizes = self._manifest, self._sizes
+        manifest, sizes = self._manifest, [nbytes for _, nbytes in self._noted]
         wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
         if sizes != wanted:
             raise CorruptSnapshotError(
                 f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
                 f" {len(wanted)}; it is not committed"
             )
-        return replace(manifest, checksums=tuple(self._checksums))
+        return replace(manifest, checksums=tuple(digest for digest, _ in self._noted))
+
+
+Data = Image | NotedParts
+"""The bytes of a file, see :func:`parts_of`."""
+
+
+def parts_of(data: Data, most: int) -> Iterator[memoryview]:
+    """The bytes of a file, each part done with when the next one is asked for; of an image, of at most so many."""
+    return iter(data) if isinstance(data, NotedParts) else slices(data, most)
 
 
 class Store(ABC):
@@ -221,24 +228,6 @@ class Store(ABC):
 
     def __init__(self, url: str, *, is_lent: bool) -> None:
         self.url, self._is_lent = url, is_lent
-
-    @abstractmethod
-    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
-        """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long), and check every part as it comes.
-
-        Raises:
-            SnapshotNotFoundError: if it is not there.
-            CorruptSnapshotError: if it is shorter, or a part has not the checksum it was committed with.
-            TierError: if it could not be read.
-        """
-
-    @abstractmethod
-    def sweep_files(self) -> None:
-        """Remove what killed writers of files left behind, in a folder in which other processes may save, too.
-
-        That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
-        not been touched for :data:`SETTLED_S`.
-        """
 
     # -- operations on files --------------------------------------------------------------------------------------
 
@@ -276,20 +265,20 @@ class Store(ABC):
         """Read a file from byte ``start`` on; how many bytes there were."""
 
     @abstractmethod
-    def _write(self, below: str, parts: Parts, nbytes: int, by: Writer, ready: Ready = nothing) -> None:
-        """Write a file in place of what is there, whole or not at all; when this returns it is durable.
+    def _readers(self, part_bytes: int) -> int:
+        """How many threads read a snapshot of such parts."""
+
+    @abstractmethod
+    def _write(self, contents: Mapping[str, Data], by: Writer, ready: Ready = nothing) -> None:
+        """Write files of one folder, each in place of what is there, whole or not at all.
+
+        When this returns they are durable. On a disk all are written, or none where it is full.
 
         Args:
-            below: its path.
-            parts: its bytes.
-            nbytes: how many, about.
+            contents: their bytes, by their path.
             by: on whose behalf.
             ready: see :data:`Ready`.
         """
-
-    @abstractmethod
-    def _write_all(self, contents: Mapping[str, Image], by: Writer) -> None:
-        """Write several files of one folder, each as by :meth:`_write`; on a disk all, or none where it is full."""
 
     @abstractmethod
     def _create(self, below: str, data: bytes, by: Writer) -> None:
@@ -308,8 +297,8 @@ class Store(ABC):
         """Whether these files of a folder, and it, were not written to for :data:`SETTLED_S`."""
 
     @abstractmethod
-    def _sweep_temporaries(self, current: Manifest) -> None:
-        """Remove what killed writers left beside its place."""
+    def _sweep_temporaries(self, current: Manifest | None = None) -> None:
+        """Remove what killed writers left beside its place: of a run, or of users' files if there is no snapshot."""
 
     # -- what is there --------------------------------------------------------------------------------------------
 
@@ -370,6 +359,10 @@ class Store(ABC):
         with self._errors():
             noted, sizes = self._all([lambda: self._noted(manifest), lambda: self._sizes_of(manifest)])
         return bool(noted == manifest and sizes == [span.nbytes for span in manifest.spans])
+
+    def inode(self) -> int:
+        """Inode of the attempts directory, by which a copied run is told from a moved one; 0 if there is none."""
+        return 0
 
     def folder(self, name: str, *, attempt: int, run_id: str) -> Folder:
         """The folder of a snapshot, or that of claims.
@@ -457,6 +450,18 @@ class Store(ABC):
         self._read_image(manifest, start, into)
         manifest.verify_range(start, into, self.url)
 
+    def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
+        """Read the file of a snapshot into ``into`` (``manifest.nbytes`` long), and check every part as it comes.
+
+        Raises:
+            SnapshotNotFoundError: if it is not there.
+            CorruptSnapshotError: if it is shorter, or a part has not the checksum it was committed with.
+            TierError: if it could not be read.
+        """
+        read, ranges = partial(self._read_checked, manifest), manifest.ranges()
+        with self._errors(reading=True):
+            fetch_ranges(read, ranges, into, progress, self._readers(manifest.part_bytes))
+
     def _has_the_bytes(self, manifest: Manifest) -> bool:
         try:
             for start, stop in manifest.ranges():
@@ -481,14 +486,7 @@ class Store(ABC):
 
     def _check_fence(self, run: str, attempt: int) -> None:
         """Refuse to act for an attempt that does not hold the run."""
-
-        def later() -> None:
-            check_fence(run, attempt, self.claimed())
-
-        if self.owner is None:
-            later()
-        else:
-            self._all([later, self.check_owner])
+        self._all([lambda: check_fence(run, attempt, self.claimed()), self.check_owner])
 
     def _check_owner(self, run: str) -> None:
         """Refuse to delete anything for an attempt that does not hold the run any more."""
@@ -565,7 +563,7 @@ class Store(ABC):
         self._check_fences(manifest, attempt)
         return self._commit(manifest, NotedParts(manifest, parts), attempt)
 
-    def _commit(self, manifest: Manifest, data: Image | NotedParts, attempt: int) -> Manifest:
+    def _commit(self, manifest: Manifest, data: Data, attempt: int) -> Manifest:
         """Write the bytes, then the manifest; whatever fails, none with checksums stands beside other bytes.
 
         Args:
@@ -607,22 +605,23 @@ class Store(ABC):
                     self._unnote(manifest)  # the other one may write the same files: they are swept
                 raise
 
-    def _write_bytes(self, manifest: Manifest, data: Image | NotedParts, by: Writer) -> Manifest:
+    def _write_bytes(self, manifest: Manifest, data: Data, by: Writer) -> Manifest:
         """Write the files of an image, with no manifest of other bytes beside them; the sealed manifest.
 
         Raises:
             CorruptSnapshotError: if a byte that is in no file is not zero.
         """
-        if manifest.files and not isinstance(data, NotedParts):
-            self._make_way(manifest, by)
-            self._write_several(manifest, data, by)
-            return manifest
 
         def sealed() -> Manifest:
             return data.sealed() if isinstance(data, NotedParts) else manifest
 
-        parts = data if isinstance(data, NotedParts) else slices(data, self._at_once_bytes)
-        self._write(manifest.data_path, parts, manifest.nbytes, by, lambda: self._make_way(sealed(), by))
+        files: dict[str, Data] = {manifest.data_path: data}
+        if manifest.files and not isinstance(data, NotedParts):
+            for gap, start, stop in pieces(manifest.spans, 0, len(data)):
+                if gap is None:
+                    check_zero(data[start:stop])
+            files = {manifest.path_of(span): cut_out(data, span.offset, span.stop) for span in manifest.spans}
+        self._write(files, by, lambda: self._make_way(sealed(), by))
         return sealed()
 
     def _make_way(self, manifest: Manifest, by: Writer) -> None:
@@ -646,16 +645,8 @@ class Store(ABC):
         elif noted is not None:
             self._unnote(manifest)
 
-    def _write_several(self, manifest: Manifest, data: Image, by: Writer) -> None:
-        for gap, start, stop in pieces(manifest.spans, 0, len(data)):
-            if gap is None:
-                check_zero(data[start:stop])
-        files = {manifest.path_of(span): cut_out(data, span.offset, span.stop) for span in manifest.spans}
-        self._write_all(files, by)
-
     def _write_manifest(self, manifest: Manifest, by: Writer) -> None:
-        text = memoryview(manifest.to_json().encode())
-        self._write(manifest.manifest_path, [text], len(text), by)
+        self._write({manifest.manifest_path: memoryview(manifest.to_json().encode())}, by)
 
     def _unnote(self, manifest: Manifest) -> None:
         """Remove a manifest; it is gone also after a loss of power."""
@@ -688,6 +679,15 @@ class Store(ABC):
         if not manifest.is_file:
             return (noted.lineage, noted.checksums) == (manifest.lineage, manifest.checksums)
         return noted.attempt <= manifest.attempt or (noted.run_id, noted.run) != (manifest.run_id, manifest.run)
+
+    def sweep_files(self) -> None:
+        """Remove what killed writers of files left behind, in a folder in which other processes may save, too.
+
+        That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
+        not been touched for :data:`SETTLED_S`.
+        """
+        with self._errors():
+            self._sweep_temporaries()
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """Remove what killed writers left behind, after ``current`` was committed here; nothing that is not our own.
@@ -750,11 +750,7 @@ class Folder:
     def write_all(self, contents: Mapping[str, Image]) -> None:
         """Write several files, by name, each as by :meth:`write`; side by side in an object store."""
         with self._store._errors():
-            self._store._write_all({f"{self._name}/{name}": data for name, data in contents.items()}, self._by)
-
-    def note(self, manifest: Manifest) -> None:
-        """Write the manifest of what is there, see :meth:`Store.note`."""
-        self._store.note(manifest, attempt=self._by[0])
+            self._store._write({f"{self._name}/{name}": data for name, data in contents.items()}, self._by)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Some of a file, by default all of it.

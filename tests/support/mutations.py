@@ -183,9 +183,9 @@ fsync of a claim's name | store.store | on_disk::a_claim_is_on_the_disk_whoever_
 -            self._settle(below)  # the attempt that wrote it may have been killed before it did
 +            pass
 fsync of a claim without links | store.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
--            data = data[os.write(fd, data) :]
--        os.fsync(fd)
-+            data = data[os.write(fd, data) :]
+-            file.flush()
+-            os.fsync(file.fileno())
++            file.flush()
 # a snapshot that was said to be durable is lost with the machine's page cache
 fsync of names that are there | store.store | on_disk::the_very_same_once_more_is_on_the_disk
 -                self._settle(manifest.path_of(manifest.spans[0]), manifest.manifest_path, manifest.name)
@@ -197,15 +197,15 @@ fsync of a manifest that goes | store.store | on_disk::of_a_deletion_the_manifes
 +
 # a snapshot that was said to be durable is lost with the machine's page cache
 fsync of a file's name | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
--                    posix.sync_directory(parent if parent != aside else folder)
-+                    pass
+-                posix.sync_directory(place)
++                pass
 fsync of the snapshot's name | store.store | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -            self._settle(manifest.name)
 -            try
 +            try
 fsync of a folder beneath | store.posix | on_disk::folders_made_for_others_are_on_the_disk
--            os.fsync(folder)
-+            pass
+-        sync_directory(_DESCRIPTORS / str(at))
++        pass
 # what cp wrote is lost with the page cache
 fsync of what cp writes | cli.snapshots | on_disk::what_cp_writes_is_on_the_disk
 -        os.fsync(file.fileno())
@@ -225,8 +225,8 @@ stop looks who listens | cli.stop | commands::stop_never_ends_a_process_that_doe
 +    return process
 # half a file is taken for a whole one
 rename of a file | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
--                        os.replace(temporary, place if place.parent != aside else folder / place.name)
-+                        place.write_bytes(temporary.read_bytes())
+-                        os.replace(temporary, place / Path(name).name)
++                        (place / Path(name).name).write_bytes(temporary.read_bytes())
 half an object is discarded | store.objects | object_stores::an_error_in_the_middle_leaves_what_was_there[kept-3]
 -            file.discard()
 +            file.close()
@@ -235,8 +235,8 @@ exclusive claim | store.posix | directories::of_two_claims_at_once_the_first_hol
 -            os.link(temporary, path)
 +            os.replace(temporary, path)
 exclusive claim without links | store.posix | directories::of_two_claims_at_once_the_first_holds[no-links]
--os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-+os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666
+-open(path, "xb")
++open(path, "wb")
 # half a file is taken for a whole one
 rename of a slot's record | server.area | ring::a_new_server_takes_over_what_a_killed_one_left[True]
 -            os.replace(temporary, self._here / name)
@@ -323,8 +323,8 @@ fence before put of parts | store.store | fences::without_an_owner_the_number_co
 -        return
 +        return
 owner before put | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put-what-is-there]
--            self._all([later, self.check_owner])
-+            later()
+-        self._all([lambda: check_fence(run, attempt, self.claimed()), self.check_owner])
++        check_fence(run, attempt, self.claimed())
 owner before bytes | store.store | fences::who_is_overtaken_while_its_bytes_come_leaves_none[local] & fences::who_is_overtaken_while_its_bytes_come_leaves_none[kept]
 -        self.check_owner()  # again: it has taken its time
 +        pass
@@ -346,8 +346,8 @@ owner before sweep | store.store | fences::nothing_is_changed_for_who_was_overta
 +
 # an attempt that was overtaken deletes from the one that goes on
 fence before delete | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-later-delete]
--            self._all([later, self.check_owner])
-+            self.check_owner()
+-        self._all([lambda: check_fence(run, attempt, self.claimed()), self.check_owner])
++        self.check_owner()
 # an older file replaces a newer one
 fence of a file | store.store | stores::an_earlier_attempt_does_not_overwrite_a_later_ones_file[local]
 -                check_fence(manifest.run, manifest.attempt, noted.attempt)
@@ -443,10 +443,7 @@ checksum of slots that are copied for several ranks | run.sources | slot_readers
 -
 -    fetch_ranges
 +    fetch_ranges
-checksum of what a directory gives | store.local | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
--            manifest.verify_range(start, part, self.url)
-+            pass
-checksum of what a bucket gives, and of what is there already | store.store | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0] & on_disk::what_is_there_but_damaged_is_written_anew
+checksum of what storage gives, and of what is there already | store.store | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0] & stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0] & on_disk::what_is_there_but_damaged_is_written_anew
 -        manifest.verify_range(start, into, self.url)
 -
 +
