@@ -185,6 +185,7 @@ def retain(store: Store, keep: Keep, current: Manifest) -> str:
         return f"what is written to {store.url} is not listed there at once: nothing older is deleted until it is"
     if not store.has(current):
         return f"what is written to {store.url} is not seen there as it was written: nothing older is deleted"
+    held.rewinds = store.rewinds()  # one may have been asked for meanwhile
     for manifest in expired(held, current, keep, time.time()):
         store.delete(manifest)
     store.sweep(current, held)

@@ -339,6 +339,15 @@ class Store(ABC):
         with self._errors():
             return highest_claim(self._names(ATTEMPTS_DIR))
 
+    def rewinds(self) -> list[Rewind]:
+        """Those that were asked for. One cheap request.
+
+        Raises:
+            TierError: if it could not be read.
+        """
+        with self._errors():
+            return rewinds_in(self._names(ATTEMPTS_DIR))
+
     def newest_claim(self) -> Claim | None:
         """The claim of the highest attempt that can be read, ``None`` if nobody has claimed the run.
 

@@ -20,6 +20,7 @@ from lightning_spot.goodput.records import write_record
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
 from lightning_spot.store.store import Store
@@ -143,6 +144,20 @@ def test_what_is_taken_after_a_rewind_counts_at_once(store: Store, cli: Cli) -> 
     assert resumed(store) == (3, 2)
     found = survey(Location.of(store.url, local_server=False))
     assert [(item.attempt, item.step) for item, _ in found.candidates] == [(3, 2), (1, 1)]
+
+
+def test_a_rewind_while_retention_looks_is_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had listed what it deletes, the snapshot that the rewind went back to among it."""
+    real, oldest = type(store).has, store.survey().manifests[-1]
+
+    def has(self: Store, manifest: Manifest) -> bool:
+        rewind = Rewind(2, oldest.order).file
+        self.folder(ATTEMPTS_DIR, attempt=0, run_id="").write(rewind, memoryview(b"{}"))
+        return real(self, manifest)
+
+    monkeypatch.setattr(type(store), "has", has)
+    retain(store, Keep(newest=1), put(store, 5, attempt=2))
+    assert there(store) == [(2, 5), *ALL]
 
 
 def test_a_second_rewind_takes_the_place_of_the_first(store: Store, cli: Cli) -> None:
