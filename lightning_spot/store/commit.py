@@ -139,6 +139,7 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
     if found.manifest is not None:
         if not all(contains(found.manifest, each) for each in mine.values()):
             raise _failed(f"{first.snapshot} at {store.url} is another one of that name")
+        _remove(folder, list(filter(is_note, found.sizes)))
         return found
     if found.why_aborted:
         _take_back(folder, found, mine)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError, TierReason
 from lightning_spot.say import say
-from lightning_spot.snapshot.files import FileSpan, check_zero, is_own_file, pieces
+from lightning_spot.snapshot.files import FileSpan, check_zero, is_note, is_own_file, pieces
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_order
 from lightning_spot.snapshot.parts import checksum, part_ranges
 from lightning_spot.snapshot.shards import (
@@ -590,6 +590,9 @@ class Store(ABC):
                     why = f"{self.url} shows {size} of {span.nbytes} bytes of {what}: it is written again"
                     raise TierError(why, tier=self.url)
         self.note(sealed, attempt=attempt)
+        if sealed.files:
+            with self._errors():  # of writers that were here before
+                self._remove(sealed.name, [name for name in self._names(sealed.name) if is_note(name)])
         return sealed
 
     def note(self, manifest: Manifest, *, attempt: int) -> None:

@@ -88,6 +88,19 @@ def test_the_last_place_commits(store: Store, order: list[tuple[int, ...]], shar
         assert put_shards(store, shards(*place), attempt=1).manifest == found.manifest
 
 
+def test_no_note_stays_beside_a_manifest(store: Store) -> None:
+    """A place that has all shards of a snapshot stores it as one."""
+    shards = shards_of(*range(WRITERS))
+    put_shards(store, shards[:2], attempt=1)
+    whole = assemble(each for each, _ in shards)
+    store.put(whole, memoryview(b"".join(bytes(image[:]) for _, image in shards)), attempt=1)
+    assert not any(map(is_note, sizes(store)))
+    folder = store.folder(NAME, attempt=1, run_id=RUN_ID)  # type: ignore[attr-defined]
+    folder.write(note_name(2), memoryview(shards[2][0].to_json().encode()))  # of one that looked before that
+    assert put_shards(store, shards[2:], attempt=1).manifest == whole
+    assert not any(map(is_note, sizes(store)))
+
+
 def test_ranges_wait_for_a_place_that_has_all_of_them(store: Store) -> None:
     assert put_shards(store, ranges_of(1, 2, 3), attempt=1).manifest is None
     assert MODEL_FILE not in sizes(store)
