@@ -9,10 +9,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from lightning_spot.config import HIGHEST_ATTEMPT
+from lightning_spot.config import HIGHEST_ATTEMPT, LARGEST
 from lightning_spot.errors import SettingsError
 from lightning_spot.store.fences import Claim
+from lightning_spot.untrusted import FileName, Line, whole
 
 JUMP = 1000
 """Attempts left free above everything seen when storage could not be read: what it holds lies below."""
@@ -36,11 +38,11 @@ class ServerRun:
         live: whether its trainer is on the server's host, and is connected to it.
     """
 
-    name: str
-    id: str
-    location: str
-    attempt: int = 0
-    host: str = ""
+    name: FileName
+    id: FileName = ""
+    location: Line = ""
+    attempt: Annotated[int, whole(0, LARGEST)] = 0
+    host: Line = ""
     live: bool = False
 
 

@@ -10,9 +10,9 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.starting import attach
 from lightning_spot.client.stores import open_store
-from lightning_spot.config import LARGEST
 from lightning_spot.errors import (
     CorruptSnapshotError,
     ServerRefusedError,
@@ -41,10 +40,9 @@ from lightning_spot.say import forget, say
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.store.commit import commit_left, look
 from lightning_spot.store.fences import Claim, Rewind
-from lightning_spot.store.local import LocalStore
 from lightning_spot.store.store import Holdings, Store
 from lightning_spot.threads import both, in_background
-from lightning_spot.untrusted import file_name, flag, integer, line
+from lightning_spot.untrusted import as_object, decoded
 
 logger = logging.getLogger(__name__)
 
@@ -113,18 +111,8 @@ class Survey:
     def seen_attempts(self) -> list[int]:
         """Highest attempt at each tier that answered."""
         claimed = [self.claim.attempt] if self.claim is not None else []
-        return [
-            *claimed,
-            *(holdings.highest_attempt for _, holdings in self.answers),
-            *(run.attempt for run in self.runs.values()),
-        ]
-
-
-def _misses_the_newest(holdings: Holdings) -> bool:
-    """Whether a snapshot whose manifest cannot be used is newer than all that can."""
-    nothing = (0, -1, False)
-    best = max((manifest.order for manifest in holdings.manifests), default=nothing)
-    return any((snapshot_order(name) or nothing) > best for name in holdings.unreadable)
+        held = [holdings.highest_attempt for _, holdings in self.answers]
+        return [*claimed, *held, *(run.attempt for run in self.runs.values())]
 
 
 def survey(location: Location, policy: RetryPolicy | None = None, *, begins: bool = True) -> Survey:
@@ -143,40 +131,28 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, begins: boo
     forget()  # each start names again what it could not read
     policy = policy or retry.DEFAULT_POLICY
     store = open_store(location.url)
-    asked: dict[str, Callable[[], Any]] = {
-        server: functools.partial(_server_runs, server, policy) for server in location.servers
-    }
-    asked[HOST] = lambda: retry.with_retries(lambda: _local_runs(location, begins=begins), policy, HOST)
-    asked[STORAGE] = lambda: _Durable.ask(store, policy, commits=begins)
-    answers, problems = ask_all(asked, policy.answer_s)
-    durable: _Durable | None = answers.pop(STORAGE, None)
-    listed = {tier: answers[tier] for tier in (HOST, *location.servers) if tier in answers}
+    asked = {server: functools.partial(_server_runs, server) for server in location.servers}
+    servers = _patiently({HOST: functools.partial(_local_runs, location, begins=begins), **asked}, policy)
+    answers, problems = ask_all(
+        {**servers, STORAGE: lambda: _ask_storage(store, policy, commits=begins)}, policy.answer_s
+    )
+    stored, claim = answers.pop(STORAGE, _UNREAD)
     identity = identify(
         location=location.canonical,
-        inode=durable.inode if durable is not None else 0,
-        claim=durable.claim if durable is not None else None,
-        runs=[run for runs in listed.values() for run in runs],
+        inode=store.inode() if stored is not None else 0,
+        claim=claim,
+        runs=[run for tier in servers for run in answers.get(tier, ())],
         host=os.uname().nodename,
         named=location.named,
     )
-    runs = {tier: found[0] for tier, all_runs in listed.items() if (found := runs_of(identity.run_id, all_runs))}
+    found = {tier: runs_of(identity.run_id, answers.get(tier, ())) for tier in servers}
+    runs = {tier: each[0] for tier, each in found.items() if each}
     sources = {tier: _server_source(location, tier, run) for tier, run in runs.items()}
-    listings = {
-        tier: functools.partial(retry.with_retries, source.survey, policy, tier) for tier, source in sources.items()
-    }
-    holdings, more_problems = ask_all(listings, policy.answer_s)
-    found_at: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
-    if durable is not None:
-        found_at.append((StoreSource(store, STORAGE), durable.holdings))
-    found_at += scattered(found_at)
-    return Survey(
-        location=location,
-        identity=identity,
-        claim=durable.claim if durable is not None else None,
-        runs=runs,
-        answers=found_at,
-        problems={**problems, **more_problems},
+    holdings, more_problems = ask_all(
+        _patiently({tier: source.survey for tier, source in sources.items()}, policy), policy.answer_s
     )
+    held: list[tuple[Source, Holdings]] = [(sources[tier], holdings[tier]) for tier in sources if tier in holdings]
+    return Survey(location, identity, claim, runs, _all_of(held, store, stored), {**problems, **more_problems})
 
 
 def look_again(found: Survey) -> Survey:
@@ -186,76 +162,79 @@ def look_again(found: Survey) -> Survey:
     between the first look and the claim is seen only after it.
     """
     store, policy = open_store(found.location.url), retry.DEFAULT_POLICY
-    answers, problems = ask_all({STORAGE: lambda: _Durable.ask(store, policy, commits=True)}, policy.answer_s)
-    answer: _Durable | None = answers.get(STORAGE)
-    others: list[tuple[Source, Holdings]] = [
-        (source, holdings)
-        for source, holdings in found.answers
-        if source.tier != STORAGE and not isinstance(source, ScatteredSource)
-    ]
-    if answer is None:
-        return replace(found, answers=others, problems={**found.problems, **problems})
-    found_at = [*others, (StoreSource(store, STORAGE), answer.holdings)]
-    return replace(found, claim=answer.claim, answers=[*found_at, *scattered(found_at)])
+    answers, problems = ask_all({STORAGE: lambda: _ask_storage(store, policy, commits=True)}, policy.answer_s)
+    stored, claim = answers.get(STORAGE, (None, found.claim))
+    elsewhere = [item for item in found.answers if item[0].tier != STORAGE and not isinstance(item[0], ScatteredSource)]
+    return replace(
+        found, claim=claim, answers=_all_of(elsewhere, store, stored), problems={**found.problems, **problems}
+    )
+
+
+_Stored = tuple[Holdings | None, Claim | None]
+_UNREAD: _Stored = (None, None)
+
+
+def _all_of(
+    held: list[tuple[Source, Holdings]], store: Store, stored: Holdings | None
+) -> list[tuple[Source, Holdings]]:
+    """What servers hold, with what storage holds if it could be read, and what lies at none of them as a whole."""
+    if stored is not None:
+        held = [*held, (StoreSource(store, STORAGE), stored)]
+    return [*held, *scattered(held)]
+
+
+def _patiently(asked: Mapping[str, Callable[[], Any]], policy: RetryPolicy) -> dict[str, Callable[[], Any]]:
+    """Ask servers as often as storage: one may be minutes ahead of that."""
+    return {tier: functools.partial(retry.with_retries, ask, policy, tier) for tier, ask in asked.items()}
 
 
 class _MissesTheNewest(TierError):
     """The newest manifest cannot be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Durable:
-    """What storage answered."""
+def _ask_storage(store: Store, policy: RetryPolicy, *, commits: bool) -> _Stored:
+    """Ask storage, again as the policy says, until all of it could be read."""
+    answers: list[tuple[Holdings, Claim | None]] = []
 
-    holdings: Holdings
-    claim: Claim | None
-    inode: int
+    def ask() -> _Stored:
+        heard = threading.Event()
+        once = functools.partial(_ask_once, store, heard, commits=commits)
+        answers.append(retry.unless_silent(once, heard, policy.silent_s, store.url))
+        # A manifest that is damaged stays so: one more look tells it from a read that failed for a moment.
+        if len(answers) == 1 and _newer(holdings := answers[0][0], holdings.unreadable):
+            raise _MissesTheNewest("; ".join(f"{name}: {reason}" for name, reason in holdings.unreadable.items()))
+        return answers[-1]
 
-    @classmethod
-    def ask(cls, store: Store, policy: RetryPolicy, *, commits: bool) -> _Durable:
-        """Ask, again as the policy says, until all of it could be read."""
-        answers: list[_Durable] = []
+    try:
+        return retry.with_retries(ask, policy, store.url)
+    except _MissesTheNewest:
+        return answers[0]
+    except TierError as error:
+        if error.reason is TierReason.NO_CREDENTIALS:
+            raise SettingsError(str(error)) from error
+        raise
 
-        def ask() -> _Durable:
-            heard = threading.Event()
-            once = functools.partial(cls._once, store, heard, commits=commits)
-            answers.append(retry.unless_silent(once, heard, policy.silent_s, store.url))
-            # A manifest that is damaged stays so: one more look tells it from a read that failed for a moment.
-            if len(answers) == 1 and _misses_the_newest(answers[0].holdings):
-                unreadable = answers[0].holdings.unreadable
-                raise _MissesTheNewest("; ".join(f"{name}: {reason}" for name, reason in unreadable.items()))
-            return answers[-1]
 
+def _ask_once(store: Store, heard: threading.Event, *, commits: bool) -> tuple[Holdings, Claim | None]:
+    def newest_claim() -> Claim | None:
         try:
-            return retry.with_retries(ask, policy, store.url)
-        except _MissesTheNewest:
-            return answers[0]
-        except TierError as error:
-            if error.reason is TierReason.NO_CREDENTIALS:
-                raise SettingsError(str(error)) from error
-            raise
+            return store.newest_claim()
+        except CorruptSnapshotError as error:
+            text = "{error}. The run is known by its directory only"
+            say(logging.WARNING, "claims-damaged", text, about=store.url, error=error)
+            return None
+        finally:
+            heard.set()  # to list snapshots, and to read all manifests, may take longer
 
-    @classmethod
-    def _once(cls, store: Store, heard: threading.Event, *, commits: bool) -> _Durable:
-        def newest_claim() -> Claim | None:
-            try:
-                return store.newest_claim()
-            except CorruptSnapshotError as error:
-                text = "{error}. The run is known by its directory only"
-                say(logging.WARNING, "claims-damaged", text, about=store.url, error=error)
-                return None
-            finally:
-                heard.set()  # to list snapshots, and to read all manifests, may take longer
-
-        holdings, claim = both(store.survey, newest_claim, "spot-survey")
-        for name in _left_of(holdings):
-            found = _committed(store, name) if commits else None
-            if found is not None:
-                holdings.manifests.insert(0, found)
-                break
-            with suppress(CorruptSnapshotError, SnapshotNotFoundError):  # the one before is there
-                holdings.shards += look(store, name).notes.values()
-        return cls(holdings, claim, store.inode() if isinstance(store, LocalStore) else 0)
+    holdings, claim = both(store.survey, newest_claim, "spot-survey")
+    for name in _newer(holdings, holdings.unfinished)[:_MOST_LEFT]:
+        found = _committed(store, name) if commits else None
+        if found is not None:
+            holdings.manifests.insert(0, found)
+            break
+        with suppress(CorruptSnapshotError, SnapshotNotFoundError):  # the one before is there
+            holdings.shards += look(store, name).notes.values()
+    return holdings, claim
 
 
 def _committed(store: Store, left: str) -> Manifest | None:
@@ -272,12 +251,12 @@ def _committed(store: Store, left: str) -> Manifest | None:
     return found
 
 
-def _left_of(holdings: Holdings) -> list[str]:
-    """Snapshots that are not committed and newer than all that are: the newest of them, newest first."""
-    nothing = (0, -1, False)
+def _newer(holdings: Holdings, names: Iterable[str]) -> list[str]:
+    """Those of some snapshots that are newer than all that can be used, newest first."""
+    nothing = (0, -1, 0)
     newest = max((manifest.order for manifest in holdings.manifests), default=nothing)
-    left = {name: order for name in holdings.unfinished if (order := snapshot_order(name) or nothing) > newest}
-    return sorted(left, key=lambda name: left[name], reverse=True)[:_MOST_LEFT]
+    orders = {name: snapshot_order(name) or nothing for name in names}
+    return sorted((name for name in orders if orders[name] > newest), key=orders.__getitem__, reverse=True)
 
 
 def _local_runs(location: Location, *, begins: bool) -> list[ServerRun]:
@@ -301,29 +280,15 @@ def _local_runs(location: Location, *, begins: bool) -> list[ServerRun]:
         host.disconnect()
 
 
-def _server_runs(server: str, policy: retry.RetryPolicy) -> list[ServerRun]:
-    """Ask a snapshot server as often as storage: it may be minutes ahead of that."""
-    client = ServerClient(parse_spot_url(server)[0])
-    try:
-        return retry.with_retries(lambda: _listed(client), policy, server)
-    finally:
-        client.close()
+def _server_runs(server: str) -> list[ServerRun]:
+    with closing(ServerClient(parse_spot_url(server)[0])) as client:
+        return _listed(client)
 
 
 def _listed(client: ServerClient) -> list[ServerRun]:
     answer = client.call("GET", "/v1/runs", pulse=client.ping)
     with answered(str(client.address)):
-        return [
-            ServerRun(
-                name=file_name(item, "name", None),
-                id=file_name(item, "id"),
-                location=line(item, "location"),
-                attempt=integer(item, "attempt", None, 0, LARGEST),
-                host=line(item, "host"),
-                live=flag(item, "live"),
-            )
-            for item in answer["runs"]
-        ]
+        return [decoded(ServerRun, as_object(item)) for item in answer["runs"]]
 
 
 def _server_source(location: Location, tier: str, run: ServerRun) -> Source:
