@@ -80,7 +80,7 @@ class OpenSnapshot:
         else:
             kept = max(_KEPT_PARTS, min(len(self.manifest.files), _MOST_KEPT_PARTS))
             with SnapshotReader(self.fds, self.manifest, self.url, kept_parts=kept) as reader:
-                yield ReadImage(reader, nbytes)
+                yield reader
 
     def close(self) -> None:
         """Let the file, and the slot, go; a file on a disk leaves the page cache to the training data."""
@@ -93,7 +93,7 @@ class OpenSnapshot:
 
 
 class SnapshotReader(io.BufferedIOBase):
-    """Reads a snapshot's file and hands out only bytes that had their checksum when they were read.
+    """Reads a snapshot's file, or its :class:`~lightning_spot.snapshot.shards.Image`, checked as it is read.
 
     A file that was good when it was opened may be cut, replaced or unreadable a moment later: then this raises, and
     the caller falls back to another snapshot. Nothing is mapped, so a failing disk is no SIGBUS. Large reads go
@@ -133,6 +133,16 @@ class SnapshotReader(io.BufferedIOBase):
         self._check, self._kept_parts = check, kept_parts
         self._place = 0
         self._parts: OrderedDict[int, memoryview] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def __getitem__(self, bounds: slice) -> memoryview:
+        start, stop, _ = bounds.indices(self._nbytes)
+        data = bytearray(max(0, stop - start))
+        self.seek(start)
+        self.readinto(data)
+        return memoryview(data)
 
     def as_file(self) -> IO[bytes]:
         """This reader, as the type that torch asks for."""
@@ -214,28 +224,6 @@ class SnapshotReader(io.BufferedIOBase):
         for number, first, last in self._joined.pieces(start, stop) if self._joined is not None else [(0, start, stop)]:
             read_at(self._fds[number], first, into[done : done + last - first], self._where)
             done += last - first
-
-
-class ReadImage:
-    """An image of which what is asked for is read then; see :class:`~lightning_spot.snapshot.shards.Image`.
-
-    Args:
-        reader: of the snapshot.
-        nbytes: of the image.
-    """
-
-    def __init__(self, reader: SnapshotReader, nbytes: int) -> None:
-        self._reader, self._nbytes = reader, nbytes
-
-    def __len__(self) -> int:
-        return self._nbytes
-
-    def __getitem__(self, bounds: slice) -> memoryview:
-        start, stop, _ = bounds.indices(self._nbytes)
-        data = bytearray(max(0, stop - start))
-        self._reader.seek(start)
-        self._reader.readinto(data)
-        return memoryview(data)
 
 
 # -- received ---------------------------------------------------------------------------------------------------------

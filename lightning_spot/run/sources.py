@@ -21,7 +21,6 @@ from lightning_spot.errors import (
     ServerUnreachableError,
     SnapshotNotFoundError,
     SpotError,
-    TierError,
 )
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader, has_room, receive
 from lightning_spot.server.tier import Listed
@@ -30,7 +29,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import verify_file
 from lightning_spot.snapshot.shards import JoinedImage, sections
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.posix import open_regular
+from lightning_spot.store.posix import open_regular, tier_errors
 from lightning_spot.store.store import (
     Holdings,
     Progress,
@@ -129,8 +128,7 @@ class MemorySource:
                 found, held = sections(held), [shard for shard in held if shard.nbytes]
                 writers = [shard.shard.writer for shard in held if shard.shard]
                 snapshot.sections = [each._replace(writer=writers.index(each.writer)) for each in found]
-                for shard in held:
-                    snapshot.fds.append(host.open_snapshot(shard))
+                snapshot.fds += map(host.open_snapshot, held)  # one after the other: what is open is closed in any case
             # Ranks of a sharded model read what they need; others look at all of it for longer than a slot may be kept.
             if shared and not manifest.is_sharded and has_room(manifest.nbytes):
                 return receive(lambda into: _copy(snapshot, into, progress), manifest, HOST, _HERE)
@@ -203,12 +201,8 @@ class StoreSource:
         url = f"{self.store.url}/{manifest.data_path}"
         in_place = not manifest.files and not (shared and has_room(manifest.nbytes))
         if isinstance(self.store, LocalStore) and in_place:
-            try:
+            with tier_errors(self.store.url, reading=True):
                 fd = open_regular(self.store.root / manifest.data_path)
-            except FileNotFoundError as error:
-                raise SnapshotNotFoundError(f"{url} does not exist") from error
-            except OSError as error:
-                raise TierError(f"{url}: {error.strerror}", tier=self.store.url) from error
             snapshot = OpenSnapshot(manifest, self.tier, url, [fd])
             try:
                 _verify(fd, manifest, url, progress)
@@ -252,10 +246,9 @@ class ScatteredSource:
 
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; what is whole at one of them is not among these."""
-        by_source: dict[int, list[Manifest]] = {}
-        for source, manifest in self._held:
-            by_source.setdefault(id(source), []).append(manifest)
-        at_one = {whole.name for shards in by_source.values() for whole in put_together(shards)}
+        sources = {id(source): source for source, _ in self._held}.values()
+        shards_at = ([shard for source, shard in self._held if source is at] for at in sources)
+        at_one = {whole.name for shards in shards_at for whole in put_together(shards)}
         manifests = put_together(manifest for _, manifest in self._held)
         return Holdings(newest_first([whole for whole in manifests if whole.name not in at_one]))
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from lightning_spot.cli.command import main
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import CorruptSnapshotError, ModelChangedError, NotSerializableError
-from lightning_spot.run.reading import ReadImage, SnapshotReader
+from lightning_spot.run.reading import SnapshotReader
 from lightning_spot.sharded import plan
 from lightning_spot.sharded.file_plan import ShardedLayouter, load_state
 from lightning_spot.sharded.metadata import metadata_of
@@ -104,7 +104,7 @@ def test_torch_and_we_read_it_bit_for_bit_on_any_number_of_ranks(seed: int, tmp_
     there: Image = memoryview(bytes(image))
     if seed % 2:  # as from a disk, where there is no memory for all of it
         (tmp_path / "image").write_bytes(image)
-        there = ReadImage(SnapshotReader([os.open(tmp_path / "image", os.O_RDONLY)], manifest, "here"), len(image))
+        there = SnapshotReader([os.open(tmp_path / "image", os.O_RDONLY)], manifest, "here")
     reader = ImageReader(there, manifest)
     assert same(load_all(reader), whole(state))
     others: Shape = dice.choice(((1,), (2,), (4,))) if len(mesh_shape) == 1 else (2, 3)
