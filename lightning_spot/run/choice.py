@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import partial
+from typing import NoReturn, TypeVar
 
 from lightning_spot import retry
 from lightning_spot.config import format_bytes
@@ -99,39 +100,30 @@ def open_newest(
         say(logging.WARNING, "not-read", "{why}{so}", about=tier, why=retry.unread(tier, reason), so=so)
     if error is not None:
         raise error
-    reasons: list[str] = []
-    unreadable = dict(found.unreadable)
-
-    def pass_over_unreadable(until: Manifest | None) -> None:
-        """Name those that would come before a snapshot: older ones are not asked for."""
-        for what in [what for what in unreadable if until is None or _order(what) > until.order]:
-            reasons.append(f"{what}: {unreadable[what]}")
-            reason = unreadable.pop(what)
-            text = "snapshot {about} skipped: {reason}"
-            say(logging.WARNING, "snapshot-skipped", text, about=what, reason=reason)
-
     if aside := found.set_aside:
         text = "a rewind has set {count} newer snapshots aside, {about} among them"
         say(logging.INFO, "rewound", text, about=aside[-1], count=len(aside))
     policy = policy or retry.DEFAULT_POLICY
     pauses = itertools.islice(growing(policy.first_pause_s), policy.tries - 1)  # for all of them together
-    for manifest, source in found.candidates:
-        pass_over_unreadable(manifest)
+    good = [
+        (manifest.order, f"{manifest.name} at {source.tier}", partial(_try, manifest, source, open_at, use, pauses))
+        for manifest, source in found.candidates
+    ]
+    bad = [(_order(what), what, partial(_refuse, why)) for what, why in found.unreadable.items()]
+    reasons: list[str] = []
+    for _, where, attempt in sorted([*good, *bad], key=lambda each: each[0], reverse=True):
         try:
-            opened = _try(manifest, source, open_at, use, pauses)
+            opened = attempt()
         except (CorruptSnapshotError, SnapshotNotFoundError, TierError) as error:
             if isinstance(error, SnapshotNotFoundError) and not stays:
                 raise
-            reasons.append(f"{manifest.name} at {source.tier}: {error}")
-            where = f"{manifest.name} at {source.tier}"
+            reasons.append(f"{where}: {error}")
             text = "snapshot {about} skipped: {reason}"
             say(logging.WARNING, "snapshot-skipped", text, about=where, reason=error)
             continue
         if reasons:
-            where = f"{manifest.name} from {source.tier}"
             say(logging.WARNING, "resume-fell-back", "the run resumes from {about} instead", about=where)
         return opened
-    pass_over_unreadable(None)
     reasons += [f"{name}: a rewind has set it aside" for name in aside]
     if reasons:
         raise CorruptSnapshotError(
@@ -144,6 +136,11 @@ def open_newest(
 def _order(what: str) -> Order:
     """Where a snapshot that cannot be read would come, by its name; one whose name says nothing, first."""
     return snapshot_order(what.partition(" ")[0]) or (sys.maxsize, 0, 0)
+
+
+def _refuse(why: str) -> NoReturn:
+    """Take the place of :func:`_try` for a snapshot whose manifest cannot be used."""
+    raise CorruptSnapshotError(why)
 
 
 def _try(
