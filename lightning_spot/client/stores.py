@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import SERVER_SCHEMES, directory_of, scheme_of
-from lightning_spot.server.tier import as_storage
+from lightning_spot.server.tier import no_storage
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.store import Store
@@ -25,7 +25,7 @@ def open_store(url: str, beneath: Sequence[str] | None = None) -> Store:
     """
     scheme = scheme_of(url)
     if scheme in SERVER_SCHEMES:
-        return as_storage(ServerStore(url), url)
+        raise no_storage(url)
     if not scheme:
         return LocalStore(directory_of(url), beneath)
     return ObjectStore(url, is_lent=beneath is not None)

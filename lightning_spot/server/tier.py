@@ -134,8 +134,13 @@ def as_storage(tier: Tier, url: str) -> Store:
         SettingsError: if it is a server.
     """
     if isinstance(tier, ServerTier):
-        raise SettingsError(f"{url} is at a snapshot server: it is no storage. Give a directory, or a URL of a bucket")
+        raise no_storage(url)
     return tier
+
+
+def no_storage(url: str) -> SettingsError:
+    """Why a URL of a server is not that of a storage."""
+    return SettingsError(f"{url} is at a snapshot server: it is no storage. Give a directory, or a URL of a bucket")
 
 
 _SMOOTHING = 0.3
