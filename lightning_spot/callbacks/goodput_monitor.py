@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,55 +91,50 @@ class GoodputMonitor(SpotCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on time is productive."""
         if self._snapshots is not None:
-            self._try(lambda: self._begin_training(trainer))
+            with self._measuring():
+                self._begin_training(trainer)
 
     def _begin_training(self, trainer: pl.Trainer) -> None:
-        if self._journal is None:
-            self._begin(trainer)
-        assert self._journal is not None
+        journal = self._journal or self._begin(trainer)
         resume = FitSession.of(trainer).resume
         taken_s = resume.chosen.created_unix_s if resume.chosen is not None else None
-        self._journal.train(trainer.global_step, taken_s, resume.took_s)
-        self._logged_s = time.monotonic()
+        journal.train(trainer.global_step, taken_s, resume.took_s)
         self._log(trainer)  # from the first row on: no logger gets a new column in the middle of a run
         self._show(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Note where training is."""
-        if (journal := self._journal) is not None:
-            self._try(lambda: self._note_batch(trainer, journal))
-
-    def _note_batch(self, trainer: pl.Trainer, journal: Journal) -> None:
-        self._note(trainer, journal)
-        if self._log_every_s is not None and time.monotonic() - self._logged_s >= self._log_every_s:
-            self._logged_s = time.monotonic()
-            self._log(trainer)
+        if self._journal is not None:
+            with self._measuring():
+                self._note(trainer)
+                if self._log_every_s is not None and time.monotonic() - self._logged_s >= self._log_every_s:
+                    self._log(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the whole run, and say where its time went."""
-        if (journal := self._journal) is not None:
-            self._try(lambda: self._end_training(trainer, journal))
-
-    def _end_training(self, trainer: pl.Trainer, journal: Journal) -> None:
-        self._note(trainer, journal)
-        self._log(trainer)
-        self._close("complete")
-        FitSession.of(trainer).summarize = lambda: self._try(self._say_summary)
+        if self._journal is not None:
+            with self._measuring():
+                self._note(trainer)
+                self._log(trainer)
+                self._close("complete")
+                FitSession.of(trainer).summarize = self._say_summary
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the summary, once everything is uploaded."""
         if self._ended is not None:
             FitSession.of(trainer).complete()
-            self._try(self._say_summary)
+            self._say_summary()
 
     def _end(self, trainer: pl.Trainer, error: BaseException | None) -> None:
         """Note how it ended, if nothing did before: with an error, or nothing was left to train."""
-        if error is not None and (journal := self._journal) is not None:
-            self._try(lambda: self._note(trainer, journal))
         is_preempted = isinstance(error, PreemptedError)
-        self._try(lambda: self._close("complete" if error is None else "preempted" if is_preempted else "failed"))
+        if error is not None:
+            with self._measuring():
+                self._note(trainer)
+        with self._measuring():
+            self._close("complete" if error is None else "preempted" if is_preempted else "failed")
         if is_preempted:
-            self._try(self._say_summary)
+            self._say_summary()
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -146,10 +142,11 @@ class GoodputMonitor(SpotCallback):
         """Where the time of the run went so far, on rank 0; nothing outside of a ``fit``."""
         return self._journal.spent if self._journal is not None else Spent()
 
-    def _try(self, do: Callable[[], None]) -> None:
-        """Do something; what fails is turned off, and training goes on."""
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """What fails is turned off, and training goes on."""
         try:
-            do()
+            yield
         except Exception as error:
             failure = failure_of(error)
             text = "goodput is not measured any more: {failure}. Training continues"
@@ -164,9 +161,9 @@ class GoodputMonitor(SpotCallback):
         assert self._snapshots is not None  # see setup
         return self._snapshots
 
-    def _begin(self, trainer: pl.Trainer) -> None:
+    def _begin(self, trainer: pl.Trainer) -> Journal:
         fit, snapshots = FitSession.of(trainer), self._taken
-        self._journal = Journal(
+        self._journal = journal = Journal(
             snapshots.location.url,
             snapshots.attempt,
             snapshots=fit.resume.snapshots,
@@ -175,15 +172,17 @@ class GoodputMonitor(SpotCallback):
             newest_persisted=partial(_newest_in, snapshots.location.url),
             tell=partial(_tell, fit, snapshots),
         )
-        fit.report = self._journal.hurry
+        fit.report = journal.hurry
+        return journal
 
-    def _note(self, trainer: pl.Trainer, journal: Journal) -> None:
-        snapshotter = self._taken.snapshotter
-        taken = snapshotter.writing.taken if snapshotter is not None else 0
-        journal.note(trainer.global_step, self._taken.blocked_s, taken)
+    def _note(self, trainer: pl.Trainer) -> None:
+        if self._journal is not None:
+            snapshotter = self._taken.snapshotter
+            taken = snapshotter.writing.taken if snapshotter is not None else 0
+            self._journal.note(trainer.global_step, self._taken.blocked_s, taken)
 
     def _log(self, trainer: pl.Trainer) -> None:
-        whole = self.spent()
+        whole, self._logged_s = self.spent(), time.monotonic()
         self.metric.reset()
         self.metric.update(**{name: getattr(whole, name) for name in Spent.__slots__})
         values = {"goodput": float(self.metric.compute())}
@@ -222,31 +221,36 @@ class GoodputMonitor(SpotCallback):
         journal, self._ended = self._ended, None
         if journal is None or journal.record.trained_unix_s is None:
             return
-        whole, snapshots = journal.spent, self._taken
-        lost = sum(lost_steps([*journal.earlier.latest, journal.record]))
-        lines = [
-            "goodput {goodput:.1%} of {total} in {attempts}",
-            "  steps      {step} done, {lost_steps} done again",
-            "  time       " + ", ".join(f"{name.removesuffix('_s')} {{{name}:.1f}} s" for name in _BADPUT),
-        ]
-        facts: dict[str, Any] = {name: getattr(whole, name) for name in _BADPUT}
-        if snapshots.snapshotter is not None:
-            writing = snapshots.snapshotter.writing
-            lines.append("  snapshots  {taken} taken, {skipped} skipped, {dropped} dropped, {uploaded} uploaded")
-            facts |= {"taken": writing.taken, "skipped": snapshots.num_skipped, "dropped": snapshots.num_dropped}
-            facts |= {"uploaded": format_bytes(writing.uploaded_bytes), "uploaded_bytes": writing.uploaded_bytes}
-        say(
-            logging.INFO,
-            "run-summary",
-            "\n".join(lines),
-            about=snapshots.location.name,
-            goodput=whole.goodput,
-            total=format_seconds(whole.total_s),
-            attempts=format_count(journal.earlier.count + 1, "attempt"),
-            step=journal.record.step,
-            lost_steps=lost,
-            **facts,
-        )
+        with self._measuring():
+            whole, snapshots = journal.spent, self._taken
+            lost = sum(lost_steps([*journal.earlier.latest, journal.record]))
+            lines = [
+                "goodput {goodput:.1%} of {total} in {attempts}",
+                "  steps      {step} done, {lost_steps} done again",
+                "  time       " + ", ".join(f"{name.removesuffix('_s')} {{{name}:.1f}} s" for name in _BADPUT),
+            ]
+            facts: dict[str, Any] = {name: getattr(whole, name) for name in _BADPUT}
+            if snapshots.snapshotter is not None:
+                writing = snapshots.snapshotter.writing
+                lines.append("  snapshots  {taken} taken, {skipped} skipped, {dropped} dropped, {uploaded} uploaded")
+                facts |= _counts(snapshots, writing.taken)
+                facts |= {"uploaded": format_bytes(writing.uploaded_bytes), "uploaded_bytes": writing.uploaded_bytes}
+            say(
+                logging.INFO,
+                "run-summary",
+                "\n".join(lines),
+                about=snapshots.location.name,
+                goodput=whole.goodput,
+                total=format_seconds(whole.total_s),
+                attempts=format_count(journal.earlier.count + 1, "attempt"),
+                step=journal.record.step,
+                lost_steps=lost,
+                **facts,
+            )
+
+
+def _counts(snapshots: RemoteSnapshot, taken: int) -> dict[str, int]:
+    return {"taken": taken, "skipped": snapshots.num_skipped, "dropped": snapshots.num_dropped}
 
 
 def _newest_in(url: str) -> tuple[int, float] | None:
@@ -265,11 +269,7 @@ def _tell(fit: FitSession, snapshots: RemoteSnapshot, journal: Journal) -> None:
     whole, persisted = journal.spent, journal.persisted or (-1, 0.0)
     snapshotter.report(
         Figures(
-            snapshots={
-                "taken": snapshotter.writing.taken,
-                "skipped": snapshots.num_skipped,
-                "dropped": snapshots.num_dropped,
-            },
+            snapshots=_counts(snapshots, snapshotter.writing.taken),
             blocked=snapshotter.pacing.blocked,
             seconds={name.removesuffix("_s"): getattr(whole, name) for name in Spent.__slots__},
             attempts=dict(Counter([*(each.end for each in journal.earlier.latest), end])),

@@ -29,45 +29,30 @@ class Goodput(Metric):
     higher_is_better = True
     is_differentiable = False
     full_state_update = False
-    productive_s: torch.Tensor
-    blocked_s: torch.Tensor
-    lost_s: torch.Tensor
-    restore_s: torch.Tensor
-    down_s: torch.Tensor
-    startup_s: torch.Tensor
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for name in Spent.__slots__:
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(
-        self,
-        productive_s: float,
-        blocked_s: float = 0.0,
-        lost_s: float = 0.0,
-        restore_s: float = 0.0,
-        down_s: float = 0.0,
-        startup_s: float = 0.0,
-    ) -> None:
+    def update(self, productive_s: float, **badput_s: float) -> None:
         """Add seconds.
 
         Args:
             productive_s: trained, and kept.
-            blocked_s: waited for snapshots.
-            lost_s: trained, and done again.
-            restore_s: found and read what an attempt went on from.
-            down_s: without machines.
-            startup_s: the rest of the time from a start until training began.
+            badput_s: ``blocked_s``, waited for snapshots; ``lost_s``, trained, and done again; ``restore_s``, found and
+                read what an attempt went on from; ``down_s``, without machines; ``startup_s``, the rest of the time
+                from a start until training began. Each is 0 by default.
+
+        Raises:
+            TypeError: if there is no such cause.
         """
-        self.productive_s += productive_s
-        self.blocked_s += blocked_s
-        self.lost_s += lost_s
-        self.restore_s += restore_s
-        self.down_s += down_s
-        self.startup_s += startup_s
+        spent = Spent(productive_s=productive_s, **badput_s)
+        for name in Spent.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(spent, name))
 
     def compute(self) -> torch.Tensor:
         """Productive over total seconds; 1 before any time has passed."""
-        whole = self.productive_s + self.blocked_s + self.lost_s + self.restore_s + self.down_s + self.startup_s
-        return torch.where(whole > 0, self.productive_s / whole.clamp(min=1e-9), torch.ones_like(whole)).float()
+        productive, *badput = (getattr(self, name) for name in Spent.__slots__)
+        whole = productive + sum(badput)
+        return torch.where(whole > 0, productive / whole.clamp(min=1e-9), torch.ones_like(whole)).float()

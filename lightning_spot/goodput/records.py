@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from lightning_spot.store.fences import ATTEMPTS_DIR
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.store import Folder
+from lightning_spot.threads import all_at_once
 from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, read_object, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,8 @@ def read_records(run_url: str) -> list[AttemptRecord]:
         TierError: if the tier fails.
     """
     folder = _folder(run_url)
-    with ThreadPoolExecutor(_READERS) as pool:
-        found = pool.map(functools.partial(_read, folder), _attempts(folder))
-        return [record for record in found if record is not None]
+    reads = [functools.partial(_read, folder, attempt) for attempt in _attempts(folder)]
+    return [record for record in all_at_once(reads, "spot-ask", _READERS) if record is not None]
 
 
 def _folder(run_url: str) -> Folder:
@@ -137,10 +136,7 @@ def keep_reached(run_url: str, record: AttemptRecord) -> None:
         OSError: likewise.
     """
     process = ProcessId.of(os.getpid())
-    kept = {
-        "record": asdict(replace(record, earlier=None)),
-        "process": process.to_json() if process is not None else None,
-    }
+    kept = {"record": asdict(replace(record, earlier=None)), "process": process.to_json() if process else None}
     with find_record(run_url).opened() as opened:
         replace_file(_path(opened, record.attempt), json.dumps(kept).encode())
 
@@ -164,9 +160,8 @@ def read_reached(run_url: str, attempt: int) -> AttemptRecord | None:
 
 def forget_reached(run_url: str, attempt: int) -> None:
     """Remove what is left of an attempt on this host: storage has it."""
-    with contextlib.suppress(SettingsError):
-        with find_record(run_url).opened() as opened:
-            _path(opened, attempt).unlink(missing_ok=True)
+    with contextlib.suppress(SettingsError), find_record(run_url).opened() as opened:
+        _path(opened, attempt).unlink(missing_ok=True)
 
 
 def completed(run_url: str, record: AttemptRecord, snapshots: Iterable[Manifest]) -> AttemptRecord:
@@ -241,13 +236,12 @@ class Journal:
         snapshots: Iterable[Manifest] = (),
         heartbeat_s: float,
         begun_unix_s: float,
-        newest_persisted: Callable[[], tuple[int, float] | None] | None = None,
-        tell: Callable[[Journal], object] = bool,
+        newest_persisted: Callable[[], tuple[int, float] | None] = lambda: None,
+        tell: Callable[[Journal], object] = lambda _: None,
     ) -> None:
         self.persisted: tuple[int, float] | None = None
         self._newest_persisted, self._tell = newest_persisted, tell
-        self._url = run_url
-        self._heartbeat_s = heartbeat_s
+        self._url, self._heartbeat_s = run_url, heartbeat_s
         self._ahead_s = time.time() - time.monotonic()  # days by which a clock is set meanwhile are no training
         self._mended: AttemptRecord | None = None
         self.earlier: Account = account_after(self._previous(attempt, snapshots))
@@ -299,8 +293,7 @@ class Journal:
         """Note how the attempt ended, and wait for that to be written."""
         self.record.end = end
         self._keep()
-        self._stopping = True
-        self._wake.set()
+        self.leave()
         self._thread.join(CLOSE_S)
 
     def hurry(self) -> None:
@@ -373,15 +366,11 @@ class Journal:
                 if stopping:
                     forget_reached(self._url, self.record.attempt)
             if beats % _LOOK_EVERY == 0 and not stopping:
-                self._look()
+                try:
+                    self.persisted = self._newest_persisted()
+                except Exception as error:  # a storage that fails is warned of by those who upload
+                    logger.debug("it is not known which snapshot is the newest in storage: %r", error)
             beats += 1
-
-    def _look(self) -> None:
-        if self._newest_persisted is not None:
-            try:
-                self.persisted = self._newest_persisted()
-            except Exception as error:  # a storage that fails is warned of by those who upload
-                logger.debug("it is not known which snapshot is the newest in storage: %r", error)
 
     def _mend(self) -> None:
         """Write what was found out of the attempt before in place of what it could write itself."""
