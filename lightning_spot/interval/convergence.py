@@ -41,63 +41,6 @@ _REPLAN = 1 / 256  # of the run
 Mode = Literal["min", "max"]
 
 
-class Buckets:
-    """Medians of a metric over ranges of steps.
-
-    Args:
-        least: readings that a bucket has before it is closed.
-    """
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-        self._width = 1
-        self._closed: list[list[float]] = []  # index, mean step, median, number of readings
-        self._open: list[list[float]] = []  # step, value, number of readings
-        self._index = 0
-
-    def add(self, step: int, value: float) -> bool:
-        """Another reading, of a step not before the last one; whether a bucket was closed by it."""
-        closes = len(self._open) >= self._least and step // self._width != self._index
-        if closes:
-            self._close()
-        if not self._open:
-            self._index = step // self._width
-        self._open.append([float(step), value, 1.0])
-        if len(self._open) > MOST_IN_BUCKET:
-            self._open = [_mean(pair) for pair in _pairs(self._open)]
-        return closes
-
-    def points(self) -> tuple[Array, Array, Array]:
-        """Mean step, median and number of readings of each closed bucket, each of shape ``(buckets,)``."""
-        table = np.array(self._closed, dtype=float).reshape(-1, 4)
-        return table[:, 1], table[:, 2], table[:, 3]
-
-    def keep_last(self, count: int) -> None:
-        """Forget all closed buckets but the last ones."""
-        self._closed = self._closed[-count:]
-
-    def state_dict(self) -> dict[str, Any]:
-        """All buckets."""
-        return {"width": self._width, "closed": self._closed, "open": self._open, "index": self._index}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the buckets of an earlier attempt."""
-        self._width, self._index = state["width"], state["index"]
-        self._closed, self._open = [list(row) for row in state["closed"]], [list(row) for row in state["open"]]
-
-    def _close(self) -> None:
-        step, _, count = _mean(self._open)
-        self._closed.append([float(self._index), step, statistics.median(row[1] for row in self._open), count])
-        self._open = []
-        if len(self._closed) >= CAPACITY:
-            self._width *= 2
-            rows = [[row[0] // 2, *row[1:]] for row in self._closed]
-            merged: dict[float, list[list[float]]] = {}
-            for row in rows:
-                merged.setdefault(row[0], []).append(row[1:])
-            self._closed = [[index, *_mean(group)] for index, group in merged.items()]
-
-
 def _pairs(rows: list[list[float]]) -> list[list[list[float]]]:
     return [rows[start : start + 2] for start in range(0, len(rows), 2)]
 
@@ -149,7 +92,7 @@ class CurveFit:
 
 
 class LossCurve:
-    """Fits a metric that is to fall.
+    """Fits a metric that is to fall, by medians of it over ranges of steps.
 
     Args:
         averaged: whether each reading is a mean over many samples, as that of a validation is: one will do, then,
@@ -160,7 +103,10 @@ class LossCurve:
     """
 
     def __init__(self, *, averaged: bool = False) -> None:
-        self._buckets = Buckets(1 if averaged else LEAST_IN_BUCKET)
+        self._least = 1 if averaged else LEAST_IN_BUCKET
+        self._width, self._index = 1, 0
+        self._closed: list[list[float]] = []  # index, mean step, median, number of readings
+        self._open: list[list[float]] = []  # step, value, number of readings
         self._unreadable = 0
         self.fit: CurveFit | None = None
 
@@ -178,27 +124,47 @@ class LossCurve:
                 self.fit = None
             return
         self._unreadable = 0
-        if self._buckets.add(step, value):
+        closes = len(self._open) >= self._least and step // self._width != self._index
+        if closes:
+            self._close()
+        if not self._open:
+            self._index = step // self._width
+        self._open.append([float(step), value, 1.0])
+        if len(self._open) > MOST_IN_BUCKET:
+            self._open = [_mean(pair) for pair in _pairs(self._open)]
+        if closes:
             self.refit(total_steps)
 
     def refit(self, total_steps: float) -> None:
         """Fit what is there."""
-        steps, values, counts = self._buckets.points()
-        if len(steps) < LEAST_POINTS or not math.isfinite(total_steps) or total_steps <= 0:
+        if len(self._closed) < LEAST_POINTS or not math.isfinite(total_steps) or total_steps <= 0:
             self.fit = None
             return
+        _, steps, values, counts = np.array(self._closed, dtype=float).T
         self.fit = fit_points(steps / total_steps, values, counts)
         if self.fit is BREAK:
-            self._buckets.keep_last(3)  # a restart of the learning rate, or another phase: begin anew
+            self._closed = self._closed[-3:]  # a restart of the learning rate, or another phase: begin anew
             self.fit = None
 
     def state_dict(self) -> dict[str, Any]:
         """The readings."""
-        return self._buckets.state_dict()
+        return {"width": self._width, "closed": self._closed, "open": self._open, "index": self._index}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the readings of an earlier attempt; :meth:`refit` fits them."""
-        self._buckets.load_state_dict(state)
+        self._width, self._index = state["width"], state["index"]
+        self._closed, self._open = [list(row) for row in state["closed"]], [list(row) for row in state["open"]]
+
+    def _close(self) -> None:
+        step, _, count = _mean(self._open)
+        self._closed.append([float(self._index), step, statistics.median(row[1] for row in self._open), count])
+        self._open = []
+        if len(self._closed) >= CAPACITY:
+            self._width *= 2
+            merged: dict[float, list[list[float]]] = {}
+            for index, *row in self._closed:
+                merged.setdefault(index // 2, []).append(row)
+            self._closed = [[index, *_mean(rows)] for index, rows in merged.items()]
 
 
 BREAK = CurveFit(np.zeros(0), np.zeros(0))
