@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import http.client
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -138,7 +137,7 @@ class CloudSource(NoticeSource):
             ) from error
 
     def _stop(self, text: str, grace_period_s: float | None) -> Notice:
-        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
+        return Notice(source=self.name, text=text, grace_period_s=grace_period_s)
 
 
 class AwsSource(CloudSource):
@@ -166,7 +165,7 @@ class AwsSource(CloudSource):
         answer = self._get_with_token("/latest/meta-data/events/recommendations/rebalance")
         if answer.status == 200 and "noticeTime" in self._json(answer):
             text = "EC2 recommends to rebalance: this instance is more likely than before to be interrupted"
-            return Notice(source=self.name, kind="advice", text=text, seen_s=time.monotonic())
+            return Notice(source=self.name, kind="advice", text=text)
         return None
 
     def _get_with_token(self, path: str) -> Answer:

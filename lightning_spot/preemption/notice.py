@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from lightning_spot.config import LARGEST
@@ -14,17 +15,17 @@ class Notice:
 
     Attributes:
         source: who said so: ``"aws"``, ``"signal"``, ...
-        kind: ``"stop"``, or ``"advice"`` when it is only more likely than before.
+        kind: ``"stop"`` (default), or ``"advice"`` when it is only more likely than before.
         text: one line for people.
-        seen_s: when it was first seen, on the monotonic clock.
+        seen_s: when it was first seen, on the monotonic clock; default now.
         grace_period_s: seconds from then until the end; ``None`` if nobody knows. What is infinite, or no number of
             seconds that a clock could wait for, such as a date, counts as unknown.
     """
 
     source: str
-    kind: Literal["stop", "advice"]
+    kind: Literal["stop", "advice"] = "stop"
     text: str
-    seen_s: float
+    seen_s: float = field(default_factory=time.monotonic)
     grace_period_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -157,14 +157,8 @@ class SignalSource(NoticeSource):
         self.received += 1
         self._came = number
         if self.notice is None:
-            name = signal.Signals(number).name
-            self.notice = Notice(
-                source=self.name,
-                kind="stop",
-                text=f"{name}{self._by}: this process is to end",
-                seen_s=time.monotonic(),
-                grace_period_s=self.grace_period_s,
-            )
+            text = f"{signal.Signals(number).name}{self._by}: this process is to end"
+            self.notice = Notice(source=self.name, text=text, grace_period_s=self.grace_period_s)
             self._expect_ends_of_children()
 
     def _do_as_before(self, number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from lightning_spot.errors import NoticeUnavailableError, SettingsError
 from lightning_spot.preemption.clouds import CLOUDS, detect_cloud
 from lightning_spot.preemption.notice import Notice, NoticeSource
 from lightning_spot.preemption.signals import DEFAULT_SIGNALS, SignalSource
-from lightning_spot.retry import growing
+from lightning_spot.retry import pause_after
 from lightning_spot.say import recovered, say
 
 Answer = Notice | bool | float | None
@@ -53,8 +53,7 @@ class CallSource(NoticeSource):
         if not isinstance(answer, (bool, int, float)):
             raise NoticeUnavailableError(f"{name} returned {answer!r}; it returns None, True, seconds or a Notice")
         grace_period_s = None if answer is True else float(answer)
-        text = f"{name} says that the end is near"
-        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
+        return Notice(source=self.name, text=f"{name} says that the end is near", grace_period_s=grace_period_s)
 
 
 class FileSource(NoticeSource):
@@ -86,7 +85,7 @@ class FileSource(NoticeSource):
         except ValueError:  # a reason in words
             grace_period_s = None
         text = f"notice file {self.path} is there" + (f": {content[:100]}" if content else "")
-        return Notice(source=self.name, kind="stop", text=text, seen_s=time.monotonic(), grace_period_s=grace_period_s)
+        return Notice(source=self.name, text=text, grace_period_s=grace_period_s)
 
 
 Notices = str | NoticeSource | Callable[[], Any] | Sequence[Any] | None
@@ -148,6 +147,7 @@ class Watcher:
 
     Attributes:
         signals: those that are watched, of all sources.
+        advice: the first notice that an end has become more likely.
     """
 
     def __init__(self, sources: Sequence[NoticeSource]) -> None:
@@ -155,7 +155,7 @@ class Watcher:
         self._polled = [source for source in sources if not isinstance(source, SignalSource)]
         self._lock = threading.Lock()
         self._notices: dict[str, Notice] = {}
-        self._advice: Notice | None = None
+        self.advice: Notice | None = None
         self._accepted = False
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -163,12 +163,7 @@ class Watcher:
     @property
     def notice(self) -> Notice | None:
         """The first notice that this machine will end. Its deadline stays, even if the source names a later one."""
-        return min([*self._notices.values()], key=lambda notice: notice.seen_s, default=self.signals.notice)
-
-    @property
-    def advice(self) -> Notice | None:
-        """The first notice that an end has become more likely."""
-        return self._advice
+        return min(list(self._notices.values()), key=lambda notice: notice.seen_s, default=self.signals.notice)
 
     @property
     def cloud(self) -> str | None:
@@ -196,16 +191,17 @@ class Watcher:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _ask(self, source: NoticeSource, key: str) -> None:
-        pauses = _pauses_after_failures(source)
+        failures = 0
         while not self._stopped.is_set():
             try:
                 self._heard(key, source.poll())
-                pause_s, pauses = source.every_s, _pauses_after_failures(source)
+                pause_s, failures = source.every_s, 0
                 recovered("notices-unavailable", "notice source {about} answers again", about=source.name)
             except NoticeUnavailableError as error:
                 text = "{error}. A preemption may go unnoticed. Retrying"
                 say(logging.WARNING, "notices-unavailable", text, about=source.name, error=error)
-                pause_s = next(pauses)
+                failures += 1
+                pause_s = pause_after(failures, max(0.1, 2 * source.every_s), LONGEST_PAUSE_S)
             except Exception:  # a bug in a source must not end the watch
                 text = "notice source {about} failed unexpectedly. A preemption may go unnoticed"
                 say(logging.ERROR, "notices-failing", text, about=source.name, exc_info=True)
@@ -216,7 +212,7 @@ class Watcher:
     def _heard(self, key: str, notice: Notice | None) -> None:
         with self._lock:
             if notice is not None and notice.kind == "advice":
-                self._advice = self._advice or notice
+                self.advice = self.advice or notice
                 return
             if self._accepted:
                 return
@@ -224,7 +220,3 @@ class Watcher:
                 self._notices.pop(key, None)
             else:
                 self._notices.setdefault(key, notice)
-
-
-def _pauses_after_failures(source: NoticeSource) -> Iterator[float]:
-    return growing(max(0.1, 2 * source.every_s), LONGEST_PAUSE_S)
