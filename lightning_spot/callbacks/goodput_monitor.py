@@ -249,7 +249,7 @@ class GoodputMonitor(SpotCallback):
             )
 
 
-def _counts(snapshots: RemoteSnapshot, taken: int) -> dict[str, int]:
+def _counts(snapshots: RemoteSnapshot, taken: int) -> dict[str, float]:
     return {"taken": taken, "skipped": snapshots.num_skipped, "dropped": snapshots.num_dropped}
 
 

@@ -105,13 +105,13 @@ def open_newest(
         say(logging.INFO, "rewound", text, about=aside[-1], count=len(aside))
     policy = policy or retry.DEFAULT_POLICY
     pauses = itertools.islice(growing(policy.first_pause_s), policy.tries - 1)  # for all of them together
-    good = [
+    tries: list[tuple[Order, str, Callable[[], tuple[OpenSnapshot, T]]]] = [
         (manifest.order, f"{manifest.name} at {source.tier}", partial(_try, manifest, source, open_at, use, pauses))
         for manifest, source in found.candidates
     ]
-    bad = [(_order(what), what, partial(_refuse, why)) for what, why in found.unreadable.items()]
+    tries += [(_order(what), what, partial(_refuse, why)) for what, why in found.unreadable.items()]
     reasons: list[str] = []
-    for _, where, attempt in sorted([*good, *bad], key=lambda each: each[0], reverse=True):
+    for _, where, attempt in sorted(tries, key=lambda each: each[0], reverse=True):
         try:
             opened = attempt()
         except (CorruptSnapshotError, SnapshotNotFoundError, TierError) as error:
