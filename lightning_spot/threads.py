@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -96,11 +96,11 @@ def work_together(work: Callable[[], None], count: int, name: str) -> None:
         raise failures[0]
 
 
-def in_turn(take: Callable[[], T | None], use: Callable[[T], object], count: int, name: str) -> None:
+def in_turn(pieces: Iterable[T], use: Callable[[T], object], count: int, name: str) -> None:
     """Have pieces taken in turn, by one thread at a time, and used side by side, until none is left.
 
     Args:
-        take: gives the next piece; ``None`` if none is left.
+        pieces: none of them ``None``; the next one is asked for when a thread is free.
         use: what is done with it.
         count: threads at most, the calling one among them.
         name: of the others.
@@ -109,13 +109,13 @@ def in_turn(take: Callable[[], T | None], use: Callable[[T], object], count: int
         BaseException: what one of them has raised, as :func:`work_together`. None is taken after one has failed, or the
             calling thread was interrupted, and none is being used any more.
     """
-    taking, ended = threading.Lock(), threading.Event()
+    left, taking, ended = iter(pieces), threading.Lock(), threading.Event()
 
     def work() -> None:
         try:
             while not ended.is_set():
                 with taking:
-                    piece = take()
+                    piece = next(left, None)
                 if piece is None:
                     return
                 use(piece)
@@ -139,7 +139,6 @@ def all_at_once(actions: Sequence[Callable[[], T]], name: str, most: int = 8) ->
     """
     results: dict[int, T] = {}
     failures: dict[int, Exception] = {}
-    left = iter(range(len(actions)))
 
     def act(index: int) -> None:
         try:
@@ -149,7 +148,7 @@ def all_at_once(actions: Sequence[Callable[[], T]], name: str, most: int = 8) ->
             raise
 
     try:
-        in_turn(lambda: next(left, None), act, min(most, len(actions)), name)
+        in_turn(range(len(actions)), act, min(most, len(actions)), name)
     except Exception as error:
         raise failures.get(min(failures, default=-1), error)  # noqa: B904 # which another thread has met
     return [results[index] for index in range(len(actions))]

@@ -93,14 +93,15 @@ def _check_room(fd: int, nbytes: int) -> None:
 
 def _map_pages(shared: mmap.mmap, nbytes: int, *, write: bool) -> bool:
     """Fill the page tables of a mapping on several threads, see :func:`populate`; whether that could be done."""
-    todo, failed = iter(range(0, nbytes, _AT_ONCE_BYTES)), list[int]()
+    failed: list[int] = []
+    todo = (start for start in range(0, nbytes, _AT_ONCE_BYTES) if not failed)
 
     def fill(start: int) -> None:
         if not populate(shared, start, min(_AT_ONCE_BYTES, nbytes - start), write=write):
             failed.append(start)
 
     threads = min(_MOST_THREADS, processors(), -(-nbytes // _AT_ONCE_BYTES))
-    in_turn(lambda: None if failed else next(todo, None), fill, threads, "spot-map")
+    in_turn(todo, fill, threads, "spot-map")
     return not failed
 
 

@@ -44,15 +44,14 @@ def checksum_parts(image: memoryview, part_bytes: int, threads: int | None = Non
     """
     if threads is None:
         threads = min(processors(), max(_FEW, processors() // 2), _MOST_THREADS)
-    parts = list(part_ranges(len(image), part_bytes))
+    parts = list(enumerate(part_ranges(len(image), part_bytes)))
     checksums = [""] * len(parts)
-    left = iter(range(len(parts)))
 
-    def compute(index: int) -> None:
-        start, stop = parts[index]
+    def compute(part: tuple[int, tuple[int, int]]) -> None:
+        index, (start, stop) = part
         checksums[index] = checksum(image[start:stop])
 
-    in_turn(lambda: next(left, None), compute, max(1, min(threads, len(parts))), "spot-seal")
+    in_turn(parts, compute, max(1, min(threads, len(parts))), "spot-seal")
     return tuple(checksums)
 
 
@@ -69,12 +68,9 @@ def verify_parts(image: Image, checksums: tuple[str, ...], part_bytes: int, wher
     Raises:
         CorruptSnapshotError: at the first part that differs.
     """
-    ranges = list(part_ranges(len(image), part_bytes))
-    if len(ranges) != len(checksums):
-        raise CorruptSnapshotError(f"{where}: {len(ranges)} parts found, {len(checksums)} expected", where=where)
-    for index, ((start, stop), expected) in enumerate(zip(ranges, checksums, strict=True)):
+    for start, stop, expected in _expected(len(image), checksums, part_bytes, where):
         if checksum(image[start:stop]) != expected:
-            raise _damaged(where, first + start, first + stop, first // part_bytes + index)
+            raise _damaged(where, first + start, first + stop, part_bytes)
 
 
 def verify_file(
@@ -103,13 +99,9 @@ def verify_file(
         CorruptSnapshotError: at a part that differs, or if the file is shorter.
         TierError: if it cannot be read.
     """
-    ranges = list(part_ranges(nbytes, part_bytes))
-    if len(ranges) != len(checksums):
-        raise CorruptSnapshotError(f"{where}: {len(ranges)} parts found, {len(checksums)} expected", where=where)
-    left = iter(range(len(ranges)))
 
-    def check(index: int) -> None:
-        (start, stop), digest = ranges[index], xxhash.xxh3_128()
+    def check(part: tuple[int, int, str]) -> None:
+        (start, stop, expected), digest = part, xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
         for place in range(start, stop, _READ_BYTES):
             data = buffer[: stop - place]
@@ -117,10 +109,18 @@ def verify_file(
             digest.update(data)
             if progress is not None:
                 progress(len(data))
-        if digest.hexdigest() != checksums[index]:
-            raise _damaged(where, start, stop, index)
+        if digest.hexdigest() != expected:
+            raise _damaged(where, start, stop, part_bytes)
 
-    in_turn(lambda: next(left, None), check, threads, "spot-verify")
+    in_turn(_expected(nbytes, checksums, part_bytes, where), check, threads, "spot-verify")
+
+
+def _expected(nbytes: int, checksums: Sequence[str], part_bytes: int, where: str) -> list[tuple[int, int, str]]:
+    """First byte, end and checksum of each part."""
+    ranges = list(part_ranges(nbytes, part_bytes))
+    if len(ranges) != len(checksums):
+        raise CorruptSnapshotError(f"{where}: {len(ranges)} parts found, {len(checksums)} expected", where=where)
+    return [(start, stop, expected) for (start, stop), expected in zip(ranges, checksums, strict=True)]
 
 
 def read_at(fd: int, place: int, into: memoryview, where: str) -> None:
@@ -142,9 +142,10 @@ def read_at(fd: int, place: int, into: memoryview, where: str) -> None:
         into, place = into[count:], place + count
 
 
-def _damaged(where: str, start: int, stop: int, index: int) -> CorruptSnapshotError:
+def _damaged(where: str, start: int, stop: int, part_bytes: int) -> CorruptSnapshotError:
+    part = start // part_bytes
     return CorruptSnapshotError(
-        f"{where}: bytes {start}–{stop} (part {index}) do not have the checksum they were committed with",
+        f"{where}: bytes {start}–{stop} (part {part}) do not have the checksum they were committed with",
         where=where,
-        part=index,
+        part=part,
     )

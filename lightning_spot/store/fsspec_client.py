@@ -429,5 +429,4 @@ def move(jobs: Iterable[Callable[[], None]], part_bytes: int) -> None:
     Raises:
         Exception: the first error of a job, or of ``jobs`` itself; what was not begun is not done then.
     """
-    left = iter(jobs)
-    in_turn(lambda: next(left, None), lambda job: job(), connections(part_bytes), "spot-transfer")
+    in_turn(jobs, lambda job: job(), connections(part_bytes), "spot-transfer")

@@ -138,7 +138,6 @@ def fetch_ranges(
     bounds = list(ranges)
     longest = max((stop - start for start, stop in bounds), default=0)
     buffers = [memoryview(bytearray(longest)) for _ in range(min(threads, len(bounds)))]
-    left = iter(bounds)
 
     def fetch(found: tuple[int, int]) -> None:
         start, stop = found
@@ -150,7 +149,7 @@ def fetch_ranges(
         if progress is not None:
             progress(stop - start)
 
-    in_turn(lambda: next(left, None), fetch, threads, "spot-fetch")
+    in_turn(bounds, fetch, threads, "spot-fetch")
 
 
 class NotedParts:
