@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import select
 import socket
 import ssl
-import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from lightning_spot.errors import ServerRefusedError, TierReason
 from lightning_spot.protocol.credentials import client_context
 from lightning_spot.protocol.ownership import is_own_user
+from lightning_spot.protocol.process import wait_readable
 from lightning_spot.protocol.wire import Address
 
 CONNECT_TIMEOUT_S = 5.0
@@ -38,16 +38,16 @@ def connect_to_own(path: str, timeout_s: float) -> socket.socket:
         connection.connect(path)
         if not is_own_user(connection):
             raise PermissionError("another user's process is at this socket")
+        return connection
     except BaseException as error:
         connection.close()
-        if not isinstance(error, PermissionError):
-            raise
-        raise ServerRefusedError(
-            f"{path} is not used ({error.strerror or error}). Remove it, or set LIGHTNING_SPOT_RUNTIME_DIR to a private"
-            " directory",
-            status=403,
-        ) from error
-    return connection
+        if isinstance(error, PermissionError):
+            raise ServerRefusedError(
+                f"{path} is not used ({error.strerror or error}). Remove it, or set LIGHTNING_SPOT_RUNTIME_DIR to a"
+                " private directory",
+                status=403,
+            ) from error
+        raise
 
 
 class BoundedSocket(socket.socket):
@@ -142,7 +142,7 @@ class Connection(http.client.HTTPConnection):
     def __init__(self, address: Address) -> None:
         super().__init__(address.host.strip("[]") or "localhost", address.port or 80)
         self._address = address
-        self.idle_since_s = 0.0
+        self.idle_since_s: float | None = None
 
     def open(self, deadline_s: float) -> None:
         """Open the socket by a deadline (monotonic).
@@ -189,13 +189,16 @@ class Connection(http.client.HTTPConnection):
         return ServerRefusedError(f"{self._address} {why}", tier=str(self._address), reason=TierReason.TLS)
 
     @property
-    def stale(self) -> bool:
+    def was_kept(self) -> bool:
+        """Whether it has been used before."""
+        return self.idle_since_s is not None
+
+    @property
+    def is_stale(self) -> bool:
         """Whether the server has closed it, or may have, while nobody used it."""
-        if time.monotonic() - self.idle_since_s > _KEEP_S:
+        if self.idle_since_s is None or time.monotonic() - self.idle_since_s > _KEEP_S:
             return True
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        return bool(poll.poll(0))  # nothing was asked, so what came is the end
+        return bool(wait_readable([self.sock.fileno()], 0.0))  # nothing was asked, so what came is the end
 
 
 def _left(deadline_s: float) -> float:
@@ -215,62 +218,60 @@ class Pool:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._idle: list[Connection] = []
+        self._idle: deque[Connection] = deque()  # both change in one step, whatever other threads do
         self._taken: set[BoundedSocket] = set()
-        self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._idle).atexit = False  # whoever only asks a server something lets it go
         forgetting.add(self)
 
-    def take(self, deadline_s: float) -> tuple[Connection, bool]:
-        """An open connection, and whether it has been used before.
+    @contextlib.contextmanager
+    def connection(self, deadline_s: float) -> Iterator[Connection]:
+        """An open connection for one exchange. It is kept where that ends well, else closed.
 
         Raises:
             OSError: if none can be opened.
         """
-        while True:
-            with self._lock:
-                connection = self._idle.pop() if self._idle else None
-            used = connection is not None
-            if connection is None:
-                connection = Connection(self._address)
-                connection.open(deadline_s)
-            elif connection.stale:
-                connection.close()
-                continue
-            with self._lock:
-                self._taken.add(connection.sock)
-            return connection, used
-
-    def give_back(self, connection: Connection, socket_taken: BoundedSocket, *, whole: bool) -> None:
-        """Keep a connection whose answer was read to its end (``whole``), or close it."""
-        connection.idle_since_s = time.monotonic()
-        with self._lock:
-            self._taken.discard(socket_taken)
-            if whole and connection.sock is not None and len(self._idle) < _MOST_IDLE:
+        connection = self._kept() or Connection(self._address)
+        if not connection.was_kept:
+            connection.open(deadline_s)
+        connected = connection.sock  # the connection forgets it when the server says that it will close it
+        self._taken.add(connected)
+        try:
+            yield connection
+            if connection.sock is not None and len(self._idle) < _MOST_IDLE:
+                connection.idle_since_s = time.monotonic()
                 self._idle.append(connection)
-                return
-        connection.close()
+            else:
+                connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            self._taken.discard(connected)
 
     def close(self) -> None:
         """Close every connection; a call that uses one fails at once."""
-        with self._lock:
-            idle, taken = list(self._idle), list(self._taken)
-            self._idle.clear()
-        _close_all(idle)
-        for connected in taken:
+        _close_all(self._idle)
+        for connected in list(self._taken):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 connected.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
         """Begin anew, as a forked child must: its parent goes on with the connections there were."""
         _close_all(self._idle)  # this process' descriptors only
-        self._idle.clear()
-        self._taken, self._lock = set(), threading.Lock()
+        self._taken = set()
+
+    def _kept(self) -> Connection | None:
+        with contextlib.suppress(IndexError):
+            while (connection := self._idle.pop()).is_stale:
+                connection.close()
+            return connection
+        return None
 
 
-def _close_all(idle: list[Connection]) -> None:
-    for connection in idle:
-        connection.close()
+def _close_all(idle: deque[Connection]) -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            idle.pop().close()
 
 
 def _forget_all() -> None:

@@ -7,7 +7,6 @@ import json
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -44,32 +43,8 @@ _CHECK_SCHEME = "; if it speaks TLS, write spots://"
 _IDEMPOTENT = ("GET", "DELETE")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """One request.
-
-    Attributes:
-        method: of HTTP.
-        path: quoted, with its query.
-        body: JSON.
-        headers: beside those that every request has.
-        timeout_s: for all of it; with ``by_progress`` for each step of it.
-        by_progress: whether a long answer may take longer as long as it moves.
-        again: whether it may be sent a second time if the connection breaks.
-        pulse: see :class:`BoundedSocket`.
-    """
-
-    method: str
-    path: str
-    body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    timeout_s: float = REPLY_TIMEOUT_S
-    by_progress: bool = False
-    again: bool = False
-    pulse: Callable[[], None] | None = None
-
-
-_Read = Callable[[http.client.HTTPResponse, Callable[[], None]], Any]
+_Read = Callable[[http.client.HTTPResponse, BoundedSocket], Any]
+"""Reads an answer; what takes longer than the whole request may sets the deadline of its connection again."""
 
 
 class ServerClient:
@@ -116,16 +91,9 @@ class ServerClient:
             SpotError: whatever the server answered with.
         """
         data = json.dumps(body).encode() if body is not None else b""
-        request = _Request(
-            method=method,
-            path=path,
-            body=data,
-            headers={DIGEST_HEADER: checksum(data)} if data else {},
-            timeout_s=timeout_s,
-            again=method in _IDEMPOTENT if again is None else again,
-            pulse=pulse,
-        )
-        answer = self._exchange(request, _read_all)
+        headers = {DIGEST_HEADER: checksum(data)} if data else {}
+        again = method in _IDEMPOTENT if again is None else again
+        answer = self._exchange(method, path, headers, data, _read_all, timeout_s, again=again, pulse=pulse)
         with answered(str(self.address)):
             return read_object(answer or b"{}", LARGE_JSON_BYTES)
 
@@ -182,14 +150,14 @@ class ServerClient:
                 self.receive(path, start + place, into[place : place + LONGEST_DIGESTED_BYTES], etag)
             return
 
-        def read(response: http.client.HTTPResponse, progress: Callable[[], None]) -> None:
+        def read(response: http.client.HTTPResponse, connected: BoundedSocket) -> None:
             place = 0
             while place < len(into):
                 count = response.readinto(into[place : place + SEND_BYTES])
                 if not count:
                     raise ConnectionError(f"only {place} of {len(into)} bytes came")
                 place += count
-                progress()
+                connected.within(REPLY_TIMEOUT_S)  # all of it may take longer, as long as it moves
             response.read()
             if not response.getheader("Content-Range", "").startswith(f"bytes {start}-{start + len(into) - 1}/"):
                 raise ConnectionError("another range came than was asked for")
@@ -200,15 +168,7 @@ class ServerClient:
             headers = {"Range": f"bytes={start}-{start + len(into) - 1}"}
             if etag is not None:
                 headers.update({"If-Match": etag, WANT_DIGEST_HEADER: "1"})
-            request = _Request(
-                method="GET",
-                path=path,
-                headers=headers,
-                by_progress=True,
-                again=True,
-                pulse=self.ping_under_load,
-            )
-            self._exchange(request, read)
+            self._exchange("GET", path, headers, b"", read, REPLY_TIMEOUT_S, again=True, pulse=self.ping_under_load)
 
     def close(self) -> None:
         """Close the connections; calls under way fail at once. The client may be used again."""
@@ -216,21 +176,40 @@ class ServerClient:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _exchange(self, request: _Request, read: _Read) -> Any:
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        read: _Read,
+        timeout_s: float,
+        *,
+        again: bool,
+        pulse: Callable[[], None] | None,
+    ) -> Any:
         """Send a request; once more if a kept connection broke, or the server failed, and that does no harm."""
-        deadline_s = time.monotonic() + request.timeout_s
+        deadline_s = time.monotonic() + timeout_s
         has_failed = False
         while True:
-            used = False
+            was_kept = False
             try:
-                connection, used = self._pool.take(deadline_s)
-                return self._ask(connection, request, deadline_s, read)
+                with self._pool.connection(deadline_s) as connection:
+                    was_kept, connected = connection.was_kept, connection.sock  # which a closing answer takes from it
+                    connected.deadline_s, connected.pulse = deadline_s, pulse
+                    sent = {**self._headers(method, path), "Content-Length": str(len(body)), **headers}
+                    connection.request(method, path, body or None, sent)
+                    response = connection.getresponse()
+                    if response.status >= 400:
+                        raise error_from_body(response.status, response.read(LARGE_JSON_BYTES), str(self.address))
+                    self._check_protocol(response)
+                    return read(response, connected)
             except SpotError as error:
-                if has_failed or not request.again or not TierReason.SERVER_FAILED.caused(error):
+                if has_failed or not again or not TierReason.SERVER_FAILED.caused(error):
                     raise
                 has_failed = True
             except (OSError, http.client.HTTPException, ValueError) as error:
-                if used and request.again and not isinstance(error, TimeoutError):
+                if was_kept and again and not isinstance(error, TimeoutError):
                     continue
                 raise self._unreachable(error) from (error if isinstance(error, OSError) else None)
 
@@ -251,31 +230,6 @@ class ServerClient:
             **({ATTEMPT_HEADER: self._attempt} if self._attempt and method != "GET" else {}),
         }
 
-    def _ask(self, connection: Connection, request: _Request, deadline_s: float, read: _Read) -> Any:
-        socket, whole = connection.sock, False  # the connection forgets it when the server says that it will close it
-        socket.deadline_s, socket.pulse = deadline_s, request.pulse
-
-        def progress() -> None:
-            if request.by_progress:
-                socket.deadline_s = time.monotonic() + request.timeout_s
-
-        headers = {
-            **self._headers(request.method, request.path),
-            "Content-Length": str(len(request.body)),
-            **request.headers,
-        }
-        try:
-            connection.request(request.method, request.path, request.body or None, headers)
-            response = connection.getresponse()
-            if response.status >= 400:
-                raise error_from_body(response.status, response.read(LARGE_JSON_BYTES), str(self.address))
-            self._check_protocol(response)
-            answer = read(response, progress)
-            whole = True
-            return answer
-        finally:
-            self._pool.give_back(connection, socket, whole=whole)
-
     def _check_protocol(self, response: http.client.HTTPResponse) -> None:
         spoken = response.getheader(PROTOCOL_HEADER)
         if spoken != str(PROTOCOL_VERSION):
@@ -288,7 +242,7 @@ class ServerClient:
             )
 
 
-def _read_all(response: http.client.HTTPResponse, _progress: Callable[[], None]) -> bytes:
+def _read_all(response: http.client.HTTPResponse, _connected: BoundedSocket) -> bytes:
     answer = response.read(LARGE_JSON_BYTES + 1)
     if len(answer) > LARGE_JSON_BYTES:
         raise ConnectionError("its answer is too long")
