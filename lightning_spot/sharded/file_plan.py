@@ -17,13 +17,13 @@ import torch
 
 from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
 from lightning_spot.sharded import metadata
-from lightning_spot.sharded.plan import ALIGNMENT, Placed, Plan, Planner, State, aligned, is_extra, tensors_file
+from lightning_spot.sharded.plan import ALIGNMENT, Plan, Planner, State, aligned, archive_of, is_extra, tensors_file
 from lightning_spot.sharded.reader import load_value
 from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.snapshot.layout import Entry, Layout, filled, lay_out_in_any_case
 from lightning_spot.snapshot.pieces import Piece
 from lightning_spot.snapshot.safe_load import safe_load
-from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Archived, Path, Shards, StoredValue
+from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Archived, Path, Shard, Shards, StoredValue
 
 
 def state_file(rank: int) -> str:
@@ -31,7 +31,7 @@ def state_file(rank: int) -> str:
     return f"rank-{rank:04d}.pt"
 
 
-def _piece(placed: Placed, tensor: torch.Tensor) -> Piece:
+def _piece(path: Path, box: Shard, tensor: torch.Tensor) -> Piece:
     """The elements of a box that this rank writes, and where they go.
 
     Raises:
@@ -39,15 +39,15 @@ def _piece(placed: Placed, tensor: torch.Tensor) -> Piece:
     """
     # to_local() asks autograd, which takes 50 times as long
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    if local.shape != placed.sizes:
+    if local.shape != box.sizes:
         raise NotSerializableError(
-            f"{metadata.name_of(placed.path)} has {tuple(local.shape)} elements on this rank, and"
-            f" {tuple(placed.sizes)} by its placements: it cannot be saved in shards"
+            f"{metadata.name_of(path)} has {tuple(local.shape)} elements on this rank, and {box.sizes} by its"
+            " placements: it cannot be saved in shards"
         )
     if not _is_in_order(local):
         local = local.detach().resolve_conj().resolve_neg().contiguous()
     start = int(local.storage_offset()) * local.element_size()
-    return Piece(local.untyped_storage(), placed.offset + placed.form.data, placed.form.data_nbytes, start)
+    return Piece(local.untyped_storage(), box.at.offset + box.data, local.nbytes, start)
 
 
 def _is_in_order(tensor: torch.Tensor) -> bool:
@@ -56,8 +56,6 @@ def _is_in_order(tensor: torch.Tensor) -> bool:
 
 
 _VALUES_FILE = "__0_1.distcp"
-
-Frame = list[Entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +94,8 @@ class ShardedLayouter:
         self._planner = Planner(world_size)
         self._plan: Plan | None = None
         self._digest = ""
-        self._frame: Frame = []
-        self._mine: list[Placed] = []
+        self._frame: list[Entry] = []
+        self._mine: list[tuple[int, Shard]] = []
         self.unreadable = ""
         self._tried: set[tuple[Path, type]] = set()
         self._index: tuple[Plan, list[StoredValue], list[tuple[str, bytes]]] | None = None
@@ -115,7 +113,7 @@ class ShardedLayouter:
         plan, tensors, values = self._planner.plan(state)
         if self._plan is not plan:
             self._place(plan)
-        pieces = tuple([_piece(placed, tensors[placed.number]) for placed in self._mine])
+        pieces = tuple([_piece(plan.tensors[number].path, box, tensors[number]) for number, box in self._mine])
         frame, nbytes = [*self._frame], plan.sizes[self._rank]
         files = [FileSpan(tensors_file(self._rank), 0, nbytes)] if nbytes else []
         end, found = nbytes, None
@@ -131,14 +129,15 @@ class ShardedLayouter:
         return ShardedImage(layout, tuple(files), self._digest, sum(plan.sizes), found)
 
     def _place(self, plan: Plan) -> None:
-        self._frame, mine = [], plan.by_rank[self._rank]
-        for placed in mine:
-            *before, (last_at, last) = placed.form.frame
-            for at, data in (*before, (last_at, last + bytes(placed.pad))):
-                self._frame.append((placed.offset + at, data))
-        self._frame = _joined(self._frame)
+        mine, frame = plan.by_rank[self._rank], list[Entry]()
+        ends = [*(box.at.offset for _, box in mine[1:]), aligned(plan.sizes[self._rank], FILE_ALIGNMENT_BYTES)]
+        for (number, box), end in zip(mine, ends, strict=False):
+            archive, _ = archive_of(metadata.dtype_of(plan.tensors[number]), box.sizes)
+            frame += [(box.at.offset + at, data) for at, data in archive.frame]
+            frame.append((box.at.offset + box.at.nbytes, bytes(end - box.at.offset - box.at.nbytes)))
+        self._frame = _joined(frame)
         self._digest = plan.digest(self._token)
-        self._mine = [placed for placed in mine if placed.form.data_nbytes]
+        self._mine = [(number, box) for number, box in mine if box.numel]
         self._plan = plan
 
     def _behind(self, plan: Plan, values: Sequence[Any]) -> list[tuple[str, bytes]]:
@@ -168,7 +167,7 @@ class ShardedLayouter:
             self.unreadable = self.unreadable or str(error)
 
 
-def _joined(frame: Frame) -> Frame:
+def _joined(frame: list[Entry]) -> list[Entry]:
     """The same frame in fewer entries: what lies side by side is one."""
     joined: list[tuple[int, bytearray]] = []
     for at, data in frame:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_spot.errors import NotSerializableError
 from lightning_spot.sharded.dtensors import box_of, root_of, spec_of
 from lightning_spot.sharded.metadata import name_of
-from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES
-from lightning_spot.snapshot.layout import Entry, lay_out
+from lightning_spot.snapshot.layout import Layout, lay_out, outline_of
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.tensor_index import Archived, Path, ShardedTensor, Shards
 from lightning_spot.snapshot.tensor_index import Shard as Box
@@ -124,53 +123,11 @@ def aligned(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The archive of a box of a tensor, but for its elements. All boxes of that dtype and size have the same.
-
-    Attributes:
-        frame: ``(offset, bytes)`` of what is around the elements.
-        data: offset of the elements.
-        data_nbytes: their length.
-        nbytes: length of the archive.
-    """
-
-    frame: tuple[Entry, ...]
-    data: int
-    data_nbytes: int
-    nbytes: int
-
-
 @functools.lru_cache(maxsize=4096)
-def form_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Form:
-    """The archive of a box of so many elements."""
-    # Memory that nobody touches: the kernel gives no page for it.
-    layout = lay_out(torch.empty(sizes, dtype=dtype))
-    if not layout.pieces:
-        return Form(layout.frame, 0, 0, layout.nbytes)
-    piece = layout.pieces[0]
-    return Form(layout.frame, piece.offset, piece.nbytes, layout.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A box of a tensor that a rank writes.
-
-    Attributes:
-        number: of the tensor in the plan.
-        path: of the tensor.
-        sizes: of the box.
-        form: of its archive.
-        offset: of the archive in the rank's file.
-        pad: zeros behind it, up to the next one.
-    """
-
-    number: int
-    path: Path
-    sizes: tuple[int, ...]
-    form: Form
-    offset: int
-    pad: int
+def archive_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[Layout, int]:
+    """The archive of a box of so many elements, but for these, and where these begin. All such boxes have the same."""
+    layout = lay_out(torch.empty(sizes, dtype=dtype))  # memory that nobody touches: the kernel gives no page for it
+    return outline_of(layout), layout.pieces[0].offset if layout.pieces else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +139,14 @@ class Plan:
         tensors: in the order of the state, with the places of the boxes that make up each.
         values: paths of everything else.
         sizes: of the file with each rank's tensors; 0 for a rank that writes none.
-        by_rank: the boxes that each rank writes.
+        by_rank: the boxes that each rank writes, in the order of its file, each with the number of its tensor.
     """
 
     world_size: int
     tensors: tuple[ShardedTensor, ...]
     values: tuple[Path, ...]
     sizes: tuple[int, ...]
-    by_rank: tuple[tuple[Placed, ...], ...]
+    by_rank: tuple[tuple[tuple[int, Box], ...], ...]
 
     def digest(self, token: str) -> str:
         """Of all of it, the same on all ranks whose state is sharded alike; another torch may place it otherwise.
@@ -199,20 +156,6 @@ class Plan:
         """
         shards = Shards(self.world_size, self.tensors, ()).to_json()
         return checksum(shards + json.dumps([self.values, self.sizes, token]).encode())
-
-
-class Planned(NamedTuple):
-    """A state and its plan.
-
-    Attributes:
-        plan: of it.
-        tensors: those of the state, in the order of the plan's.
-        values: everything else, likewise.
-    """
-
-    plan: Plan
-    tensors: list[torch.Tensor]
-    values: list[Any]
 
 
 class Planner:
@@ -228,14 +171,15 @@ class Planner:
         self._planned: tuple[list[Path], list[Any]] = [], []  # its paths, and the form of each item
         self._boxes: dict[Any, list[_Held]] = {}
 
-    def plan(self, state: State) -> Planned:
+    def plan(self, state: State) -> tuple[Plan, list[torch.Tensor], list[Any]]:
         """Plan a state.
 
         Args:
             state: of this rank, nested.
 
         Returns:
-            what there is; the plan is the same object as long as nothing has changed.
+            the plan, which is the same object as long as nothing has changed; the tensors of the state, in the order of
+            the plan's; and everything else, likewise.
 
         Raises:
             NotSerializableError: if a tensor is sharded in a way that is not known here, two items have one name, or a
@@ -252,42 +196,24 @@ class Planner:
             named = [*zip(compress(paths, is_tensor), tensors, strict=True)]
             self._plan = self._make(named, [*compress(paths, is_value)])
         self._planned = paths, forms
-        return Planned(self._plan, tensors, values)
+        return self._plan, tensors, values
 
     def _make(self, tensors: list[tuple[Path, torch.Tensor]], values: list[Path]) -> Plan:
-        boxes: list[list[Box]] = [[] for _ in tensors]
-        by_rank = [*map(tuple, self._place(tensors, boxes))]
-        return Plan(
-            self._world_size,
-            tuple(
-                ShardedTensor(path, str(value.dtype).removeprefix("torch."), tuple(value.shape), tuple(of_one))
-                for (path, value), of_one in zip(tensors, boxes, strict=True)
-            ),
-            tuple(values),
-            tuple(placed[-1].offset + placed[-1].form.nbytes if placed else 0 for placed in by_rank),
-            tuple(by_rank),
-        )
-
-    def _place(self, tensors: list[tuple[Path, torch.Tensor]], boxes: list[list[Box]]) -> Iterator[list[Placed]]:
-        """Deal the boxes of all tensors to the ranks; those of each rank, placed in its file."""
-        dealt: list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = [[] for _ in range(self._world_size)]
-        written = [0] * self._world_size
+        """Deal the boxes of all tensors to the ranks, and place them in the ranks' files."""
+        found: list[ShardedTensor] = []
+        by_rank: list[list[tuple[int, Box]]] = [[] for _ in range(self._world_size)]
+        written, sizes = [0] * self._world_size, [0] * self._world_size
         for number, (path, value) in enumerate(tensors):
-            for ranks, offsets, sizes in self._boxes_of(path, value):
+            boxes: list[Box] = []
+            for ranks, offsets, of_box in self._boxes_of(path, value):
                 rank = min(ranks, key=lambda rank: (written[rank], rank))
-                written[rank] += prod(sizes) * value.dtype.itemsize
-                dealt[rank].append((number, offsets, sizes))
-        for rank, of_one in enumerate(dealt):
-            name, at, found = tensors_file(rank), 0, list[Placed]()
-            for place, (number, offsets, sizes) in enumerate(of_one):
-                path, value = tensors[number]
-                form = form_of(value.dtype, sizes)
-                end = at + form.nbytes
-                following = aligned(end, ALIGNMENT if place < len(of_one) - 1 else FILE_ALIGNMENT_BYTES)
-                found.append(Placed(number, path, sizes, form, at, following - end))
-                boxes[number].append(Box(offsets, sizes, Archived(name, at, form.nbytes), form.data))
-                at = following
-            yield found
+                written[rank] += prod(of_box) * value.dtype.itemsize
+                (archive, data), at = archive_of(value.dtype, of_box), aligned(sizes[rank], ALIGNMENT)
+                boxes.append(Box(offsets, of_box, Archived(tensors_file(rank), at, archive.nbytes), data))
+                by_rank[rank].append((number, boxes[-1]))
+                sizes[rank] = at + archive.nbytes
+            found.append(ShardedTensor(path, str(value.dtype).removeprefix("torch."), tuple(value.shape), tuple(boxes)))
+        return Plan(self._world_size, tuple(found), tuple(values), tuple(sizes), tuple(map(tuple, by_rank)))
 
     def _boxes_of(self, path: Path, tensor: torch.Tensor) -> list[_Held]:
         """The boxes of a tensor, each with the ranks that have it."""
@@ -327,7 +253,7 @@ def _form_of(value: Any) -> Any:
     return (value.dtype, value.is_nested or value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]:
+def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield each rank of the run that has some of a tensor, with its place in the tensor's mesh.
 
     The mesh may be a part of one of more dimensions: along the others, ranks have the same.
@@ -345,18 +271,15 @@ def _coordinates(path: Path, tensor: DTensor) -> Iterator[tuple[int, list[int]]]
         dims = [names.index(name) for name in mesh.mesh_dim_names or ()]
     places = torch.nonzero(torch.ones_like(root.mesh)).tolist()
     for rank, place in zip(root.mesh.flatten().tolist(), places, strict=True):
-        yield rank, [place[dim] for dim in dims]
+        yield rank, tuple([place[dim] for dim in dims])
 
 
 def _boxes(path: Path, tensor: DTensor) -> list[_Held]:
     """The boxes of a tensor, each with the ranks that have it; the same for all that are sharded alike."""
+    box_at = functools.cache(functools.partial(box_of, tensor))
     found: dict[tuple[int, ...], tuple[list[int], tuple[int, ...]]] = {}
-    known: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for rank, coordinate in _coordinates(path, tensor):
-        place = tuple(coordinate)
-        if place not in known:
-            known[place] = box_of(tensor, coordinate)
-        sizes, offsets = known[place]
+    for rank, place in _coordinates(path, tensor):
+        sizes, offsets = box_at(place)
         if prod(sizes) or not found:
             found.setdefault(offsets, ([], sizes))[0].append(rank)
     if len(found) > 1:  # the first rank's may be empty

@@ -165,7 +165,7 @@ def test_every_archive_is_complete_and_its_elements_are_aligned(one: Any) -> Non
 def test_values_of_several_ranks_are_written_once_and_evenly() -> None:
     state = {"a": Sharded(torch.ones(64), (Replicate(),)), "b": Sharded(torch.ones(64), (Replicate(),))}
     with as_rank(1, (2,)) as mesh:
-        plan = Planner(2).plan(on_rank(state, mesh)).plan
+        plan = Planner(2).plan(on_rank(state, mesh))[0]
     assert [[box.at.file for box in tensor.shards] for tensor in plan.tensors] == [[tensors_file(0)], [tensors_file(1)]]
 
 
@@ -186,7 +186,7 @@ def test_rows_split_unevenly_by_tp_and_fsdp_are_counted_as_cut(mesh_shape: Shape
                 fully_shard(layer, mesh=mesh["data"])
             state = {name: model[name].state_dict()["weight"] for name in plain}
             locals_ = {name: value.to_local().flatten().tolist() for name, value in state.items()}
-            for tensor in Planner(mesh.size()).plan({"m": dict(state)}).plan.tensors:
+            for tensor in Planner(mesh.size()).plan({"m": dict(state)})[0].tensors:
                 name = str(tensor.path[-1])
                 for box in tensor.shards:
                     if box.at.file == tensors_file(rank):
@@ -332,9 +332,9 @@ def test_ranks_with_other_states_have_other_digests() -> None:
 
 
 def test_other_metadata_bytes_of_a_ranks_torch_change_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    digests, form_of = set(), plan.form_of
+    digests, (archive, data) = set(), plan.archive_of(torch.float32, (4,))
     for more in (0, 64):
-        monkeypatch.setattr(plan, "form_of", lambda *what, more=more: replace(form_of(*what), nbytes=4096 + more))
+        monkeypatch.setattr(plan, "archive_of", lambda *_, more=more: (replace(archive, nbytes=4096 + more), data))
         digests.add(ShardedLayouter(0, 1).lay_out({"w": torch.ones(4)}).digest)
     assert len(digests) == 2
 
