@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_spot.errors import CorruptSnapshotError
-from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.untrusted import LARGE_JSON_BYTES, plain, read_json
@@ -137,14 +136,17 @@ class Shards:
         Raises:
             CorruptSnapshotError: if they are not there, or contradict themselves or the manifest.
         """
-        files = {file.name: file for file in manifest.files}
-        if SHARDS_FILE not in files:
-            _refuse(manifest, f"it has no {SHARDS_FILE}")
-        span = files[SHARDS_FILE]
+        span = manifest.span_of(SHARDS_FILE)
         try:
-            return _Checked(manifest, files).read(read_json(image[span.offset : span.stop], LARGE_JSON_BYTES))
+            fields = read_json(image[span.offset : span.stop], LARGE_JSON_BYTES)
+            return _checked(fields, {file.name: file.nbytes for file in manifest.files}, manifest.nbytes)
         except (ValueError, TypeError, KeyError, IndexError) as error:
-            _refuse(manifest, f"{SHARDS_FILE} cannot be read ({type(error).__name__}: {error})")
+            why = plain(error if type(error) is ValueError else f"{type(error).__name__}: {error}")
+            raise CorruptSnapshotError(
+                f"{manifest.run}/{manifest.name} is no sharded snapshot that can be read: {SHARDS_FILE} contradicts"
+                f" itself or the manifest ({why}); another copy is needed",
+                where=manifest.name,
+            ) from error
 
 
 def archived(image: Image, manifest: Manifest, at: Archived) -> memoryview:
@@ -153,80 +155,69 @@ def archived(image: Image, manifest: Manifest, at: Archived) -> memoryview:
     return image[span.offset + at.offset : span.offset + at.offset + at.nbytes]
 
 
-class _Checked:
-    """Reads the JSON of one snapshot: what a stranger may have written."""
+def _checked(fields: Any, sizes_of_files: dict[str, int], most_bytes: int) -> Shards:
+    """Read the JSON of one snapshot: what a stranger may have written."""
+    _require(fields["format"] == _FORMAT, f"format {fields['format']!r}; upgrade lightning_spot")
+    files = fields["files"]
 
-    def __init__(self, manifest: Manifest, files: dict[str, FileSpan]) -> None:
-        self._manifest = manifest
-        self._spans = files
-        self._files: list[str] = []
-
-    def read(self, fields: Any) -> Shards:
-        if fields["format"] != _FORMAT:
-            _refuse(self._manifest, f"{SHARDS_FILE} has format {fields['format']!r}; upgrade lightning_spot")
-        self._files = [name for name in fields["files"] if self._is(name in self._spans, f"{name!r} is not there")]
-        tensors = tuple(self._tensor(*item) for item in fields["tensors"])
-        values = tuple(StoredValue(self._path(path), self._place(*at)) for path, at in fields["values"])
-        shards = Shards(self._number(fields["world_size"]), tensors, values)
-        self._check_paths(shards.paths)
-        archives = [*(shard.at for tensor in tensors for shard in tensor.shards), *(value.at for value in values)]
-        self._is(sum(at.nbytes for at in archives) <= self._manifest.nbytes, "archives overlap")
-        return shards
-
-    def _check_paths(self, paths: list[Path]) -> None:
-        """Refuse paths that no nested state has: who puts it together makes a list as long as its last place says."""
-        names = [".".join(map(str, path)) for path in paths]
-        self._is(len(set(names)) == len(names), "an item is there twice")
-        kinds: dict[Path, type] = {(): str}
-        for path in paths:
-            for depth, key in enumerate(path):
-                self._is(kinds.setdefault(path[:depth], type(key)) is type(key), f"{path} is in a list and in a dict")
-                self._is(isinstance(key, str) or 0 <= key < len(paths), f"{path} is a place that no list has")
-        self._is(kinds.keys().isdisjoint(paths), "an item holds another one")
-
-    def _tensor(self, path: Any, dtype: Any, shape: Any, shards: Any) -> ShardedTensor:
-        self._is(isinstance(dtype, str), "a dtype is no name")
-        whole = self._numbers(shape)
-        found = tuple(self._shard(whole, *shard) for shard in shards)
-        self._is(sum(shard.numel for shard in found) == prod(whole), f"shards of {path} do not make up all of it")
-        self._is(len({shard.offsets for shard in found}) == len(found) > 0, f"a shard of {path} is there twice")
-        return ShardedTensor(self._path(path), dtype, whole, found)
-
-    def _shard(self, shape: tuple[int, ...], offsets: Any, sizes: Any, at: Any, data: Any) -> Shard:
-        shard = Shard(self._numbers(offsets), self._numbers(sizes), self._place(*at), self._number(data))
-        self._is(len(shape) == len(shard.offsets) == len(shard.sizes), "a shard has other dimensions than its tensor")
-        ends = zip(shard.offsets, shard.sizes, shape, strict=True)
-        self._is(all(offset + size <= whole for offset, size, whole in ends), "a shard reaches beyond its tensor")
-        self._is(shard.data <= shard.at.nbytes, "a shard's elements lie beyond its archive")
-        return shard
-
-    def _place(self, file: Any, offset: Any, nbytes: Any) -> Archived:
-        name = self._files[self._number(file)]
-        at = Archived(name, self._number(offset), self._number(nbytes))
-        self._is(at.offset + at.nbytes <= self._spans[name].nbytes, f"an archive reaches beyond {name}")
+    def archive(file: Any, offset: Any, nbytes: Any) -> Archived:
+        at = Archived(files[_number(file)], _number(offset), _number(nbytes))
+        _require(at.offset + at.nbytes <= sizes_of_files[at.file], f"an archive reaches beyond {at.file}")
         return at
 
-    def _path(self, path: Any) -> Path:
-        keys = tuple(path)
-        self._is(all(type(key) in (str, int) for key in keys) and len(keys) > 0, "a path is no list of keys")
-        return keys
+    def box(shape: tuple[int, ...], offsets: Any, sizes: Any, at: Any, data: Any) -> Shard:
+        shard = Shard(_numbers(offsets), _numbers(sizes), archive(*at), _number(data))
+        _require(len(shape) == len(shard.offsets) == len(shard.sizes), "a shard has other dimensions than its tensor")
+        ends = zip(shard.offsets, shard.sizes, shape, strict=True)
+        _require(all(offset + size <= whole for offset, size, whole in ends), "a shard reaches beyond its tensor")
+        _require(shard.data <= shard.at.nbytes, "a shard's elements lie beyond its archive")
+        return shard
 
-    def _numbers(self, numbers: Any) -> tuple[int, ...]:
-        self._is(isinstance(numbers, list) and len(numbers) <= _MOST_DIMENSIONS, "sizes are no list of numbers")
-        return tuple(self._number(number) for number in numbers)
+    def tensor(path: Any, dtype: Any, shape: Any, shards: Any) -> ShardedTensor:
+        _require(isinstance(dtype, str), "a dtype is no name")
+        whole = _numbers(shape)
+        found = tuple(box(whole, *shard) for shard in shards)
+        _require(sum(shard.numel for shard in found) == prod(whole), f"shards of {path} do not make up all of it")
+        _require(len({shard.offsets for shard in found}) == len(found) > 0, f"a shard of {path} is there twice")
+        return ShardedTensor(_path(path), dtype, whole, found)
 
-    def _number(self, number: Any) -> int:
-        self._is(type(number) is int and 0 <= number < 2**62, f"{number!r} is no number of elements or bytes")
-        return int(number)
+    tensors = tuple(tensor(*item) for item in fields["tensors"])
+    values = tuple(StoredValue(_path(path), archive(*at)) for path, at in fields["values"])
+    archives = [*(shard.at for tensor in tensors for shard in tensor.shards), *(value.at for value in values)]
+    _require(sum(at.nbytes for at in archives) <= most_bytes, "archives overlap")
+    found = Shards(_number(fields["world_size"]), tensors, values)
+    _check_paths(found.paths)
+    return found
 
-    def _is(self, holds: bool, otherwise: str) -> bool:
-        if not holds:
-            _refuse(self._manifest, f"{SHARDS_FILE} contradicts itself or the manifest: {otherwise}")
-        return True
+
+def _check_paths(paths: list[Path]) -> None:
+    """Refuse paths that no nested state has: who puts it together makes a list as long as its last place says."""
+    names = [".".join(map(str, path)) for path in paths]
+    _require(len(set(names)) == len(names), "an item is there twice")
+    kinds: dict[Path, type] = {(): str}
+    for path in paths:
+        for depth, key in enumerate(path):
+            _require(kinds.setdefault(path[:depth], type(key)) is type(key), f"{path} is in a list and in a dict")
+            _require(isinstance(key, str) or 0 <= key < len(paths), f"{path} is a place that no list has")
+    _require(kinds.keys().isdisjoint(paths), "an item holds another one")
 
 
-def _refuse(manifest: Manifest, why: str) -> NoReturn:
-    raise CorruptSnapshotError(
-        f"{manifest.run}/{manifest.name} is no sharded snapshot that can be read: {plain(why)}; another copy is needed",
-        where=manifest.name,
-    )
+def _path(path: Any) -> Path:
+    keys = tuple(path)
+    _require(all(type(key) in (str, int) for key in keys) and len(keys) > 0, "a path is no list of keys")
+    return keys
+
+
+def _numbers(numbers: Any) -> tuple[int, ...]:
+    _require(isinstance(numbers, list) and len(numbers) <= _MOST_DIMENSIONS, "sizes are no list of numbers")
+    return tuple(map(_number, numbers))
+
+
+def _number(number: Any) -> int:
+    _require(type(number) is int and 0 <= number < 2**62, f"{number!r} is no number of elements or bytes")
+    return int(number)
+
+
+def _require(is_met: bool, otherwise: str) -> None:
+    if not is_met:
+        raise ValueError(otherwise)
