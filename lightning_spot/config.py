@@ -5,17 +5,19 @@ Not for the arguments of callbacks or commands: those belong to them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_spot.errors import SettingsError
@@ -110,6 +112,53 @@ _SECRET = re.compile(r"(?<=\?)(?=.*(?:credential|key|passw|secret|sig|token)[\w.
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 
 
+def _variable(
+    name: str, read: Callable[[str], object] = lambda text: text or None, *, unset: str = "", repr: bool = True
+) -> Any:
+    """A field with what the environment has under a name, which is read when the dataclass is made."""
+    return field(default_factory=lambda: read(os.environ.get(name, unset)), repr=repr)
+
+
+def _separated(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def _webhook(text: str) -> str | None:
+    return check_webhook("LIGHTNING_SPOT_WEBHOOK", text or None)
+
+
+def _runtime_dir(text: str) -> Path:
+    return Path(text or Path(tempfile.gettempdir()) / f"lightning-spot-{os.getuid()}")
+
+
+def _metrics(text: str) -> tuple[str, int] | None:
+    return parse_listen("LIGHTNING_SPOT_METRICS", text, has_token=bool(read_secrets())) if text else None
+
+
+def _shm_dir(text: str) -> Path | None:
+    return Path(text) if text and os.path.isdir(text) and os.access(text, os.W_OK) else None
+
+
+def _slurm_job(text: str) -> str | None:
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}" if array else text or None
+
+
+def _grace_period_s(text: str) -> float | None:
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        if (grace_period_s := float(text)) > 0:
+            return grace_period_s
+    raise SettingsError(f"LIGHTNING_SPOT_GRACE_PERIOD_S={text!r} is no number of seconds above 0; fix or unset it")
+
+
+def _restarter_pid(text: str) -> int | None:
+    if text and not (text.isdecimal() and int(text) > 1):
+        raise SettingsError(f"{RESTARTER_VARIABLE}={text!r} is no number of a process; fix or unset it")
+    return int(text) if text else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
     """What lightning_spot reads from the process environment.
@@ -144,24 +193,24 @@ class Environment:
             SIGTERM when ranks have stopped because the cloud takes the machine away.
     """
 
-    dirpath: str
-    servers: tuple[str, ...]
-    secrets: tuple[str, ...] = field(repr=False)
-    ca_file: str | None
-    client_cert: str | None
-    webhook: str | None = field(repr=False)
-    runtime_dir: Path
-    metrics: tuple[str, int] | None
-    shm_dir: Path | None
-    drill_dir: str | None
-    notice_file: str | None
-    grace_period_s: float | None
-    cloud: str | None
-    aws_endpoint: str | None
-    aws_checksums: str | None
-    gcp_host: str | None
-    slurm_job: str | None
-    restarter_pid: int | None
+    dirpath: str = _variable(RUN_VARIABLE, str.strip)
+    servers: tuple[str, ...] = _variable("LIGHTNING_SPOT_SERVERS", _separated)
+    secrets: tuple[str, ...] = field(default_factory=lambda: read_secrets(), repr=False)
+    ca_file: str | None = _variable("LIGHTNING_SPOT_CA")
+    client_cert: str | None = _variable("LIGHTNING_SPOT_CLIENT_CERT")
+    webhook: str | None = _variable("LIGHTNING_SPOT_WEBHOOK", _webhook, repr=False)
+    runtime_dir: Path = _variable("LIGHTNING_SPOT_RUNTIME_DIR", _runtime_dir)  # noqa: RUF009 # a field
+    metrics: tuple[str, int] | None = _variable("LIGHTNING_SPOT_METRICS", _metrics)
+    shm_dir: Path | None = _variable("LIGHTNING_SPOT_SHM_DIR", _shm_dir, unset="/dev/shm")  # noqa: RUF009 # a field
+    drill_dir: str | None = _variable(DRILL_VARIABLE)
+    notice_file: str | None = _variable(NOTICE_FILE_VARIABLE)
+    grace_period_s: float | None = _variable("LIGHTNING_SPOT_GRACE_PERIOD_S", _grace_period_s)
+    cloud: str | None = _variable("LIGHTNING_SPOT_CLOUD")
+    aws_endpoint: str | None = _variable("AWS_EC2_METADATA_SERVICE_ENDPOINT")
+    aws_checksums: str | None = _variable("AWS_REQUEST_CHECKSUM_CALCULATION")
+    gcp_host: str | None = _variable("GCE_METADATA_HOST")
+    slurm_job: str | None = _variable("SLURM_JOB_ID", _slurm_job)
+    restarter_pid: int | None = _variable(RESTARTER_VARIABLE, _restarter_pid)
 
     @property
     def token(self) -> str | None:
@@ -176,31 +225,7 @@ def read_environment() -> Environment:
         SettingsError: if a value cannot be used; it names the variable.
     """
     refuse_old(*(name for name in os.environ if name.startswith("LIGHTNING_SPOT_")))
-    default_runtime = Path(tempfile.gettempdir()) / f"lightning-spot-{os.getuid()}"
-    shm = os.environ.get("LIGHTNING_SPOT_SHM_DIR", "/dev/shm")
-    array_job, array_task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    servers = os.environ.get("LIGHTNING_SPOT_SERVERS", "").split(",")
-    secrets, metrics = read_secrets(), os.environ.get("LIGHTNING_SPOT_METRICS")
-    return Environment(
-        dirpath=os.environ.get(RUN_VARIABLE, "").strip(),
-        servers=tuple(server.strip() for server in servers if server.strip()),
-        secrets=secrets,
-        ca_file=os.environ.get("LIGHTNING_SPOT_CA") or None,
-        client_cert=os.environ.get("LIGHTNING_SPOT_CLIENT_CERT") or None,
-        webhook=check_webhook("LIGHTNING_SPOT_WEBHOOK", os.environ.get("LIGHTNING_SPOT_WEBHOOK") or None),
-        runtime_dir=Path(os.environ.get("LIGHTNING_SPOT_RUNTIME_DIR") or default_runtime),
-        metrics=parse_listen("LIGHTNING_SPOT_METRICS", metrics, has_token=bool(secrets)) if metrics else None,
-        shm_dir=Path(shm) if shm and os.path.isdir(shm) and os.access(shm, os.W_OK) else None,
-        drill_dir=os.environ.get(DRILL_VARIABLE) or None,
-        notice_file=os.environ.get(NOTICE_FILE_VARIABLE) or None,
-        grace_period_s=_grace_period_s(),
-        cloud=os.environ.get("LIGHTNING_SPOT_CLOUD") or None,
-        aws_endpoint=os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or None,
-        aws_checksums=os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION") or None,
-        gcp_host=os.environ.get("GCE_METADATA_HOST") or None,
-        slurm_job=f"{array_job}_{array_task}" if array_job else os.environ.get("SLURM_JOB_ID"),
-        restarter_pid=_restarter_pid(),
-    )
+    return Environment()
 
 
 def parse_listen(setting: str, text: str, *, has_token: bool) -> tuple[str, int]:
@@ -374,28 +399,6 @@ def why_weak(token: str | None) -> str:
         f"the token for snapshot servers has fewer than {SHORTEST_TOKEN} characters: strangers may guess it. Make one"
         " with: openssl rand -hex 16"
     )
-
-
-def _grace_period_s() -> float | None:
-    text = os.environ.get("LIGHTNING_SPOT_GRACE_PERIOD_S")
-    if not text:
-        return None
-    try:
-        grace_period_s = float(text)
-    except ValueError:
-        grace_period_s = 0.0
-    if not grace_period_s > 0:
-        raise SettingsError(f"LIGHTNING_SPOT_GRACE_PERIOD_S={text!r} is no number of seconds above 0; fix or unset it")
-    return grace_period_s
-
-
-def _restarter_pid() -> int | None:
-    text = os.environ.get(RESTARTER_VARIABLE)
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) < 2:
-        raise SettingsError(f"{RESTARTER_VARIABLE}={text!r} is no number of a process; fix or unset it")
-    return int(text)
 
 
 def check_number(name: str, value: object, least: float, *, above: bool = False, whole: bool = False) -> None:
