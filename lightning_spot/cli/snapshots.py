@@ -45,7 +45,7 @@ from lightning_spot.run.survey import ask_all, of_tier, scattered, survey
 from lightning_spot.server.tier import Listed
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.store.fences import Rewind
-from lightning_spot.store.store import Holdings, put_together
+from lightning_spot.store.store import Holdings, Store, put_together
 from lightning_spot.untrusted import plain
 
 ONCE = RetryPolicy(tries=1, silent_s=6.0)
@@ -393,8 +393,13 @@ def verify(arguments: argparse.Namespace) -> int:
 def _check(entry: Entry) -> dict[str, object]:
     """Read a snapshot at a tier; what programs are told of that. A tier that does not answer leaves no state."""
     state, reason = "good", ""
+    source, manifest = entry.source, entry.manifest
     try:
         _open(entry).close()
+        # What was appended to a file is not read, and moves the end from which others read a checkpoint.
+        store = source.store if isinstance(source, StoreSource) and manifest.shard is None else None
+        if isinstance(store, Store) and not store.has(manifest):
+            raise CorruptSnapshotError(f"{manifest.name} has files of other sizes than its manifest says")
     except ServerUnreachableError as error:
         state, reason = "", str(error)
     except SpotError as error:

@@ -179,6 +179,9 @@ def test_a_sharded_snapshot_is_pulled_into_a_directory(tmp_path: Path, cli: Cli)
     assert "never replaced" in cli("cp", tmp_path / "run", tmp_path, "--force", code=2)
     assert "3, .metadata first" in cli("show", tmp_path / "run")
     assert main(["verify", str(tmp_path / "run")]) == 0
+    with open(store.root / manifest.name / "__0_0.distcp", "ab") as file:
+        file.write(b"more")
+    assert main(["verify", str(tmp_path / "run")]) == 1
     (store.root / manifest.name / "__0_0.distcp").write_bytes(b"x" * manifest.files[1].nbytes)
     assert main(["verify", str(tmp_path / "run")]) == 1
     assert main(["cp", str(tmp_path / "run"), str(tmp_path / "other")]) != 0
