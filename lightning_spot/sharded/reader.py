@@ -62,6 +62,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 """Names of the kinds of numbers in safetensors (https://github.com/huggingface/safetensors#format)."""
+_TEXTS = "__metadata__"  # in its header, beside the names of tensors
 
 
 class ImageReader:
@@ -374,7 +375,7 @@ def weights_of(snapshot: Path) -> dict[str, Any]:
     return state
 
 
-def write_tensors(file: BinaryIO, state: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+def write_tensors(file: BinaryIO, state: Mapping[str, Any], metadata: Mapping[str, str], most_bytes: int) -> None:
     """Write tensors. Of those that are the same memory, the first by its name is written; the others name it.
 
     That is how the library's ``load_model`` reads them. Tensors that share parts of their memory are written each.
@@ -383,8 +384,10 @@ def write_tensors(file: BinaryIO, state: Mapping[str, Any], metadata: Mapping[st
         file: opened for writing.
         state: tensors by name; all else is left out.
         metadata: texts for the header.
+        most_bytes: that the tensors may have.
 
     Raises:
+        CorruptSnapshotError: if they have more: a forged file may name one number as the items of a tensor without end.
         NotSerializableError: if the format has no such tensors.
     """
     said, first = dict(metadata), dict[tuple[Any, ...], str]()
@@ -392,7 +395,7 @@ def write_tensors(file: BinaryIO, state: Mapping[str, Any], metadata: Mapping[st
     for name, tensor in sorted(state.items()):
         if not isinstance(tensor, torch.Tensor):
             continue
-        if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES:
+        if tensor.layout is not torch.strided or tensor.dtype not in _DTYPES or name == _TEXTS:
             raise NotSerializableError(f"safetensors has no place for {name}, {tensor.layout} of {tensor.dtype}")
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and (same := first.setdefault(memory, name)) != name:
@@ -400,11 +403,13 @@ def write_tensors(file: BinaryIO, state: Mapping[str, Any], metadata: Mapping[st
         else:
             written.append((name, tensor))
     written.sort(key=lambda item: -item[1].element_size())  # so that each begins at a multiple of its element's size
-    header: dict[str, Any] = {"__metadata__": said}
+    header: dict[str, Any] = {_TEXTS: said}
     end = 0
     for name, tensor in written:
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    if end > most_bytes:
+        raise CorruptSnapshotError(f"its weights would take {end} bytes, and its files have {most_bytes}: it is forged")
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -420,8 +425,9 @@ def write_weights(snapshot: Path, target: Path, metadata: Mapping[str, str]) -> 
         SpotError: if that is not possible; nothing is left behind.
     """
     state = weights_of(snapshot)
+    nbytes = sum(path.stat().st_size for path in (snapshot.iterdir() if snapshot.is_dir() else [snapshot]))
     with _whole(target) as file:
-        write_tensors(file, state, metadata)
+        write_tensors(file, state, metadata, nbytes)
 
 
 @contextlib.contextmanager

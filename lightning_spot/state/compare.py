@@ -181,6 +181,10 @@ def _tensors_differ(left: torch.Tensor, right: torch.Tensor) -> str | None:
         return f"{left.dtype} {tuple(left_shape)} and {right.dtype} {tuple(right_shape)}"
     if left.layout != right.layout:
         return f"{left.layout} and {right.layout}"
+    if _is_expanded(left) and _is_expanded(right):  # by a forged file, to more than there is memory for
+        same_view = (left.stride(), left.storage_offset()) == (right.stride(), right.storage_offset())
+        first, second = (torch.empty(0, dtype=torch.uint8).set_(side.untyped_storage()) for side in (left, right))
+        return None if same_view and torch.equal(first, second) else f"some of {left.numel()} values differ"
     first, second = (_bits(side) for side in (left, right))
     if torch.equal(first, second):
         return None
@@ -191,6 +195,11 @@ def _tensors_differ(left: torch.Tensor, right: torch.Tensor) -> str | None:
     except (NotImplementedError, RuntimeError):  # torch does not calculate with every kind of numbers
         return f"some of {left.numel()} values of {left.dtype} differ"
     return f"{share:.1%} of {left.numel()} values differ, by at most {most:.3g}"
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return is_plain and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

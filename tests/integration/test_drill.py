@@ -155,6 +155,8 @@ def test_differences_are_told_entry_by_entry() -> None:
     one = torch.ones(1, dtype=torch.int64).as_strided((1,), (0,))  # torch does not view it as bytes
     assert list(differences({"a": one}, {"a": torch.ones(1, dtype=torch.int64)})) == []
     assert list(differences({"a": -0.0 * torch.ones(1)}, {"a": torch.zeros(1)})) != []  # to the bit
+    wide = [torch.full((1,), value).expand(2**40) for value in (0.0, 0.0, 1.0)]  # as a forged file may have them
+    assert [len(list(differences({"a": wide[0]}, {"a": other}))) for other in wide[1:]] == [0, 1]
     assert list(differences({"a": 1}, {"b": 1})) == ["a: only in the first", "b: only in the second"]
     assert list(differences({"a": [1]}, {"a": [1, 2]})) == ["a: 1 items and 2"]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from lightning_spot.errors import NotSerializableError
-from lightning_spot.sharded.reader import write_tensors
+from lightning_spot.errors import CorruptSnapshotError, NotSerializableError
+from lightning_spot.sharded.reader import write_tensors, write_weights
 from tests.conftest import Cli
 from tests.support.snapshots import EachDurable
 from tests.support.trainer import Net, data, trainer
@@ -98,7 +98,7 @@ def test_tensors_of_all_kinds() -> None:
         "text": "left out",
     }
     file = io.BytesIO()
-    write_tensors(file, state, {"format": "pt"})
+    write_tensors(file, state, {"format": "pt"}, 2**20)
     found, said = read(file.getvalue())
     assert said == {"format": "pt", "whole": "same"}
     assert found["half"] == ([2], state["half"].view(torch.uint8).numpy().tobytes())  # type: ignore[attr-defined]
@@ -109,7 +109,22 @@ def test_tensors_of_all_kinds() -> None:
         assert torch.equal(library_load(file.getvalue())["turned"], whole.t())
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(3).to_sparse(), torch.zeros(2, dtype=torch.complex64)], ids=["s", "c"])
-def test_what_the_format_has_no_place_for(tensor: torch.Tensor) -> None:
-    with pytest.raises(NotSerializableError, match="odd"):
-        write_tensors(io.BytesIO(), {"odd": tensor}, {})
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("odd", torch.zeros(3).to_sparse()),
+        ("odd", torch.zeros(2, dtype=torch.complex64)),
+        ("__metadata__", torch.zeros(1)),  # where the format has its texts
+    ],
+    ids=["sparse", "complex", "name"],
+)
+def test_what_the_format_has_no_place_for(name: str, tensor: torch.Tensor) -> None:
+    with pytest.raises(NotSerializableError, match=name):
+        write_tensors(io.BytesIO(), {name: tensor}, {}, 2**20)
+
+
+def test_a_forged_file_is_not_exported_larger_than_it_is(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.zeros(1).expand(2**40)}}, tmp_path / "forged.ckpt")
+    with pytest.raises(CorruptSnapshotError, match="forged"):
+        write_weights(tmp_path / "forged.ckpt", tmp_path / "weights", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["forged.ckpt"]
