@@ -157,17 +157,8 @@ def _is(earlier: Glance | None, base: BaseInfo) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What makes a part of the approximation before into that of the next one.
-
-    Attributes:
-        ranges: whose bytes are sent as they are, within the part.
-        picks: single numbers outside of them, encoded.
-    """
-
-    ranges: list[Range]
-    picks: bytes
+Change = tuple[list[Range], bytes]
+"""What makes a part of an approximation into that of the next: ranges sent as they are, and picked numbers, encoded."""
 
 
 class Approximation:
@@ -262,7 +253,7 @@ class Approximation:
             place = end
         for first, last in ranges:
             has[first:last] = new[first:last]
-        return start, Change(ranges, picks)
+        return start, (ranges, picks)
 
     def _make_memory(self, capacity: int) -> bool:
         self._memory = mmap.mmap(-1, 1)
@@ -289,15 +280,15 @@ class ApproximateEncoder(PartEncoder):
 
     def encode(self, part: Part) -> OutgoingPart:
         """A part in the way in which it is sent."""
-        from lightning_spot.snapshot.delta import MOST_RANGES, encode_picked
+        from lightning_spot.snapshot.delta import MOST_RANGES, Coding, encode
 
         sent = super().encode(part)
         start, stop, digest = part
-        change = self._changes[start]
-        as_it_is = len(change.picks) + sum(last - first for first, last in change.ranges)
-        if sent.kind is PartKind.SAME or as_it_is > WORTH * (stop - start) or len(change.ranges) > MOST_RANGES:
+        ranges, picks = self._changes[start]
+        as_it_is = len(picks) + sum(last - first for first, last in ranges)
+        if sent.kind is PartKind.SAME or as_it_is > WORTH * (stop - start) or len(ranges) > MOST_RANGES:
             return sent
-        content = encode_picked(self._image[start:stop], change.ranges, change.picks)
+        content = encode(self._image[start:stop], b"", ranges, Coding.PICKED, picks)
         return OutgoingPart(start, stop - start, digest, PartKind.DELTA, content)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
@@ -114,12 +113,6 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         except (SnapshotNotFoundError, ServerRefusedError) as error:  # the server says where it lies by now
             why = str(error)
         raise SnapshotNotFoundError(f"{self.unstrip_protocol(path)}: {why}")
-
-    def modified(self, path: str) -> datetime:
-        """When a file was taken."""
-        return datetime.fromtimestamp(float(self.info(path).get("created", 0.0)), tz=UTC)
-
-    created = modified
 
     # -- reading --------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,8 @@ class Session:
         """
         answer, fd = self._ask({"slot": index})
         if fd is None or answer.get("generation") != generation:
-            _close_all([fd] if fd is not None else [])
+            if fd is not None:
+                os.close(fd)
             raise ServerUnreachableError(f"the local server no longer has slot {index} as it was leased")
         try:
             return map_shared(fd, int(answer["capacity"]))
@@ -148,33 +149,26 @@ class Session:
             self._socket.deadline_s = deadline_s
             self._socket.sendall(json.dumps(message).encode() + b"\n")
             data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_LINE, 1)
-            while data and not data.endswith(b"\n"):
+            while not data.endswith(b"\n"):
                 self._socket.settimeout(self._socket.left_s)
-                piece = self._socket.recv(_LONGEST_LINE)
-                data = data + piece if piece else b""
-            answer = read_object(data) if data else None
+                if not (piece := self._socket.recv(_LONGEST_LINE)):
+                    raise ConnectionError("it has closed the connection")
+                data += piece
+            return read_object(data), fds[0] if fds else None
         except BaseException as error:
-            _close_all(fds)
+            for fd in fds:
+                os.close(fd)
             self._socket.close()  # an answer that comes late, or after Ctrl-C, must not be taken for the next one's
             if not isinstance(error, (OSError, ValueError)):
                 raise
             raise ServerUnreachableError(f"the local server has gone, or does not answer: {error}") from error
         finally:
             self._lock.release()
-        if not isinstance(answer, dict):
-            _close_all(fds)
-            raise ServerUnreachableError("the local server has gone")
-        return answer, fds[0] if fds else None
 
     def forget(self) -> None:
         """Drop the connection in a forked child; its parent goes on with it."""
         self._lock = threading.Lock()
         self._socket.close()
-
-
-def _close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 class LocalServer:
@@ -218,10 +212,9 @@ class LocalServer:
         upload = uuid.uuid4().hex
         body = {"attempt": self.attempt, "nbytes": nbytes, "wait_s": wait_s, "session": self.session.id}
         body |= {"upload": upload, "making": making.value, "writer": writer}
+        limit_s = limit_s or self.server_call_timeout_s
         try:
-            return self._mapped(
-                self._wait_for_slot(upload, body, wait_s, limit_s or self.server_call_timeout_s), nbytes
-            )
+            return self._mapped(self._wait_for_slot(upload, body, wait_s, limit_s), nbytes)
         except BaseException as error:
             if not isinstance(error, SpotError) or getattr(error, "reason", None) in _MAY_HAVE_BEGUN:
                 # It cannot be mapped, the server failed after that, or Ctrl-C came with its answer under way.
@@ -256,11 +249,7 @@ class LocalServer:
         floats: tuple[Floats, ...] = (),
     ) -> bool:
         """See :meth:`Host.seal`."""
-        body = {
-            "manifest": manifest.to_dict(),
-            "destinations": destinations,
-            "floats": floats,
-        }
+        body = {"manifest": manifest.to_dict(), "destinations": destinations, "floats": floats}
         sealed = self._call("POST", f"/v1/uploads/{lease.id}/commit", body, limit_s=_SEAL_TIMEOUT_S)
         return sealed["short"] is True
 

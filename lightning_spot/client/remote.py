@@ -157,16 +157,14 @@ class ServerStore:
 
     def _send(self, upload: str, prepare: Callable[[Executor], tuple[Manifest, PartEncoder]]) -> Manifest:
         """Send what is prepared as an upload, and commit it there."""
-        threads = packers()
         try:
-            manifest, encoder = prepare(threads)
-            sent = send_parts(self.client, self.url, upload, manifest, encoder)
+            with packers() as threads:
+                manifest, encoder = prepare(threads)
+                sent = send_parts(self.client, self.url, upload, manifest, encoder)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
-            threads.shutdown()
             _abort(self.client, upload)
             raise
-        threads.shutdown(wait=False, cancel_futures=True)  # what is packed still is thrown away
         self.sent.add(sent)
         if sent.bytes >= LEAST_PACKED_BYTES:
             self._is_slow = sent.wire_s * SLOW_BYTES_PER_S > sent.bytes
@@ -192,9 +190,8 @@ class ServerStore:
 
     def _lease(self, manifest: Manifest, attempt: int) -> tuple[str, BaseInfo | None]:
         """Begin an upload, and learn the base."""
-        path = f"/v1/runs/{quoted(self.run)}/uploads"
-        upload = uuid.uuid4().hex
-        request: dict[str, Any] = {
+        path, upload = f"/v1/runs/{quoted(self.run)}/uploads", uuid.uuid4().hex
+        body = {
             "upload": upload,
             "attempt": max(1, attempt),
             "nbytes": manifest.nbytes,
@@ -202,17 +199,11 @@ class ServerStore:
             "wait_s": WAIT_FOR_SLOT_S,
             "committed": self._info.committed if self._info is not None else "",
         }
-        ask = functools.partial(
-            self.client.call,
-            "POST",
-            path,
-            request,
-            timeout_s=WAIT_FOR_SLOT_S + 4 * ASK_S,
-            again=True,
-            pulse=self.client.ping,
-        )
+        timeout_s, ping = WAIT_FOR_SLOT_S + 4 * ASK_S, self.client.ping
         try:
-            leased = self._known(attempt, ask)
+            leased = self._known(
+                attempt, lambda: self.client.call("POST", path, body, timeout_s=timeout_s, again=True, pulse=ping)
+            )
         except BaseException:
             _abort(self.client, upload)  # it may have begun, and only its answer be lost
             raise
@@ -232,17 +223,11 @@ class ServerStore:
         self, manifest: Manifest, image: memoryview, base: BaseInfo | None, earlier: FindEarlier, threads: Executor
     ) -> PartEncoder:
         compression: Compression = self._info.compression if self._info is not None else "auto"
+        packs = compression == "always" or (compression == "auto" and self._is_slow)
         held = self._approximation.glance(base)
         if base is not None and held is None:
             held = earlier(key_of(manifest), base.name)
-        return PartEncoder(
-            image,
-            manifest.part_bytes,
-            base,
-            held,
-            threads,
-            packs=compression == "always" or (compression == "auto" and self._is_slow),
-        )
+        return PartEncoder(image, manifest.part_bytes, base, held, threads, packs=packs)
 
 
 def _abort(client: ServerClient, upload: str) -> None:

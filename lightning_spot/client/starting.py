@@ -62,17 +62,13 @@ def attach(dirpath: str, run: str, *, revive: bool = True) -> LocalServer | None
 
 
 def revived(
-    record: ServerRecord,
-    run: str = "",
-    server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S,
-    settings: Mapping[str, Any] = MappingProxyType({}),
+    record: ServerRecord, run: str = "", settings: Mapping[str, Any] = MappingProxyType({})
 ) -> LocalServer | None:
     """Connect to a local server; for slots that a killed one left, start one; ``None`` if there is neither.
 
     Args:
         record: of the server.
         run: its run, as ``NAME@ID`` or ``NAME``.
-        server_call_timeout_s: see :func:`start`.
         settings: how to run it, as :func:`start` is told, if the last one left no note; without, none is started then.
 
     Raises:
@@ -83,7 +79,7 @@ def revived(
         return (record.settings() or settings) if record.left_slots() else {}
 
     try:
-        return _connect(record, run, server_call_timeout_s, wanted)
+        return _connect(record, run, SERVER_CALL_TIMEOUT_S, wanted)
     except ServerUnreachableError:
         raise
     except OSError as error:  # such as a full disk, or no more descriptors

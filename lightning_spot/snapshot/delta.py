@@ -111,18 +111,19 @@ def changed_ranges(new: Buffer, base: Buffer) -> list[Range]:
     ]
 
 
-def encode(new: Buffer, base: Buffer, ranges: list[Range], coding: Coding) -> bytes:
+def encode(new: Buffer, base: Buffer, ranges: list[Range], coding: Coding, picks: bytes = b"") -> bytes:
     """The delta that gives ``new`` where ``base`` is.
 
     Args:
         new: the part.
-        base: the same part of the earlier file.
+        base: the same part of the earlier file; needed to pack.
         ranges: where they differ, see :func:`changed_ranges`.
         coding: how to write the bytes.
+        picks: single numbers outside of the ranges, see :func:`pick`.
     """
     head = _HEAD.pack(coding, len(ranges)) + b"".join(_RANGE.pack(*bounds) for bounds in ranges)
-    if coding is Coding.PLAIN:
-        return b"".join([head, *(new[start:stop] for start, stop in ranges)])
+    if coding is not Coding.PACKED:
+        return b"".join([head, *(new[start:stop] for start, stop in ranges), picks])
     compressor = zstd.ZstdCompressor(options=_options())
     left, right, planes = (np.empty(_BLOCK, np.uint8) for _ in range(3))
     pieces = [head]
@@ -132,12 +133,6 @@ def encode(new: Buffer, base: Buffer, ranges: list[Range], coding: Coding) -> by
         pieces.append(compressor.compress(_apart(_folded(numbers), planes)))
     pieces.append(compressor.flush())
     return b"".join(pieces)
-
-
-def encode_picked(new: Buffer, ranges: list[Range], picks: bytes) -> bytes:
-    """The delta that gives ``new`` where it differs from the base in ranges, and in picked numbers outside of these."""
-    head = _HEAD.pack(Coding.PICKED, len(ranges)) + b"".join(_RANGE.pack(*bounds) for bounds in ranges)
-    return b"".join([head, *(new[start:stop] for start, stop in ranges), picks])
 
 
 def decode(delta: Buffer, base: Buffer, into: memoryview) -> None:
@@ -183,12 +178,17 @@ def _decode(delta: memoryview, base: Buffer, into: memoryview) -> None:
     if coding is Coding.PACKED:
         _decompress(data, base, into, ranges)
         return
+    _scatter(data, ranges, into)
+    if coding is Coding.PICKED:
+        put(data[total:], into)
+
+
+def _scatter(data: memoryview, ranges: list[Range], into: memoryview) -> None:
+    """Write the bytes of ranges, one after another, to their places."""
     taken = 0
     for start, stop in ranges:
         into[start:stop] = data[taken : taken + stop - start]
         taken += stop - start
-    if coding is Coding.PICKED:
-        put(data[total:], into)
 
 
 def _decompress(data: memoryview, base: Buffer, into: memoryview, ranges: list[Range]) -> None:
@@ -202,10 +202,7 @@ def _decompress(data: memoryview, base: Buffer, into: memoryview, ranges: list[R
         numbers = _unfolded(_together(_exactly(decompressor, data, earlier.nbytes), left))
         data = data[:0]  # it is with the decompressor now
         numbers += earlier
-        taken = 0
-        for start, stop in segments:
-            into[start:stop] = left.data[taken : taken + stop - start]
-            taken += stop - start
+        _scatter(left.data, segments, into)
     if (not decompressor.eof and decompressor.decompress(data, 1)) or not decompressor.eof or decompressor.unused_data:
         raise ValueError("it holds more bytes than its ranges")
 

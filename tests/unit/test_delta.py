@@ -11,7 +11,7 @@ import pytest
 
 from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.snapshot import delta
-from lightning_spot.snapshot.delta import LINE_BYTES, Coding, changed_ranges, decode, encode, encode_picked, pick
+from lightning_spot.snapshot.delta import LINE_BYTES, Coding, changed_ranges, decode, encode, pick
 from lightning_spot.snapshot.ranges import WIDTHS, Floats
 
 pytestmark = pytest.mark.guarantee("G20")
@@ -146,7 +146,7 @@ def test_both_ends_agree_and_the_most_different_values_are_exact(dtype: str, spo
     mine = bytearray(base)
     picks = pick(memoryview(new), memoryview(mine), [Floats(37, NUMBERS * WIDTHS[dtype], dtype)])
     theirs = bytearray(len(base))
-    decode(encode_picked(memoryview(mine), [], picks), base, memoryview(theirs))
+    decode(encode(memoryview(mine), b"", [], Coding.PICKED, picks), base, memoryview(theirs))
     assert theirs == mine
     unsigned = f"<u{WIDTHS[dtype]}"
     wanted, before, after = (np.frombuffer(each, unsigned, NUMBERS, 37) for each in (new, base, mine))
@@ -175,9 +175,8 @@ def test_strangers_cannot_write_beyond_the_part(seed: int) -> None:
     source = random.Random(seed)
     base = source.randbytes(10_000)
     new = source.randbytes(10_000)
-    sent = encode_picked(
-        memoryview(new), [(3, 99)], pick(memoryview(new), memoryview(bytearray(base)), [Floats(100, 8000, "float32")])
-    )
+    picks = pick(memoryview(new), memoryview(bytearray(base)), [Floats(100, 8000, "float32")])
+    sent = encode(memoryview(new), b"", [(3, 99)], Coding.PICKED, picks)
     for _ in range(300):
         hostile = bytearray(sent)
         for _ in range(source.randrange(1, 4)):
@@ -205,4 +204,4 @@ def test_strangers_cannot_write_beyond_the_part(seed: int) -> None:
 )
 def test_numbers_that_are_none_are_refused(picks: bytes) -> None:
     with pytest.raises(CorruptSnapshotError):
-        decode(encode_picked(b"", [], picks), bytes(10_000), memoryview(bytearray(10_000)))
+        decode(encode(b"", b"", [], Coding.PICKED, picks), bytes(10_000), memoryview(bytearray(10_000)))
