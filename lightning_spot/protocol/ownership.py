@@ -15,7 +15,6 @@ import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from lightning_spot.errors import SettingsError
 
@@ -28,7 +27,7 @@ _ROOT = 0
 """Of root nothing can be kept anyway: its processes count as this user's."""
 
 
-class OwnDirectory:
+class OwnDirectory(contextlib.AbstractContextManager["OwnDirectory"]):
     """A directory of this user's to which no other may write, held open.
 
     Args:
@@ -65,12 +64,7 @@ class OwnDirectory:
         self.here = self.path
         os.close(self._fd)
 
-    def __enter__(self) -> OwnDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

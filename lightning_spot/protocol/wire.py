@@ -243,16 +243,13 @@ def error_from_body(status: int, body: bytes, tier: str) -> SpotError:
         return errors.ServerRefusedError(why, tier=tier, status=status)
     refused = TierReason.PROTOCOL if status == _OTHER_PROTOCOL else TierReason.REFUSED
     if not (isinstance(kind, type) and issubclass(kind, SpotError)):
-        message = f"{tier} answered {status}: {message}"
-        return errors.ServerRefusedError(message, tier=tier, status=status, reason=refused)
-    if kind is errors.ServerUnreachableError:
-        return errors.ServerUnreachableError(message, tier=tier)
+        kind, message, said = errors.ServerRefusedError, f"{tier} answered {status}: {message}", {}
+    facts: dict[str, Any] = {"tier": tier} if issubclass(kind, TierError) else _facts(said)
     if kind is errors.ServerRefusedError:
-        return errors.ServerRefusedError(message, tier=tier, status=status, reason=_reason(said, refused))
-    if kind is TierError:
-        return TierError(message, tier=tier, reason=_reason(said, TierReason.FAILED))
-    facts = _facts(said)
-    if kind is SnapshotFailedError:
+        facts |= {"status": status, "reason": _reason(said, refused)}
+    elif kind is TierError:
+        facts["reason"] = _reason(said, TierReason.FAILED)
+    elif kind is SnapshotFailedError:
         facts["reason"] = _reason(said, FailureReason.UNEXPECTED)
     try:
         return kind(message, **facts)

@@ -304,16 +304,8 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """The manifest as a JSON object."""
-        fields = asdict(self)
-        if not self.files:
-            del fields["files"]
-        if not self.metrics:
-            del fields["metrics"]
-        if self.exact:
-            del fields["exact"]
-        if self.shard is None:
-            del fields["shard"]
-        return fields
+        left_out = {"files": (), "metrics": {}, "exact": True, "shard": None}
+        return {name: value for name, value in asdict(self).items() if name not in left_out or value != left_out[name]}
 
     def to_json(self) -> str:
         """The manifest as JSON text, with a checksum of itself."""
