@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_spot._version import __version__
@@ -41,16 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         refuse_old_words(words)
         arguments = command_parser(words[:1]).parse_args(words)
-        command = COMMANDS[arguments.command]
-        code = int(command.load(arguments.command)(arguments))
+        code = int(_loaded(arguments.command, arguments.command)(arguments))
         sys.stdout.flush()
         return code
-    except CorruptSnapshotError as error:
-        _say(str(error))
-        return 1
     except SpotError as error:
         _say(str(error))
-        return 2
+        return 1 if isinstance(error, CorruptSnapshotError) else 2
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
@@ -78,16 +73,26 @@ def command_parser(complete: Collection[str] | None = None) -> argparse.Argument
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, each in COMMANDS.items():
+        examples = "".join(f"  lightning-spot {name} {words}\n" for words in each.examples)
         command = commands.add_parser(
             name,
             help=each.text,
             description=f"{each.text[0].upper()}{each.text[1:]}.",
-            epilog="\n  ".join(["examples:", *each.examples]) + f"\n\n{_exit_codes(_ALWAYS | each.codes)}",
+            epilog=f"examples:\n{examples}\n{_exit_codes(_ALWAYS | each.codes)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if complete is None or name in complete:
-            each.load(f"add_{name}_arguments")(command)
+            _loaded(name, f"add_{name}_arguments")(command)
     return parser
+
+
+def module_of(command: str) -> str:
+    """The module of a command, below ``lightning_spot``. It is imported when the command is called."""
+    return f"cli.{_MODULES.get(command, command)}"
+
+
+def _loaded(command: str, function: str) -> Any:
+    return getattr(importlib.import_module(f"lightning_spot.{module_of(command)}"), function)
 
 
 def _say(text: str) -> None:
@@ -104,187 +109,128 @@ _BAD_NEWS: Codes = {1: "bad news: a snapshot is damaged, states differ, not ever
 _CODES: Codes = {**_ALWAYS, **_BAD_NEWS, **_INCOMPLETE, 130: "interrupted"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Command:
-    """One command. Its module is imported when the command is called.
+    """One command.
 
-    Attributes:
-        module: below ``lightning_spot``, with a function of the command's name that runs it, and returns the exit code,
-            and ``add_NAME_arguments``, which adds its arguments to its parser.
+    Its module has a function of the command's name that runs it and returns the exit code, and ``add_NAME_arguments``.
+
+    Args:
         text: what it does.
-        codes: exit codes besides 0 and 2, and what each means.
-        examples: command lines.
+        examples: what may follow its name.
+        codes: exit codes besides 0 and 2.
     """
 
-    module: str
-    text: str
-    codes: Codes = field(default_factory=dict)
-    examples: tuple[str, ...]
-
-    def load(self, function: str) -> Any:
-        """A function of its module."""
-        return getattr(importlib.import_module(f"lightning_spot.{self.module}"), function)
+    def __init__(self, text: str, *examples: str, codes: Codes | None = None) -> None:
+        self.text, self.examples, self.codes = text, examples, codes or {}
 
 
 COMMANDS = {
     "serve": _Command(
-        module="cli.serve",
-        text="run a snapshot server",
+        "run a snapshot server",
+        "--listen 0.0.0.0:7070 --storage s3://bucket/runs",
+        "--listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
+        "--listen 0.0.0.0:7070 --tls-cert server.pem --tls-key server-key.pem",
         codes={1: "snapshots could not be stored"},
-        examples=(
-            "lightning-spot serve --listen 0.0.0.0:7070 --storage s3://bucket/runs",
-            "lightning-spot serve --listen 0.0.0.0:7070 --allow-storage /mnt/runs --memory-limit 64GiB",
-            "lightning-spot serve --listen 0.0.0.0:7070 --tls-cert server.pem --tls-key server-key.pem",
-        ),
     ),
     "run": _Command(
-        module="cli.supervise",
-        text="run a training, and start it again after a crash or a kill",
+        "run a training, and start it again after a crash or a kill",
+        "-- python train.py",
+        "--max-restarts 20 --pause 30s -- torchrun --nproc-per-node 2 train.py",
         codes={143: "ended by a preemption notice or SIGTERM; any other code is that of the last start"},
-        examples=(
-            "lightning-spot run -- python train.py",
-            "lightning-spot run --max-restarts 20 --pause 30s -- torchrun --nproc-per-node 2 train.py",
-        ),
     ),
     "drill": _Command(
-        module="cli.drill",
-        text="train undisturbed and with kills, and compare the final states bit by bit",
+        "train undisturbed and with kills, and compare the final states bit by bit",
+        "-- python train.py",
+        "--kills 5 --limit 20min -- torchrun --nproc-per-node 2 train.py",
         codes={1: "the final states differ"},
-        examples=(
-            "lightning-spot drill -- python train.py",
-            "lightning-spot drill --kills 5 --limit 20min -- torchrun --nproc-per-node 2 train.py",
-        ),
     ),
     "simulate": _Command(
-        module="cli.simulate",
-        text="simulate a job under preemptions, with each interval policy",
-        examples=(
-            "lightning-spot simulate --work 3d --snapshot-size 15GB --lifetime 4h",
-            "lightning-spot simulate --hosts 8 --server-speed 1GB/s --server-price 0.4 --price 1.2",
-        ),
+        "simulate a job under preemptions, with each interval policy",
+        "--work 3d --snapshot-size 15GB --lifetime 4h",
+        "--hosts 8 --server-speed 1GB/s --server-price 0.4 --price 1.2",
     ),
-    "report": _Command(
-        module="cli.report",
-        text="show where the time of a run went, attempt by attempt",
-        examples=("lightning-spot report s3://bucket/run-1 --html run-1.html",),
-    ),
+    "report": _Command("show where the time of a run went, attempt by attempt", "s3://bucket/run-1 --html run-1.html"),
     "doctor": _Command(
-        module="cli.doctor",
-        text="measure this host, its servers and the storage, and recommend settings",
+        "measure this host, its servers and the storage, and recommend settings",
+        "s3://bucket/run-1",
+        "s3://bucket/run-1 --server spot://10.0.0.5:7070 --snapshot-size 15GB",
         codes={1: "a server or the storage cannot be used"},
-        examples=(
-            "lightning-spot doctor s3://bucket/run-1",
-            "lightning-spot doctor s3://bucket/run-1 --server spot://10.0.0.5:7070 --snapshot-size 15GB",
-        ),
     ),
     "stop": _Command(
-        module="cli.stop",
-        text="end servers of this host once everything is uploaded",
+        "end servers of this host once everything is uploaded",
+        "s3://bucket/run-1",
+        "--all",
+        "--server spot://127.0.0.1:7070",
         codes={1: "a server did not end, or snapshots that are stored nowhere else stay in memory"},
-        examples=(
-            "lightning-spot stop s3://bucket/run-1",
-            "lightning-spot stop --all",
-            "lightning-spot stop --server spot://127.0.0.1:7070",
-        ),
     ),
     "status": _Command(
-        module="cli.status",
-        text="show the runs at servers and on this host, and how safe they are",
+        "show the runs at servers and on this host, and how safe they are",
+        "-w",
+        "--server spot://10.0.0.5:7070 -o json",
+        "--server spot://10.0.0.5:7070 --open",
         codes=_INCOMPLETE,
-        examples=(
-            "lightning-spot status -w",
-            "lightning-spot status --server spot://10.0.0.5:7070 -o json",
-            "lightning-spot status --server spot://10.0.0.5:7070 --open",
-        ),
     ),
     "ls": _Command(
-        module="cli.snapshots",
-        text="list the snapshots of a run: on this host, at servers, in storage",
+        "list the snapshots of a run: on this host, at servers, in storage",
+        "s3://bucket/run-1",
+        "spot://10.0.0.5:7070/run-1 -o json",
         codes=_INCOMPLETE,
-        examples=(
-            "lightning-spot ls s3://bucket/run-1",
-            "lightning-spot ls spot://10.0.0.5:7070/run-1 -o json",
-        ),
     ),
     "show": _Command(
-        module="cli.snapshots",
-        text="show one snapshot: sizes, checksums, versions",
+        "show one snapshot: sizes, checksums, versions",
+        "s3://bucket/run-1",
+        "s3://bucket/run-1@2000",
         codes=_INCOMPLETE,
-        examples=(
-            "lightning-spot show s3://bucket/run-1",
-            "lightning-spot show s3://bucket/run-1@2000",
-        ),
     ),
     "verify": _Command(
-        module="cli.snapshots",
-        text="read every byte of the snapshots and check it",
+        "read every byte of the snapshots and check it",
+        "s3://bucket/run-1",
+        "s3://bucket/run-1@latest",
         codes={1: "a snapshot is damaged", **_INCOMPLETE},
-        examples=(
-            "lightning-spot verify s3://bucket/run-1",
-            "lightning-spot verify s3://bucket/run-1@latest",
-        ),
     ),
     "diff": _Command(
-        module="cli.diff",
-        text="show in which entries two snapshots or checkpoints differ",
+        "show in which entries two snapshots or checkpoints differ",
+        "s3://bucket/run-1@1000 s3://bucket/run-1@2000",
+        "last.ckpt s3://bucket/run-1",
         codes={1: "they differ", **_INCOMPLETE},
-        examples=(
-            "lightning-spot diff s3://bucket/run-1@1000 s3://bucket/run-1@2000",
-            "lightning-spot diff last.ckpt s3://bucket/run-1",
-        ),
     ),
     "cp": _Command(
-        module="cli.snapshots",
-        text="copy a snapshot: a checkpoint file, or a directory for a sharded model",
+        "copy a snapshot: a checkpoint file, or a directory for a sharded model",
+        "s3://bucket/run-1 last.ckpt",
+        "s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
         codes={1: "the snapshot is damaged; nothing is copied", **_INCOMPLETE},
-        examples=(
-            "lightning-spot cp s3://bucket/run-1 last.ckpt",
-            "lightning-spot cp s3://bucket/run-1@2000 step-2000.ckpt --consolidate",
-        ),
     ),
-    "completion": _Command(
-        module="cli.completion",
-        text="print a script that completes commands in a shell",
-        examples=("lightning-spot completion bash",),
-    ),
+    "completion": _Command("print a script that completes commands in a shell", "bash"),
     "export": _Command(
-        module="cli.snapshots",
-        text="write the weights of a snapshot into one file, as safetensors",
+        "write the weights of a snapshot into one file, as safetensors",
+        "s3://bucket/run-1@2000 model.safetensors --safetensors",
         codes={1: "the snapshot is damaged; nothing is written", **_INCOMPLETE},
-        examples=("lightning-spot export s3://bucket/run-1@2000 model.safetensors --safetensors",),
     ),
     "rewind": _Command(
-        module="cli.history",
-        text="have the next start resume from an earlier snapshot, and set newer ones aside",
-        examples=(
-            "lightning-spot rewind s3://bucket/run-1@2000",
-            "lightning-spot rewind s3://bucket/run-1 --undo",
-        ),
+        "have the next start resume from an earlier snapshot, and set newer ones aside",
+        "s3://bucket/run-1@2000",
+        "s3://bucket/run-1 --undo",
     ),
     "prune": _Command(
-        module="cli.history",
-        text="delete the snapshots in storage that a policy does not keep",
-        examples=(
-            "lightning-spot prune s3://bucket/run-1 --keep 1 --dry-run",
-            "lightning-spot prune s3://bucket/run-1 --keep 2 --best 3 --monitor val_loss",
-        ),
+        "delete the snapshots in storage that a policy does not keep",
+        "s3://bucket/run-1 --keep 1 --dry-run",
+        "s3://bucket/run-1 --keep 2 --best 3 --monitor val_loss",
     ),
     "rm": _Command(
-        module="cli.history",
-        text="remove a snapshot or a run, on this host, at servers and in storage",
-        examples=(
-            "lightning-spot rm s3://bucket/run-1@2000",
-            "lightning-spot rm s3://bucket/run-1 --all --dry-run",
-        ),
+        "remove a snapshot or a run, on this host, at servers and in storage",
+        "s3://bucket/run-1@2000",
+        "s3://bucket/run-1 --all --dry-run",
     ),
     "token": _Command(
-        module="cli.token",
-        text="make a token that holds for some runs, for some time",
-        examples=("lightning-spot token --run team-a --rights write --expires 7d",),
+        "make a token that holds for some runs, for some time", "--run team-a --rights write --expires 7d"
     ),
     "cert": _Command(
-        module="cli.cert",
-        text="make certificates to try TLS with: a CA, a server's and a client's",
-        examples=("lightning-spot cert certs 10.0.0.5 snapshots.example.com",),
+        "make certificates to try TLS with: a CA, a server's and a client's", "certs 10.0.0.5 snapshots.example.com"
     ),
 }
+_MODULES = {
+    "run": "supervise",
+    **dict.fromkeys(("ls", "show", "verify", "cp", "export"), "snapshots"),
+    **dict.fromkeys(("prune", "rm", "rewind"), "history"),
+}
+"""Modules of commands that are not named like them."""

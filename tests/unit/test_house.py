@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_spot
 from lightning_spot import errors
-from lightning_spot.cli.command import COMMANDS
+from lightning_spot.cli.command import COMMANDS, module_of
 from lightning_spot.config import MANIFEST_VERSION, PROTOCOL_VERSION
 from lightning_spot.state.dump import VERSION as EXACT_VERSION
 
@@ -39,7 +39,7 @@ MOST_WORDS = 30  # of a message
 NAMED_BY_USERS = {
     "__main__", "callbacks.lightning_cli", "checkpoint_io", "entry_point",
     "cli.command", "client.filesystem", "http.program", "store.objects",
-    *(command.module for command in COMMANDS.values()),
+    *map(module_of, COMMANDS),
 }  # fmt: skip
 
 
