@@ -102,31 +102,20 @@ def _certificate(
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)])
     now = datetime.now(UTC)
     is_ca = issuer is None
-    may = dict.fromkeys(
-        (
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
+    signs = x509.KeyUsage(not is_ca, False, False, False, False, is_ca, is_ca, False, False)  # itself, or others
+    own, issuers = key.public_key(), issuer_key.public_key()
     builder = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name if issuer is None else issuer.subject)
-        .public_key(key.public_key())
+        .public_key(own)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _SKEW)
         .not_valid_after(now + _VALID)
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
-        .add_extension(
-            x509.KeyUsage(digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, **may), critical=True
-        )
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+        .add_extension(signs, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(own), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuers), critical=False)
     )
     for extension in extensions:
         builder = builder.add_extension(extension, critical=False)
