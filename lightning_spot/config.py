@@ -239,16 +239,21 @@ def parse_listen(setting: str, text: str, *, has_token: bool) -> tuple[str, int]
     Raises:
         SettingsError: if it is no address, or one beyond this host without a token.
     """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise SettingsError(f"{setting} {text!r}: write it like 127.0.0.1:7070")
+    host, _, digits = text.rpartition(":")
+    try:
+        host.encode("idna")  # no label of it is empty or too long
+        port = int(digits) if digits.isdecimal() else -1
+    except ValueError:
+        port = -1
+    if not host or not 0 <= port <= 65535:
+        raise SettingsError(f"{setting} is not written like 127.0.0.1:7070: {text!r}")
     host = host.strip("[]")
     if not (has_token or is_loopback(host)):
         raise SettingsError(
             f"{setting} {text}: a server listens beyond this host only with a token. Set LIGHTNING_SPOT_TOKEN (or"
             " LIGHTNING_SPOT_TOKEN_FILE) here and for its clients, or listen on 127.0.0.1"
         )
-    return host, int(port)
+    return host, port
 
 
 def is_loopback(host: str) -> bool:

@@ -26,42 +26,22 @@ from lightning_spot.untrusted import log_plainly
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``serve``."""
-    parser.add_argument(
-        "--listen",
-        default=f"127.0.0.1:{DEFAULT_PORT}",
-        metavar="HOST:PORT",
-        help="address to listen on; beyond this host only with a token (default: %(default)s)",
-    )
+    listen = "address to listen on; beyond this host only with a token (default: %(default)s)"
+    parser.add_argument("--listen", default=f"127.0.0.1:{DEFAULT_PORT}", metavar="HOST:PORT", help=listen)
     parser.add_argument("--tls-cert", metavar="FILE", help="speak TLS (spots://) with this certificate, in PEM")
     parser.add_argument("--tls-key", metavar="FILE", help="key of that certificate")
     parser.add_argument("--client-ca", metavar="FILE", help="only serve clients with a certificate of this CA")
     parser.add_argument("--storage", metavar="URL", help="directory or fsspec URL below which each run is stored")
-    parser.add_argument(
-        "--allow-storage",
-        action="append",
-        default=[],
-        metavar="PREFIX",
-        help="directory or fsspec URL below which trainers may have their runs stored; may be given several times",
-    )
-    parser.add_argument(
-        "--memory-limit", default=8 * 2**30, help="most memory for slots (default: 8GiB)", **takes_size()
-    )
-    parser.add_argument(
-        "--run-memory-limit", help="most memory for the slots of one run (default: all)", **takes_size()
-    )
+    allow = "directory or fsspec URL below which trainers may have their runs stored; may be given several times"
+    parser.add_argument("--allow-storage", action="append", default=[], metavar="PREFIX", help=allow)
+    memory, run_memory = "most memory for slots (default: 8GiB)", "most memory for the slots of one run (default: all)"
+    parser.add_argument("--memory-limit", default=8 * 2**30, help=memory, **takes_size())
+    parser.add_argument("--run-memory-limit", help=run_memory, **takes_size())
     parser.add_argument("--slots", help="most slots of each rank of a run (default: as many as fit)", **takes_number(1))
-    parser.add_argument(
-        "--drain-timeout",
-        default=UPLOAD_TIMEOUT_S,
-        help="on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)",
-        **takes_time(),
-    )
-    parser.add_argument(
-        "--log-format",
-        choices=["text", "json"],
-        default="text",
-        help="of the lines on standard error: with time and level, or one JSON object each (default: %(default)s)",
-    )
+    drain = "on SIGTERM, serve trainers and upload for so long; a second signal ends that (default: 5min)"
+    parser.add_argument("--drain-timeout", default=UPLOAD_TIMEOUT_S, help=drain, **takes_time())
+    lines = "of the lines on standard error: with time and level, or one JSON object each (default: %(default)s)"
+    parser.add_argument("--log-format", choices=["text", "json"], default="text", help=lines)
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -86,15 +66,12 @@ def _settings(arguments: argparse.Namespace) -> ServerSettings:
     cert, key, client_ca = arguments.tls_cert, arguments.tls_key, arguments.client_ca
     if (cert is None) != (key is None) or (client_ca is not None and cert is None):
         raise SettingsError("--tls-cert and --tls-key are given together, and --client-ca with them only")
-    flush_to = _absolute("--storage", arguments.storage) if arguments.storage is not None else None
-    allow = tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage)
-    tls = (cert, key, client_ca) if cert is not None else None
     return ServerSettings(
         host=host,
         port=port,
-        flush_to=flush_to,
-        allow=allow,
-        tls=tls,
+        flush_to=_absolute("--storage", arguments.storage) if arguments.storage is not None else None,
+        allow=tuple(check_prefix(_absolute("--allow-storage", prefix)) for prefix in arguments.allow_storage),
+        tls=(cert, key, client_ca) if cert is not None else None,
         memory_bytes=arguments.memory_limit,
         run_memory_bytes=arguments.run_memory_limit,
         slots=arguments.slots,

@@ -326,6 +326,10 @@ TIMES = [["serve", "--drain-timeout"], ["drill", "--limit"], ["simulate", "--wor
         (["doctor", "NOWHERE", *2 * ("--server", "spot://h:9")], "--server names spot://h:9 twice"),
         (["doctor", "NOWHERE", "--snapshot-size", "64"], "--snapshot-size 64: that is 64 bytes. Give a unit"),
         (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
+        *(
+            (["serve", "--listen", odd], "--listen is not written like 127.0.0.1:7070: ")
+            for odd in ("a..b:1", f"{64 * 'a'}:1", "h:" + 5000 * "1")
+        ),
         (["serve", "--memory-limit", "1.5"], "--memory-limit='1.5' is no size"),
         (["serve", "--run-memory-limit", "x"], "--run-memory-limit='x' is no size"),
         (["serve", "--storage", "s3:/b"], "--storage 's3:/b': a URL has two slashes, s3://b"),
