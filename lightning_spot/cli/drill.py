@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.table import Table
-
 from lightning_spot.cli.arguments import add_program, program_of, takes_number, takes_time
 from lightning_spot.cli.diff import Verdict, compare_states
-from lightning_spot.cli.output import PlainConsole, add_output, error_console, print_answer
+from lightning_spot.cli.output import add_output, error_console, print_answer
 from lightning_spot.config import DRILL_VARIABLE, NOTICE_FILE_VARIABLE, format_count
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.protocol.process import descendants
@@ -83,12 +81,8 @@ def training(command: list[str], folder: Path, notice: Path) -> Iterator[Trainin
         SettingsError: if it cannot be started.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {
-        **os.environ,
-        DRILL_VARIABLE: str(folder),
-        NOTICE_FILE_VARIABLE: str(notice),
-        "LIGHTNING_SPOT_CLOUD": "none",
-    }
+    ours = {DRILL_VARIABLE: str(folder), NOTICE_FILE_VARIABLE: str(notice), "LIGHTNING_SPOT_CLOUD": "none"}
+    environment = {**os.environ, **ours}
     with open(folder / "log", "ab") as log:
         try:
             process = subprocess.Popen(
@@ -134,8 +128,7 @@ class Drill:
         undisturbed, disturbed = self.folder / "undisturbed", self.folder / "disturbed"
         started = time.monotonic()
         self._undisturbed(undisturbed, disturbed)
-        took_s, (_, store) = time.monotonic() - started, _store(undisturbed)
-        self._disturbed(disturbed, took_s, store.survey().manifests[0].step)
+        self._disturbed(disturbed, time.monotonic() - started, _newest_step(undisturbed))
         if not self.disturbances:
             raise DrillFailedError("the second run was done before it was disturbed: the training has to take longer")
         return compare_states(_final(undisturbed), _final(disturbed))
@@ -143,21 +136,12 @@ class Drill:
     def _undisturbed(self, undisturbed: Path, disturbed: Path) -> None:
         """Train to the end. The second run begins with the first snapshot of this one, so that no seed is needed."""
         with training(self.command, undisturbed, undisturbed / "no-notice") as trained:
-            process = trained.process
-            deadline = time.monotonic() + self.limit_s
-            while process.poll() is None:
-                if time.monotonic() > deadline:
-                    raise DrillFailedError(
-                        f"the training is not done after {self.limit_s:.0f} s: give it less, or --limit"
-                    )
+            for _ in self._moments(trained):
                 if not disturbed.exists():
                     self._is_launched = self._is_launched or bool(trained.launched())
                     _begin_with_first_snapshot(undisturbed, disturbed)
-                time.sleep(_POLL_S)
-        if process.returncode != 0:
-            raise DrillFailedError(
-                f"the undisturbed training ended with exit code {process.returncode}:\n{_tail(undisturbed)}"
-            )
+        if code := trained.process.returncode:
+            raise DrillFailedError(f"the undisturbed training ended with exit code {code}:\n{_tail(undisturbed)}")
         if not disturbed.exists():
             raise DrillFailedError(
                 "the training took no snapshot before its last one: it must use SpotCheckpoint, and take longer than"
@@ -165,38 +149,40 @@ class Drill:
             )
 
     def _disturbed(self, disturbed: Path, took_s: float, steps: int) -> None:
+        """Train to the end, after each disturbance again."""
         for _ in range(self.kills + 1):
-            notice = disturbed / "notice"
-            notice.unlink(missing_ok=True)
-            goes_on, is_disturbed = True, False
+            (notice := disturbed / "notice").unlink(missing_ok=True)
+            done = len(self.disturbances)
             with training(self.command, disturbed, notice) as trained:
-                while goes_on and self._comes_to_a_moment(trained.process, disturbed, took_s, steps):
+                while self._comes_to_a_moment(trained, took_s, steps):
                     attempts = _attempts(disturbed)
-                    self._disturb(trained, disturbed, notice)
-                    is_disturbed = True
-                    goes_on = self._goes_on(trained.process, disturbed, attempts)
-                self._goes_on(trained.process, disturbed)
-                code = trained.process.returncode
-            if code == 0:
+                    self._disturb(trained, notice)
+                    if not self._goes_on(trained, attempts):
+                        break
+                self._goes_on(trained)
+            if (code := trained.process.returncode) == 0:
                 return
-            if not is_disturbed or (code not in _ENDED and not self._is_launched):
+            if len(self.disturbances) == done or (code not in _ENDED and not self._is_launched):
                 raise DrillFailedError(f"a resumed training ended with exit code {code}:\n{_tail(disturbed)}")
 
-    def _goes_on(self, process: subprocess.Popen[bytes], disturbed: Path, attempts: float = math.inf) -> bool:
+    def _moments(self, trained: Training) -> Iterator[None]:
+        """Moments until a training ends."""
+        deadline_s = time.monotonic() + self.limit_s
+        while trained.process.poll() is None:
+            if time.monotonic() > deadline_s:
+                late = f"the training is not done after {self.limit_s:.0f} s: give it less, or --limit"
+                raise DrillFailedError(f"{late}\n{_tail(trained.folder)}")
+            yield
+            time.sleep(_POLL_S)
+
+    def _goes_on(self, trained: Training, attempts: float = math.inf) -> bool:
         """Whether a launcher has started the training again after so many attempts, instead of ending.
 
         Or it has started it only now, and that one is told: then it ends a moment later.
         """
-        deadline = time.monotonic() + self.limit_s
-        while process.poll() is None:
-            if _attempts(disturbed) > attempts:
-                return True
-            if time.monotonic() > deadline:
-                raise DrillFailedError(f"the training did not end within {self.limit_s:.0f} s\n{_tail(disturbed)}")
-            time.sleep(_POLL_S)
-        return False
+        return any(_attempts(trained.folder) > attempts for _ in self._moments(trained))
 
-    def _comes_to_a_moment(self, process: subprocess.Popen[bytes], disturbed: Path, took_s: float, steps: int) -> bool:
+    def _comes_to_a_moment(self, trained: Training, took_s: float, steps: int) -> bool:
         """Wait for a random moment of an undisturbed run's time, or of the steps that are left if sooner.
 
         Returns:
@@ -204,18 +190,17 @@ class Drill:
         """
         if len(self.disturbances) >= self.kills:
             return False
-        begin = _newest_step(disturbed)
+        begin = _newest_step(trained.folder)
         until_s = time.monotonic() + self.chance.uniform(0.2, 0.9) * took_s
         until_step = begin + self.chance.uniform(0.1, 0.6) * (steps - begin)
-        while time.monotonic() < until_s and _newest_step(disturbed) < until_step:
-            if process.poll() is not None:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        reached = (
+            time.monotonic() >= until_s or _newest_step(trained.folder) >= until_step for _ in self._moments(trained)
+        )
+        return any(reached)
 
-    def _disturb(self, trained: Training, disturbed: Path, notice: Path) -> None:
+    def _disturb(self, trained: Training, notice: Path) -> None:
         way = WAYS[len(self.disturbances) % len(WAYS)]
-        self.disturbances.append(f"{way}, newest snapshot at step {_newest_step(disturbed)}")
+        self.disturbances.append(f"{way}, newest snapshot at step {_newest_step(trained.folder)}")
         if way == "notice":
             notice.write_text("60")
         else:
@@ -234,50 +219,34 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
 
 def drill(arguments: argparse.Namespace) -> int:
     """Carry out a drill and report; 0 if the final states are equal bit by bit, 1 if not."""
-    command = program_of(arguments)
+    command, keep = program_of(arguments), arguments.keep
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(2**31)
-    folder = Path(arguments.keep) if arguments.keep else Path(tempfile.mkdtemp(prefix="lightning-spot-drill-"))
+    folder = Path(keep or tempfile.mkdtemp(prefix="lightning-spot-drill-")).absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=not arguments.keep)
+        folder.mkdir(parents=True, exist_ok=not keep)
     except OSError as error:
-        raise SettingsError(f"--keep {folder} cannot be made: {error.strerror}. Name a new directory") from error
-    one = Drill(
-        command=command,
-        folder=folder.absolute(),
-        kills=arguments.kills,
-        limit_s=arguments.limit,
-        chance=random.Random(seed),
-    )
+        raise SettingsError(f"--keep {keep} cannot be made: {error.strerror}. Name a new directory") from error
+    kills, chance = arguments.kills, random.Random(seed)
+    one = Drill(command=command, folder=folder, kills=kills, limit_s=arguments.limit, chance=chance)
     console = error_console()
-    kills = format_count(arguments.kills, "kill")
-    console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {kills}")
+    console.print(f"drill: seed {seed}, in {folder}: first undisturbed, then with {format_count(kills, 'kill')}")
     try:
         found = one.run()
     except BaseException:
-        if not arguments.keep:
-            _leave(console, folder)
+        if not keep and any(folder.glob("*/runs")):
+            console.print(f"what the training wrote is in {folder}")
+        elif not keep:  # the end of its log is in the error
+            shutil.rmtree(folder)
         raise
-    facts = {**found.document(), "kills": one.disturbances, "seed": seed}
-    print_answer(arguments.output, facts, _report(one.disturbances, found, seed, folder))
-    if not arguments.keep and not found.different:
+    done = format_count(len(one.disturbances), "kill")
+    shown = [*(f"  {each}" for each in one.disturbances)]
+    shown += [f"the final state after {done}, and that of the undisturbed run:", *found.shown()]
+    if found.different:
+        shown.append(f"again with --seed {seed}; both runs are in {folder}")
+    print_answer(arguments.output, {**found.document(), "kills": one.disturbances, "seed": seed}, shown)
+    if not keep and not found.different:
         shutil.rmtree(folder)
     return 1 if found.different else 0
-
-
-def _leave(console: PlainConsole, folder: Path) -> None:
-    """Of a drill that was not carried out: keep what its training wrote, and nothing if that was no snapshot."""
-    if any(folder.glob("*/runs")):
-        console.print(f"what the training wrote is in {folder}")
-    else:  # the end of its log is in the error
-        shutil.rmtree(folder)
-
-
-def _report(disturbances: list[str], found: Verdict, seed: int, folder: Path) -> Iterator[Table | str]:
-    yield from (f"  {disturbance}" for disturbance in disturbances)
-    yield f"the final state after {format_count(len(disturbances), 'kill')}, and that of the undisturbed run:"
-    yield from found.shown()
-    if found.different:
-        yield f"again with --seed {seed}; both runs are in {folder}"
 
 
 def _store(folder: Path) -> tuple[Path, LocalStore]:
