@@ -124,6 +124,31 @@ def print_line(text: str) -> None:
     sys.stdout.write(f"{plain(text, LONGEST_TEXT)}\n")
 
 
+def table_of(keys: str, facts: Iterable[Mapping[str, Any]]) -> Table:
+    """A table of what programs are told, with sizes and ages as people read them; numbers are aligned to the right.
+
+    Args:
+        keys: what is shown, in this order.
+        facts: of each row.
+    """
+    from lightning_spot.config import format_bytes  # --help needs no settings
+
+    rows, headings, columns, left = [*facts], list[str](), list[list[object]](), list[str]()
+    for key in keys.split():
+        cells = [each.get(key) for each in rows]
+        heading = "SNAPSHOT" if key == "name" else key.partition("_")[0].upper()
+        if any(isinstance(cell, str | list) for cell in cells):
+            left.append(heading)
+            cells = [", ".join(cell) if isinstance(cell, list) else cell for cell in cells]
+        elif key.endswith("_unix_s"):
+            heading, cells = "AGE", [age(cell) for cell in cells]
+        elif key.endswith("bytes"):
+            heading, cells = "SIZE", [format_bytes(each[key]) for each in rows]
+        headings.append(heading)
+        columns.append(cells)
+    return plain_table(headings, zip(*columns, strict=True), left=left)
+
+
 def plain_table(
     headings: Sequence[str], rows: Iterable[Iterable[object]], left: Sequence[str] = (), title: str | None = None
 ) -> Table:

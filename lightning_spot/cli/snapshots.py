@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -22,9 +23,9 @@ from lightning_spot.cli.output import (
     age,
     error_console,
     incomplete,
-    plain_table,
     print_answer,
     print_line,
+    table_of,
     warning,
 )
 from lightning_spot.client.remote import ServerStore
@@ -40,12 +41,12 @@ from lightning_spot.errors import (
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.reading import OpenSnapshot, SnapshotReader
-from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource
-from lightning_spot.run.survey import ask_all, of_tier, scattered, survey
-from lightning_spot.server.tier import Listed
+from lightning_spot.run.sources import ScatteredSource, Source, StoreSource
+from lightning_spot.run.survey import Survey, ask_all, of_tier, scattered, survey
+from lightning_spot.server.tier import state_in_memory
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
 from lightning_spot.store.fences import Rewind
-from lightning_spot.store.store import Holdings, Store, put_together
+from lightning_spot.store.store import Holdings, Store
 from lightning_spot.untrusted import plain
 
 ONCE = RetryPolicy(tries=1, silent_s=6.0)
@@ -53,6 +54,9 @@ ONCE = RetryPolicy(tries=1, silent_s=6.0)
 
 SET_ASIDE = "set aside"
 """State of a snapshot from which no start resumes, since a rewind goes back to an older one."""
+
+
+_ONE = "; RUN@STEP for one snapshot (default: the newest, RUN@latest)"
 
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +67,7 @@ def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``show``."""
-    add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
+    add_run(parser, "RUN[@STEP]", _ONE)
     add_output(parser, names=True)
 
 
@@ -75,19 +79,21 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``cp``."""
-    add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
-    parser.add_argument("dest", metavar="DEST", help="file, or directory to copy it into")
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
-    parser.add_argument(
-        "--consolidate", action="store_true", help="make one plain file of a sharded snapshot (needs torch)"
-    )
+    add_run(parser, "RUN[@STEP]", _ONE)
+    _add_target(parser, "copy")
+    plain_file = "make one plain file of a sharded snapshot (needs torch)"
+    parser.add_argument("--consolidate", action="store_true", help=plain_file)
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``."""
-    add_run(parser, "RUN[@STEP]", "; RUN@STEP for one snapshot (default: the newest, RUN@latest)")
-    parser.add_argument("dest", metavar="DEST", help="file, or directory to write it into")
+    add_run(parser, "RUN[@STEP]", _ONE)
+    _add_target(parser, "write")
     parser.add_argument("--safetensors", action="store_true", required=True, help="as safetensors (needs torch)")
+
+
+def _add_target(parser: argparse.ArgumentParser, verb: str) -> None:
+    parser.add_argument("dest", metavar="DEST", help=f"file, or directory to {verb} it into")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
@@ -120,6 +126,7 @@ class Found:
         problems: one line for each tier that did not answer.
         rewinds: that were asked for.
         entries: snapshots, newest first.
+        seen: the answers, of a run in storage.
     """
 
     url: str
@@ -128,6 +135,7 @@ class Found:
     problems: list[str] = field(default_factory=list)
     rewinds: list[Rewind] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    seen: Survey | None = None
 
     def names(self) -> list[str]:
         """``RUN@STEP`` of the snapshots that are complete."""
@@ -161,22 +169,16 @@ def ask(run: str, servers: Sequence[str]) -> Found:
         answers, problems = _ask_servers(url, servers)
         hint = "a server that was restarted knows only what it had in memory; ask by the run's URL"
     else:
-        seen = survey(location_of(url, servers), ONCE, begins=False)
+        found.seen = seen = survey(location_of(url, servers), ONCE, begins=False)
         answers, problems = seen.answers, seen.problems
         found.unreadable, found.rewinds = seen.unreadable, seen.rewinds
         if (Path(seen.location.url) / OWN_DIR).is_dir():
             hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
     found.problems += [of_tier(tier, why) for tier, why in problems.items()]
-    entries = []
-    for source, holdings in answers:
-        try:
-            entries += _entries(source, holdings)
-        except SpotError as error:
-            found.problems.append(of_tier(source.tier, str(error)))
-    if not (entries or found.unreadable or any(holdings.highest_attempt for _, holdings in answers)):
+    found.take([entry for source, holdings in answers for entry in _entries(source, holdings)])
+    if not (found.entries or found.unreadable or any(holdings.highest_attempt for _, holdings in answers)):
         said = "no tier that answers knows of a run" if found.problems else "no run is, or ever was,"
         raise SnapshotNotFoundError("; ".join([f"{said} at {url!r}: {hint}", *found.problems]))
-    found.take(entries)
     return found
 
 
@@ -225,31 +227,19 @@ def _ask_servers(url: str, more: Sequence[str]) -> tuple[list[tuple[Source, Hold
 
 
 def _entries(source: Source, holdings: Holdings) -> list[Entry]:
-    """The snapshots a tier holds, with their state; a server says of each where it is safe."""
-    server = source if isinstance(source, MemorySource) else getattr(source, "store", None)
-    if not isinstance(server, (MemorySource, ServerStore)):
-        state = "replicated" if isinstance(source, ScatteredSource) else "persisted"
-        return [Entry(manifest, source, state) for manifest in holdings.manifests]
-    listed: dict[str, list[Listed]] = {}
-    for item in server.listing():
-        if not item.manifest.is_file:
-            listed.setdefault(item.manifest.snapshot, []).append(item)
-    entries: list[Entry] = []
-    for items in listed.values():
-        whole = put_together(item.manifest for item in items)
-        entries += (Entry(manifest, source, _state(items)) for manifest in whole)
-        entries += (Entry(item.manifest, source, _state([item])) for item in items if not whole)
+    """The snapshots a tier holds, and shards in memory of others, with their state."""
+    stored, copies = "replicated" if isinstance(source, ScatteredSource) else "persisted", holdings.copies
+    entries = []
+    for manifest in holdings.manifests:
+        parts = {each.name for each in (manifest, *holdings.shards) if each.snapshot == manifest.name} & copies.keys()
+        state = state_in_memory(copies[name] for name in parts) if parts else stored
+        entries.append(Entry(manifest, source, state))
+    whole = {manifest.name for manifest in holdings.manifests}
+    for manifest in holdings.shards:
+        if (shard := manifest.shard) and manifest.name in copies and manifest.snapshot not in whole:
+            state = "failed" if shard.failed else f"shard {shard.writer + 1} of {shard.writers}"
+            entries.append(Entry(manifest, source, state))
     return entries
-
-
-def _state(items: list[Listed]) -> str:
-    """The state of a snapshot, by those of its shards, or that of one shard."""
-    shard = items[0].manifest.shard
-    if shard is not None and (shard.failed or len(items) < shard.writers):
-        return "failed" if shard.failed else f"shard {shard.writer + 1} of {shard.writers}"
-    if any(item.owed for item in items):
-        return "uploading"
-    return "replicated" if all(item.safe for item in items) else "local"
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -257,16 +247,14 @@ def ls(arguments: argparse.Namespace) -> int:
     found = ask(arguments.run, arguments.server)
     if found.selected is not None:
         raise SettingsError(f"ls lists all snapshots of a run: give {found.url}, or show {arguments.run}")
-    headings = ("SNAPSHOT", "STEP", "EPOCH", "ATTEMPT", "SIZE", "AGE", "TIER", "STATE")
-    rows = []
-    for entry in found.entries:
-        manifest, place = entry.manifest, (entry.source.tier, entry.state)
-        size, taken = format_bytes(manifest.stored_bytes), age(manifest.created_unix_s)
-        rows.append([manifest.name, manifest.step, manifest.epoch, manifest.attempt, size, taken, *place])
-    table = plain_table(headings, rows, left=("SNAPSHOT", "TIER", "STATE"))
-    shown = [table if found.entries else f"no snapshots of {found.url}"]
+    facts = [_facts(entry) for entry in found.entries]
+    shown = [
+        table_of("name step epoch attempt bytes created_unix_s tier state", facts)
+        if facts
+        else f"no snapshots of {found.url}"
+    ]
     shown += [warning(f"unreadable: {name}: {why}") for name, why in found.unreadable.items()]
-    print_answer(arguments.output, found.document(map(_facts, found.entries)), shown, found.names())
+    print_answer(arguments.output, found.document(facts), shown, found.names())
     return incomplete(found.problems)
 
 
@@ -380,10 +368,11 @@ def verify(arguments: argparse.Namespace) -> int:
     found.problems += [f"{each['name']} at {each['tier']}: {each['reason']}" for each in checked if not each["state"]]
     checked = [each for each in checked if each["state"]]
     bad = bool(found.unreadable) or any(each["state"] == "bad" for each in checked)
-    states = {"bad": "BAD", "good": "good", "gone": "gone"}
-    rows = ((states[str(each["state"])], each["name"], each["tier"], each["reason"]) for each in checked)
-    table = plain_table(("STATE", "SNAPSHOT", "TIER", "REASON"), rows)
-    shown = [table, *(warning(f"BAD {what}: {why}") for what, why in found.unreadable.items())]
+    rows = ({**each, "state": str(each["state"]).replace("bad", "BAD")} for each in checked)
+    shown = [
+        table_of("state name tier reason", rows),
+        *(warning(f"BAD {what}: {why}") for what, why in found.unreadable.items()),
+    ]
     good = [f"{found.url}@{each['step']}" for each in checked if each["state"] == "good"]
     print_answer(arguments.output, found.document(checked), shown, good)
     code = incomplete(found.problems)
@@ -420,15 +409,13 @@ def open_selected(found: Found) -> OpenSnapshot:
         return _open_somewhere(found, pick(found, found.selected).manifest.name)
     for what, why in found.unreadable.items():
         _skipped(what, why)
-    looks = 0
-    while True:
+    for look in itertools.count():
         newest = pick(found, None)  # of shards alone there is nothing to open
         try:
             return _open_somewhere(found, newest.manifest.name)
         except SnapshotNotFoundError:
-            looks += 1
             others = [entry for entry in found.entries if entry.source is not newest.source]
-            again = _entries(newest.source, newest.source.survey()) if looks < _LOOKS else []
+            again = _entries(newest.source, newest.source.survey()) if look < _LOOKS else []
             if not (others or again):
                 raise
             found.take([*others, *again])
@@ -442,6 +429,7 @@ def open_selected(found: Found) -> OpenSnapshot:
                 where=error.where,
                 part=error.part,
             ) from error
+    raise AssertionError("unreachable")
 
 
 def _skipped(what: str, why: object) -> None:
@@ -518,13 +506,10 @@ def in_torch(what: str, module: str, *arguments: str) -> str:
 
 def _converted(snapshot: OpenSnapshot, target: Path, form: str, *said: str) -> None:
     """Make another file of a snapshot."""
-    copied = target.parent / f".{target.name}.{uuid.uuid4().hex}.snapshot"
-    try:
+    with _beside(target) as copied:
         copy_files(snapshot, copied, only_checkpoint=not snapshot.manifest.is_sharded)
         what = f"no {target.name} could be made of {snapshot.manifest.name}"
         in_torch(what, "sharded.reader", form, str(copied), str(target), *said)
-    finally:
-        copied.unlink(missing_ok=True) if copied.is_file() else shutil.rmtree(copied, ignore_errors=True)
 
 
 def copy_files(snapshot: OpenSnapshot, target: Path, *, only_checkpoint: bool = False) -> None:
@@ -534,43 +519,41 @@ def copy_files(snapshot: OpenSnapshot, target: Path, *, only_checkpoint: bool = 
     """
     manifest = snapshot.manifest
     spans = manifest.spans[:1] if only_checkpoint else manifest.spans
-    with _temporary(target) as temporary, _bar() as progress:
-        task = progress.add_task(f"writing {target}", total=sum(span.nbytes for span in spans))
-        if not only_checkpoint:
-            temporary.mkdir()
-        reader = snapshot.reader(whole=True)
-        for span in spans:
-            reader.seek(span.offset)
-            parts = _parts(reader, span.nbytes, lambda nbytes: progress.update(task, advance=nbytes))
-            _write(temporary if only_checkpoint else temporary / span.name, parts)
-        if not only_checkpoint:
-            _write(temporary / MANIFEST_FILE, [memoryview(manifest.to_json().encode())])
+    try:
+        with _beside(target) as copied, _bar() as progress:
+            task = progress.add_task(f"writing {target}", total=sum(span.nbytes for span in spans))
+            if not only_checkpoint:
+                copied.mkdir()
+                _write(copied / MANIFEST_FILE, [manifest.to_json().encode()])
+            reader = snapshot.reader(whole=True)
+            for span in spans:
+                reader.seek(span.offset)
+                parts = _parts(reader, span.nbytes, lambda nbytes: progress.update(task, advance=nbytes))
+                _write(copied if only_checkpoint else copied / span.name, parts)
+            os.replace(copied, target)
+    except OSError as error:
+        raise TierError(f"{target} cannot be written: {error.strerror}", tier=str(target)) from error
 
 
 @contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
-    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+def _beside(target: Path) -> Iterator[Path]:
+    """A path beside another one; what is there in the end is removed."""
+    path = target.parent / f".{target.name}.{uuid.uuid4().hex}"
     try:
-        yield temporary
-        os.replace(temporary, target)
-    except OSError as error:
-        raise TierError(f"{target} cannot be written: {error.strerror}", tier=str(target)) from error
+        yield path
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        temporary.unlink(missing_ok=True)
+        path.unlink(missing_ok=True) if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
-def _parts(reader: SnapshotReader, nbytes: int, advance: Callable[[int], None]) -> Iterator[memoryview]:
+def _parts(reader: SnapshotReader, nbytes: int, advance: Callable[[int], None]) -> Iterator[bytes]:
     while part := reader.read(min(PART_BYTES, nbytes)):  # which checks again what it reads
-        yield memoryview(part)
+        yield part
         nbytes -= len(part)
         advance(len(part))
 
 
-def _write(path: Path, data: Iterable[memoryview]) -> None:
+def _write(path: Path, data: Iterable[bytes]) -> None:
     with open(path, "wb") as file:
-        for piece in data:
-            file.write(piece)
+        file.writelines(data)
         file.flush()
         os.fsync(file.fileno())

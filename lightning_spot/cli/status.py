@@ -8,22 +8,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.live import Live
-from rich.table import Table
 
 from lightning_spot.cli.arguments import add_servers, ask_status, check_servers
 from lightning_spot.cli.output import (
     INCOMPLETE,
     PlainConsole,
     add_output,
-    age,
     incomplete,
-    plain_table,
     print_answer,
     print_line,
+    table_of,
 )
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import LARGEST, MOST_SERVERS, names_server, read_environment
@@ -33,38 +30,16 @@ from lightning_spot.protocol.wire import Address, answered, parse_spot_url
 from lightning_spot.untrusted import MOST_UNIX_S, as_object, integer, number, plain, text, texts
 
 _EVERY_S = 2.0
+_SHOWN = (
+    "run attempt state committed_step committed_unix_s replicated_step persisted_step persisted_unix_s lag_steps slots"
+    " server"
+)
 _MOST_STEP = 10**15
 _PATH = re.compile(r"/open/[\w-]{1,100}", re.ASCII)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """A run at a server, or a server that has none or does not answer.
-
-    Attributes:
-        server: ``spot://host:port``, or ``"host"`` for a local server.
-        state: ``"training"``, ``"stopped"`` or ``"complete"`` of the run; ``"idle"`` or ``"no answer"`` of the server.
-        run: as the server names it, ``""`` for none.
-        attempt: the one that writes.
-        committed_step, replicated_step, persisted_step: of the newest snapshot of which the server knows that.
-        committed_unix_s, persisted_unix_s: when these were taken.
-        lag_steps: steps from the newest persisted to the newest committed snapshot.
-        slots: that the run has at the server.
-        name: ``RUN`` of the run for other commands, ``""`` if the server does not know it.
-    """
-
-    server: str
-    state: str
-    run: str = ""
-    attempt: int | None = None
-    committed_step: int | None = None
-    committed_unix_s: float | None = None
-    replicated_step: int | None = None
-    persisted_step: int | None = None
-    persisted_unix_s: float | None = None
-    lag_steps: int | None = None
-    slots: int | None = None
-    name: str = ""
+Row = dict[str, Any]
+"""A run at a server, by the names that ``-o json`` has; or the state of a server that has none or does not answer."""
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,11 +67,12 @@ def status(arguments: argparse.Namespace) -> int:
     if arguments.watch:
         return _watch(addresses)
     rows, silent = _ask(addresses)
-    document = {"runs": [asdict(row) for row in rows if row.run], "not_asked": silent}
-    names = [f"{row.name}@{row.committed_step}" for row in rows if row.name and row.committed_step is not None]
-    print_answer(
-        arguments.output, document, [_table(rows)] if rows else ["no server on this host, and none named"], names
-    )
+    runs = [row for row in rows if "run" in row]
+    names = [
+        f"{row['name']}@{row['committed_step']}" for row in runs if row["name"] and row["committed_step"] is not None
+    ]
+    shown = [table_of(_SHOWN, rows)] if rows else ["no server on this host, and none named"]
+    print_answer(arguments.output, {"runs": runs, "not_asked": silent}, shown, names)
     return incomplete(silent)
 
 
@@ -121,7 +97,7 @@ def _watch(addresses: Sequence[Address]) -> int:
         with Live(console=PlainConsole(), auto_refresh=False) as live:
             while True:
                 rows, silent = _ask(addresses)
-                table = _table(rows)
+                table = table_of(_SHOWN, rows)
                 for column in table.columns:  # a terminal that breaks lines by itself would not be rewritten in place
                     column.no_wrap, column.overflow = False, "fold"
                 live.update(table, refresh=True)
@@ -136,7 +112,9 @@ def _ask(addresses: Sequence[Address]) -> tuple[list[Row], list[str]]:
     with ThreadPoolExecutor(MOST_SERVERS) as pool:
         answers = list(pool.map(_rows, [*local, *addresses]))
     rows = [row for found, _ in answers for row in found]
-    return sorted(rows, key=lambda row: (row.run, row.server)), [problem for _, problem in answers if problem]
+    return sorted(rows, key=lambda row: (row.get("run", ""), row["server"])), [
+        problem for _, problem in answers if problem
+    ]
 
 
 def _rows(address: Address) -> tuple[list[Row], str]:
@@ -147,8 +125,8 @@ def _rows(address: Address) -> tuple[list[Row], str]:
         with answered(str(address)):
             rows = [_row(server, name, as_object(run)) for name, run in as_object(answer["runs"]).items()]
     except SpotError as error:
-        return [Row(server=server, state="no answer")], str(error)
-    return rows or [Row(server=server, state="idle")], ""
+        return [{"server": server, "state": "no answer"}], str(error)
+    return rows or [{"server": server, "state": "idle"}], ""
 
 
 def _row(server: str, name: str, run: Mapping[str, Any]) -> Row:
@@ -156,31 +134,17 @@ def _row(server: str, name: str, run: Mapping[str, Any]) -> Row:
     step = {state: integer(found, "step", None, 0, _MOST_STEP) for state, found in newest.items()}
     unix_s = {state: number(found, "unix_s", None, 0, MOST_UNIX_S) for state, found in newest.items()}
     storage = [url for url in texts(run, "destinations") if not names_server(url)]
-    return Row(
-        server=server,
-        state=text(run, "state", None),
-        run=name,
-        attempt=integer(run, "attempt", None, 0, LARGEST),
-        committed_step=step.get("committed"),
-        committed_unix_s=unix_s.get("committed"),
-        replicated_step=step.get("replicated"),
-        persisted_step=step.get("persisted"),
-        persisted_unix_s=unix_s.get("persisted"),
-        lag_steps=max(0, step["committed"] - step.get("persisted", 0)) if "committed" in step else None,
-        slots=integer(run, "slots", None, 0, LARGEST),
-        name=next(iter(storage), "") if server == "host" else f"{server}/{name}",
-    )
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    steps = ("COMMITTED", "AGE", "REPLICATED", "PERSISTED", "AGE", "LAG")
-    cells = [
-        (
-            *(row.run, row.attempt, row.state),
-            *(row.committed_step, age(row.committed_unix_s), row.replicated_step),
-            *(row.persisted_step, age(row.persisted_unix_s), row.lag_steps),
-            *(row.slots, row.server),
-        )
-        for row in rows
-    ]
-    return plain_table(("RUN", "ATTEMPT", "STATE", *steps, "SLOTS", "SERVER"), cells, left=("RUN", "STATE", "SERVER"))
+    return {
+        "server": server,
+        "state": text(run, "state", None),
+        "run": name,
+        "attempt": integer(run, "attempt", None, 0, LARGEST),
+        "committed_step": step.get("committed"),
+        "committed_unix_s": unix_s.get("committed"),
+        "replicated_step": step.get("replicated"),
+        "persisted_step": step.get("persisted"),
+        "persisted_unix_s": unix_s.get("persisted"),
+        "lag_steps": max(0, step["committed"] - step.get("persisted", 0)) if "committed" in step else None,
+        "slots": integer(run, "slots", None, 0, LARGEST),
+        "name": next(iter(storage), "") if server == "host" else f"{server}/{name}",
+    }

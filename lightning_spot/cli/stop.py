@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from lightning_spot.cli.arguments import add_servers, ask_status, check_servers, location_of
-from lightning_spot.cli.output import add_output, error_console, plain_table, print_answer
+from lightning_spot.cli.output import add_output, error_console, print_answer, table_of
 from lightning_spot.client.starting import end_process, end_server, revived
-from lightning_spot.config import UPLOAD_TIMEOUT_S, format_bytes, is_loopback, read_environment
+from lightning_spot.config import UPLOAD_TIMEOUT_S, is_loopback, read_environment
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.ownership import own_directories
 from lightning_spot.protocol.process import ProcessId
@@ -24,6 +24,7 @@ from lightning_spot.untrusted import as_object, flag, integer
 _STARTED = {"slots": 4, "memory_bytes": 2**30, "server_idle_timeout_s": 60.0}
 """How a server is run that only uploads what a dead one left, if that one left no note of it."""
 _SHOWN = 4
+_DONE = {True: "discarded", False: "stopped"}
 _LISTENS = "0A"  # a state of TCP, see proc(5)
 
 
@@ -48,9 +49,9 @@ class Stopped:
     kept_bytes: int = 0
     reason: str = ""
 
-    def keeps(self, left: list[Manifest]) -> None:
+    def keeps(self, left: list[Manifest], reason: str) -> None:
         """Note what is left in memory of a server that has ended."""
-        self.result = "kept"
+        self.result, self.reason = "kept", f"stored nowhere else{reason}"
         self.kept = sorted({f"{manifest.run}@{manifest.step}" for manifest in left})
         self.kept_bytes = sum(manifest.nbytes for manifest in left)
 
@@ -60,9 +61,8 @@ def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help="run whose local server on this host ends")
     add_servers(parser, "end this snapshot server, on a loopback address of this host; may be given several times")
     parser.add_argument("--all", action="store_true", help="end all local servers on this host")
-    parser.add_argument(
-        "--discard", action="store_true", help="end at once, and drop snapshots that are stored nowhere"
-    )
+    discard = "end at once, and drop snapshots that are stored nowhere"
+    parser.add_argument("--discard", action="store_true", help=discard)
     add_output(parser)
 
 
@@ -81,66 +81,38 @@ def stop(arguments: argparse.Namespace) -> int:
         records = local_records() if arguments.all else []
     ended = [_stop_local(record, arguments.discard) for record in records]
     ended += [_stop_at(parse_spot_url(server)[0], arguments.discard) for server in arguments.server]
-    rows = []
-    for each in ended:
-        more = f" and {len(each.kept) - _SHOWN} more" if len(each.kept) > _SHOWN else ""
-        kept = f"{', '.join(each.kept[:_SHOWN])}{more}, {format_bytes(each.kept_bytes)}" if each.kept else ""
-        rows.append((", ".join(each.runs), each.server, each.result, kept, each.reason))
-    table = plain_table(("RUN", "SERVER", "RESULT", "KEPT", "REASON"), rows)
-    shown = [table if ended else "no local server is on this host"]
-    print_answer(arguments.output, {"servers": [asdict(each) for each in ended]}, shown)
-    return 0 if all(each.result in ("stopped", "discarded") for each in ended) else 1
+    facts = [asdict(each) for each in ended]
+    rows = [{**each, "kept": each["kept"][:_SHOWN] + ["…"] * (len(each["kept"]) > _SHOWN)} for each in facts]
+    table = table_of("runs server result kept kept_bytes reason", rows)
+    print_answer(arguments.output, {"servers": facts}, [table if ended else "no local server is on this host"])
+    return 0 if all(each.result in _DONE.values() for each in ended) else 1
 
 
 def _stop_local(record: ServerRecord, discard: bool) -> Stopped:
     """End a local server. One that was killed is started again first: it uploads the slots that are left."""
-    found = Stopped()
+    found = Stopped(result=_DONE[discard])
     try:
         if not discard:
             with contextlib.suppress(ServerRefusedError):  # one of another version, say, ends like any other
                 if (host := revived(record, settings=_STARTED)) is not None:
                     host.disconnect()
-        if record.running() and _is_in_use(found, Address(socket_path=str(record.http))):
-            return found
-        _wait_for(found, discard)
-        has_ended = end_server(record, discard=discard)
+        if record.running():
+            with contextlib.suppress(ServerRefusedError):  # nor can that be asked
+                found.runs, trainers, _ = _asked(Address(socket_path=str(record.http)))
+                if trainers:
+                    found.result, found.reason = "in use", f"a trainer is connected (pid {trainers}): end it first"
+                    return found
+        _wait_for(found.runs, discard)
+        if not end_server(record, discard=discard):
+            raise SpotError(f"it did not end; its log is {record.log}")
     except SpotError as error:
         found.result, found.reason = "running", str(error)
         return found
-    if not has_ended:
-        found.result, found.reason = "running", f"it did not end; its log is {record.log}"
-    elif discard:
-        found.result = "discarded"
-    elif record.left_slots():
-        found.keeps([manifest for area in record.areas() for manifest in left_in(area)])
+    if not discard and record.left_slots():
+        log = f"; its log, {record.log}, says why. The next start of the run has them"
+        found.keeps([manifest for area in record.areas() for manifest in left_in(area)], log)
         found.runs = found.runs or sorted({name.rpartition("@")[0] for name in found.kept})
-        found.reason = f"stored nowhere else; its log, {record.log}, says why. The next start of the run has them"
     return found
-
-
-def _is_in_use(found: Stopped, address: Address) -> bool:
-    """Whether a trainer is connected to a server, or may be; its runs are noted. Another version cannot be asked."""
-    try:
-        answer = ask_status(address)
-        with answered(str(address)):
-            runs = {name: as_object(run) for name, run in as_object(answer["runs"]).items()}
-            trainers = [integer(run, "pid", 0, 0, 2**31) for run in runs.values() if flag(run, "live")]
-    except ServerRefusedError:
-        return False
-    except SpotError as error:
-        found.result, found.reason = "running", str(error)
-        return True
-    found.runs = sorted(runs)
-    if trainers:
-        pids = ", ".join(map(str, trainers))
-        found.result, found.reason = "in use", f"a trainer is connected (pid {pids}): end it first"
-    return bool(trainers)
-
-
-def _wait_for(found: Stopped, discard: bool) -> None:
-    if not discard:
-        runs = ", ".join(found.runs) or "a server without runs"
-        error_console().print(f"waiting until {runs} is uploaded, {UPLOAD_TIMEOUT_S:.0f} s at most by default")
 
 
 def _stop_at(address: Address, discard: bool) -> Stopped:
@@ -151,56 +123,62 @@ def _stop_at(address: Address, discard: bool) -> Stopped:
     """
     if not is_loopback(address.host.strip("[]")):
         raise SettingsError(f"--server {address} may be another host's: give a loopback address, on the server's host")
-    found, shm_dir = Stopped(server=str(address)), read_environment().shm_dir
-    process = _listener(address)
-    if process is None and not discard:
-        raise SnapshotNotFoundError(f"no snapshot server of this user answers at {address}")
-    if process is not None:
-        _is_in_use(found, address)  # trainers on other hosts turn to other servers meanwhile
-        _wait_for(found, discard)
-        has_ended = end_process(process, discard=discard)
-        found.result, found.reason = ("stopped", "") if has_ended else ("running", f"pid {process.pid} did not end")
-        if not has_ended:
+    found, shm_dir, left = (
+        Stopped(server=str(address), result=_DONE[discard]),
+        read_environment().shm_dir,
+        list[Manifest](),
+    )
+    try:
+        runs, _, process = _asked(address)
+    except ServerRefusedError as error:
+        raise SettingsError(f"{address} refuses to be stopped: {error}") from error
+    except SpotError:
+        runs, process = [], None
+    if process is not None and _listens(process.pid, address.port):  # it says so, and so does the kernel
+        found.runs = runs  # trainers on other hosts turn to other servers meanwhile
+        _wait_for(runs, discard)
+        if not end_process(process, discard=discard):
+            found.result, found.reason = "running", f"pid {process.pid} did not end"
             return found
-    left: list[Manifest] = []
+    elif not discard:
+        raise SnapshotNotFoundError(f"no snapshot server of this user answers at {address}")
     for area in own_directories(port_area(shm_dir, address.port)) if shm_dir is not None else ():
         with area:
             left += left_in(area)
             if discard:
                 remove_abandoned(area)
-    if discard:
-        found.result = "discarded"
-    elif left:
-        found.keeps(left)
-        found.reason = f"stored nowhere else. lightning-spot serve at port {address.port} takes them over"
+    if left and not discard:
+        found.keeps(left, f". lightning-spot serve at port {address.port} takes them over")
     return found
 
 
-def _listener(address: Address) -> ProcessId | None:
-    """The process of this user's snapshot server that listens there: it says so, and so does the kernel."""
-    try:
-        answer = ask_status(address)
-        with answered(str(address)):
-            process = ProcessId.of(integer(answer, "pid", None, 1, 2**22))
-    except ServerRefusedError as error:
-        raise SettingsError(f"{address} refuses to be stopped: {error}") from error
-    except SpotError:
-        return None
-    return process if process is not None and _listens(process.pid, address.port) else None
+def _asked(address: Address) -> tuple[list[str], str, ProcessId | None]:
+    """The runs of a server, the numbers of the trainers that are connected to it, and its process, as it says.
+
+    Raises:
+        SpotError: if it does not answer, or refuses.
+    """
+    answer = ask_status(address)
+    with answered(str(address)):
+        runs = {name: as_object(run) for name, run in as_object(answer["runs"]).items()}
+        trainers = [str(integer(run, "pid", 0, 0, 2**31)) for run in runs.values() if flag(run, "live")]
+        return sorted(runs), ", ".join(trainers), ProcessId.of(integer(answer, "pid", None, 1, 2**22))
+
+
+def _wait_for(runs: list[str], discard: bool) -> None:
+    if not discard:
+        waited = ", ".join(runs) or "a server without runs"
+        error_console().print(f"waiting until {waited} is uploaded, {UPLOAD_TIMEOUT_S:.0f} s at most by default")
 
 
 def _listens(pid: int, port: int) -> bool:
-    inodes = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/net/{name}") as file:
-            fields = [line.split() for line in file][1:]
-            inodes |= {each[9] for each in fields if each[3] == _LISTENS and each[1].endswith(f":{port:04X}")}
-    with contextlib.suppress(OSError):  # another user's
-        return any(link == f"socket:[{inode}]" for link in _open_files(pid) for inode in inodes)
+    """Whether a process of this user listens at a port."""
+    with contextlib.suppress(OSError):
+        tables = "".join(table.read_text() for table in Path(f"/proc/{pid}/net").glob("tcp*"))
+        fields = [line.split() for line in tables.splitlines()]
+        wanted = {f"socket:[{each[9]}]" for each in fields if each[3] == _LISTENS and each[1].endswith(f":{port:04X}")}
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(fd) in wanted:
+                    return True
     return False
-
-
-def _open_files(pid: int) -> Iterator[str]:
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            yield os.readlink(f"/proc/{pid}/fd/{fd}")

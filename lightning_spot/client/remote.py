@@ -73,7 +73,7 @@ class ServerStore:
     def survey(self) -> Holdings:
         """See :meth:`Store.survey`."""
         attempt, listed = self._asked()
-        return Holdings.of_memory([item.manifest for item in listed], attempt)
+        return Listed.holdings(listed, attempt)
 
     def fetch(self, manifest: Manifest, into: Target, progress: Progress | None = None) -> None:
         """See :meth:`Store.fetch`."""

@@ -31,7 +31,7 @@ from lightning_spot.say import recent
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.slots import Group, Reached, SlotState, View
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.server.tier import TierHealth
+from lightning_spot.server.tier import TierHealth, state_in_memory
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.fences import ATTEMPTS_DIR
 from lightning_spot.threads import in_background
@@ -238,9 +238,7 @@ def _state(group: Group, view: View) -> str:
         return "failed" if group.state is Status.ABORTED else "incomplete"
     if group.reached is Reached.PERSISTED:
         return "persisted"
-    if any(slot in view.owed for slot in group.slots):
-        return "uploading"
-    return "replicated" if all(slot.is_safe for slot in group.slots) else "local"
+    return state_in_memory((slot in view.owed, slot.is_safe) for slot in group.slots)
 
 
 def _tier(url: str, health: TierHealth) -> dict[str, Any]:

@@ -99,17 +99,13 @@ class MemorySource:
 
     def survey(self) -> Holdings:
         """See :meth:`Source.survey`; empty if no server lives."""
-        return Holdings.of_memory(item.manifest for item in self.listing())
-
-    def listing(self) -> list[Listed]:
-        """Everything the server holds of the run."""
         host = attach(self._url, self._run)
         if host is None:
-            return []
+            return Holdings()
         try:
-            return host.listing()
+            return Listed.holdings(host.listing())
         except SnapshotNotFoundError:  # the server does not know the run
-            return []
+            return Holdings()
         finally:
             host.disconnect()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
-from lightning_spot.store.store import Store
+from lightning_spot.store.store import Holdings, Store
 from lightning_spot.untrusted import texts
 
 
@@ -65,6 +65,21 @@ class Listed(NamedTuple):
             cls(Manifest.from_dict(item["manifest"]), texts(item, "dirty"), texts(item, "safe"))
             for item in listing["snapshots"]
         ]
+
+    @classmethod
+    def holdings(cls, listed: list[Listed], claimed: int = 0) -> Holdings:
+        """What a server holds of a run, of which an attempt is the newest that it knows."""
+        held = Holdings.of_memory([item.manifest for item in listed], claimed)
+        held.copies = {item.manifest.name: (bool(item.owed), bool(item.safe)) for item in listed}
+        return held
+
+
+def state_in_memory(copies: Iterable[tuple[bool, bool]]) -> str:
+    """State of a snapshot in memory, by its shards: see :attr:`Holdings.copies`."""
+    are_owed, are_safe = zip(*copies, strict=True)
+    if any(are_owed):
+        return "uploading"
+    return "replicated" if all(are_safe) else "local"
 
 
 @runtime_checkable

@@ -79,6 +79,8 @@ class Holdings:
         shards: registers of snapshots that several ranks write, as far as they are at this tier.
         attempts: files in the folder of claims.
         rewinds: that were asked for in storage.
+        copies: by the name of each snapshot or shard in memory, whether another copy is on its way, and whether it is
+            at all its destinations.
     """
 
     manifests: list[Manifest] = field(default_factory=list)
@@ -88,6 +90,7 @@ class Holdings:
     shards: list[Manifest] = field(default_factory=list)
     attempts: list[str] = field(default_factory=list)
     rewinds: list[Rewind] = field(default_factory=list)
+    copies: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
     def sets_aside(self, manifest: Manifest) -> bool:
         """Whether a rewind has set a snapshot aside, see :class:`Rewind`."""

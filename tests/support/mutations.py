@@ -218,11 +218,11 @@ stop keeps slots | client.starting | commands::stop_keeps_what_is_stored_nowhere
 -        if discard or not record.left_slots():
 +        if True:
 stop spares a server in use | cli.stop | commands::stop_spares_a_server_with_a_trainer[more1]
--    return bool(trainers)
-+    return False
+-                if trainers:
++                if False:
 stop looks who listens | cli.stop | commands::stop_never_ends_a_process_that_does_not_listen_there
--    return process if process is not None and _listens(process.pid, address.port) else None
-+    return process
+-    if process is not None and _listens(process.pid, address.port):  # it says so, and so does the kernel
++    if process is not None:
 # half a file is taken for a whole one
 rename of a file | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
 -                        os.replace(temporary, place / Path(name).name)
