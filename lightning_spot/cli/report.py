@@ -27,6 +27,7 @@ _COLOURS = {
     "down_s": "#8884",
 }
 """What the time of an attempt goes to, as it is drawn."""
+_HEADINGS = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", "BLOCKED", "LOST", "DOWN AFTER", "END")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +57,17 @@ def report(arguments: argparse.Namespace) -> int:
         lines.append(f"{gone} before these, {format_seconds(before.closed.total_s)} in all")
     goodput = f"goodput {100 * whole.goodput:.1f} % of {format_seconds(whole.total_s)}"
     goodput += "".join(f", {name.removesuffix('_s')} {format_seconds(getattr(whole, name))}" for name in _COLOURS)
-    headings, rows = _rows(records, parts)
-    drawing = _timeline(records, parts)
+    rows, drawing = _rows(records, parts), _timeline(records, parts)
     if arguments.plot:
         _write("--plot", arguments.plot, drawing)
     if arguments.html:
-        _write("--html", arguments.html, _page(url, [goodput, *lines], headings, rows, drawing))
-    table = plain_table(headings, rows, left=("BEGUN", "END"))
-    document = _facts(records, parts, whole, before.attempts)
+        _write("--html", arguments.html, _page(url, [goodput, *lines], rows, drawing))
+    attempts = [
+        {**asdict(replace(record, earlier=None)), "spent": _facts(part)}
+        for record, part in zip(records, parts, strict=True)
+    ]
+    document = {"attempts": attempts, "attempts_before": before.attempts, "whole": _facts(whole)}
+    table = plain_table(_HEADINGS, rows, left=("BEGUN", "END"))
     print_answer(arguments.output, document, [*lines, table, goodput])
     return 0
 
@@ -75,10 +79,9 @@ def _write(option: str, file: str, text: str) -> None:
         raise SettingsError(f"{option} {file} cannot be written: {error.strerror}") from error
 
 
-def _rows(records: list[AttemptRecord], parts: list[Spent]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The attempts as a table: its headings, and a row for each."""
-    headings = ("ATTEMPT", "BEGUN", "STEPS", "LASTED", "SNAPSHOTS", "BLOCKED", "LOST", "DOWN AFTER", "END")
-    rows: list[tuple[str, ...]] = [
+def _rows(records: list[AttemptRecord], parts: list[Spent]) -> list[tuple[str, ...]]:
+    """What a table has of each attempt."""
+    return [
         (
             str(record.attempt),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.begun_unix_s)),
@@ -92,7 +95,6 @@ def _rows(records: list[AttemptRecord], parts: list[Spent]) -> tuple[tuple[str, 
         )
         for record, part, lost in zip(records, parts, lost_steps(records), strict=True)
     ]
-    return headings, rows
 
 
 _STYLE = """
@@ -105,19 +107,13 @@ th, td { padding: .25rem .75rem .25rem 0; text-align: left; border-bottom: 1px s
 _DRAWN, _BAR, _SIDE = 1000, 22, 60
 
 
-def _page(
-    url: str,
-    lines: Sequence[str],
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    drawing: str,
-) -> str:
+def _page(url: str, lines: Sequence[str], rows: Sequence[Sequence[str]], drawing: str) -> str:
     """The report as one page of HTML, which loads nothing and runs nothing."""
 
     def element(name: str, text: str) -> str:
         return f"<{name}>{html.escape(plain(text, LONGEST_TEXT))}</{name}>"
 
-    head = "".join(element("th", heading.capitalize()) for heading in headings)
+    head = "".join(element("th", heading.capitalize()) for heading in _HEADINGS)
     body = "".join(f"<tr>{''.join(element('td', cell) for cell in row)}</tr>\n" for row in rows)
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return f"""<!DOCTYPE html>
@@ -181,12 +177,5 @@ def _records(url: str) -> list[AttemptRecord]:
     return [completed(url, record, snapshots) for record in records]
 
 
-def _facts(records: list[AttemptRecord], parts: list[Spent], whole: Spent, before: int) -> dict[str, object]:
-    def plain(part: Spent) -> dict[str, float]:
-        return {**{name: getattr(part, name) for name in _COLOURS}, "total_s": part.total_s, "goodput": part.goodput}
-
-    attempts = [
-        {**asdict(replace(record, earlier=None)), "spent": plain(part)}
-        for record, part in zip(records, parts, strict=True)
-    ]
-    return {"attempts": attempts, "attempts_before": before, "whole": plain(whole)}
+def _facts(part: Spent) -> dict[str, float]:
+    return {**{name: getattr(part, name) for name in _COLOURS}, "total_s": part.total_s, "goodput": part.goodput}

@@ -13,18 +13,10 @@ from lightning_spot.protocol.credentials import Rights, Scope
 
 def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``token``."""
-    parser.add_argument(
-        "--run",
-        required=True,
-        metavar="PREFIX",
-        help="runs that it holds for: PREFIX, and names that go on after it with one of . _ = + -",
-    )
-    parser.add_argument(
-        "--rights",
-        required=True,
-        choices=[each.value for each in Rights],
-        help="read: list runs and read snapshots; write: also open runs and upload",
-    )
+    prefix = "runs that it holds for: PREFIX, and names that go on after it with one of . _ = + -"
+    parser.add_argument("--run", required=True, metavar="PREFIX", help=prefix)
+    rights = "read: list runs and read snapshots; write: also open runs and upload"
+    parser.add_argument("--rights", required=True, choices=[each.value for each in Rights], help=rights)
     parser.add_argument("--expires", default=7 * 86400.0, help="how long it holds (default: 7d)", **takes_time(1))
 
 
