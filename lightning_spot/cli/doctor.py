@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -42,16 +41,10 @@ _SAMPLE_BYTES = 64 * 10**6
 """How much is written for a measurement."""
 _MEMORY_FILES = "memory files are used, and end with the server that holds them"
 _RULE = "set AbortIncompleteMultipartUpload, to 7 days say"
-_ABORTS = {
-    "Rules": [
-        {
-            "ID": "abort-unfinished-uploads",
-            "Status": "Enabled",
-            "Filter": {},
-            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7},
-        }
-    ]
-}
+_ABORTS = (
+    '{"Rules": [{"ID": "abort-unfinished-uploads", "Status": "Enabled", "Filter": {},'
+    ' "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}]}'
+)
 _WAY_ON = (
     ". Is one running there (`lightning-spot serve --listen HOST:PORT`), and does a firewall let this host through?"
 )
@@ -61,9 +54,8 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     add_run(parser, which=" that snapshots are to go to", servers=False, stored=True)
     add_servers(parser, "also measure this snapshot server; may be given several times")
-    parser.add_argument(
-        "--snapshot-size", help="size of a snapshot (that of the newest in RUN, or 1GB)", **takes_size()
-    )
+    size = "size of a snapshot (that of the newest in RUN, or 1GB)"
+    parser.add_argument("--snapshot-size", help=size, **takes_size())
     parser.add_argument("--lifetime", default=7200.0, help="of a machine, mean (2h)", **takes_time(above=True))
     add_output(parser)
 
@@ -72,31 +64,28 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Measure and recommend; 1 if a tier cannot be used."""
     location = location_of(arguments.run, arguments.server)
     scratch = f"{location.url}/.doctor-{secrets.token_hex(4)}"
-    problems: list[str] = []
-    found: Holdings | None = None
+    problems, found = list[str](), None
     try:
         found = _ask(location.url)  # says better than a write what is wrong with it
     except SpotError as error:
         problems.append(_problem(location.url, location.url, error))
-    usual = found.manifests[0].stored_bytes if found is not None and found.manifests else _USUAL_BYTES
-    snapshot_bytes = arguments.snapshot_size or usual
+    newest = found.manifests[0].stored_bytes if found is not None and found.manifests else _USUAL_BYTES
+    snapshot_bytes = arguments.snapshot_size or newest
     tiers = _speeds(location, scratch, problems, stores=found is not None)
-    facts: dict[str, Any] = {"tiers_bytes_per_s": tiers}
-    servers = [url for url in location.servers if url in tiers]
+    facts: dict[str, Any] = {"tiers_bytes_per_s": tiers, "problems": problems}
     error_console().print("starting a snapshot server on this host …")
     try:
-        facts["local_server_bytes_per_s"] = local_server_speed(scratch, _SAMPLE_BYTES)
+        facts["local_server_bytes_per_s"] = committed = local_server_speed(scratch, _SAMPLE_BYTES)
     except (SpotError, OSError) as error:
         problems.append(f"the snapshot server on this host: {error}")
+        committed = 0.0
     cloud = detect_cloud()
-    facts["cloud"], facts["grace_period_s"] = cloud, CLOUDS[cloud]().grace_period_s if cloud is not None else None
-    committed = facts.get("local_server_bytes_per_s")
+    facts |= {"cloud": cloud, "grace_period_s": CLOUDS[cloud]().grace_period_s if cloud is not None else None}
     outlook = _outlook(snapshot_bytes, committed, tiers, location.url, arguments.lifetime)
     facts["outlook"] = asdict(outlook) if outlook is not None else None
-    facts["advice"] = _advice(outlook, snapshot_bytes, location.url, servers, facts["grace_period_s"])
-    if found is not None:
-        facts["advice"][:0] = _of_unfinished_uploads(location.url)
-    facts["problems"] = problems
+    servers = [url for url in location.servers if url in tiers]
+    advice = _of_unfinished_uploads(location.url) if found is not None else []
+    facts["advice"] = advice + _advice(outlook, snapshot_bytes, location.url, servers, facts["grace_period_s"])
     print_answer(arguments.output, facts, _lines(facts, outlook, snapshot_bytes))
     return 1 if problems else 0
 
@@ -194,17 +183,16 @@ def local_server_speed(run_url: str, nbytes: int) -> float:
 
 
 def _outlook(
-    snapshot_bytes: int, committed: float | None, tiers: dict[str, float], durable_url: str, lifetime_s: float
+    snapshot_bytes: int, committed: float, tiers: dict[str, float], durable_url: str, lifetime_s: float
 ) -> Outlook | None:
     """What to expect with storage, and the first snapshot server that works; ``None`` if that cannot be said."""
     from lightning_spot.simulation.simulator import SimulatedJob, chain, outlook, server_tier, storage_tier
 
-    if durable_url not in tiers or committed is None:
+    if durable_url not in tiers or not committed:
         return None
     servers = [server_tier(snapshot_bytes, speed) for url, speed in tiers.items() if url != durable_url]
     links = chain(*servers[:1], storage_tier(snapshot_bytes, tiers[durable_url]))
-    job = SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / committed, tiers=links)
-    return outlook(job, lifetime_s)
+    return outlook(SimulatedJob(work_s=lifetime_s, stall_s=snapshot_bytes / committed, tiers=links), lifetime_s)
 
 
 def _advice(
@@ -242,7 +230,7 @@ def _of_unfinished_uploads(url: str) -> list[str]:
     return [
         f"no lifecycle rule aborts unfinished uploads below {url}: parts that a killed process was sending stay"
         f" there, and are paid for, until you remove them: {_RULE}. Where the bucket has no other rule: aws s3api"
-        f" put-bucket-lifecycle-configuration --bucket {bucket} --lifecycle-configuration '{json.dumps(_ABORTS)}'"
+        f" put-bucket-lifecycle-configuration --bucket {bucket} --lifecycle-configuration '{_ABORTS}'"
     ]
 
 
