@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_spot.simulation.failures import Failure, Mixed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureClass:
@@ -26,6 +28,13 @@ class FailureClass:
     lag_s: float = 0.0
     restore_s: float = 0.0
     restart_s: float = 0.0
+
+
+def shares_of(failures: Mixed) -> dict[Failure, float]:
+    """Of all failures, by what they take away."""
+    process, gone = failures.mtbf_s / failures.process_mtbf_s, failures.server_gone
+    machine = 1 - process
+    return {Failure.PROCESS: process, Failure.MACHINE: machine * (1 - gone), Failure.SERVER: machine * gone}
 
 
 def safe_snapshots(period_s: float, drain_s: float, mtbf_s: float) -> float:

@@ -41,7 +41,7 @@ from lightning_spot.interval import adaptive, coci, convergence, costs
 from lightning_spot.interval.adaptive import young_daly_s
 from lightning_spot.session import snapshotter
 from lightning_spot.simulation.failures import Fleet, Weibull
-from lightning_spot.simulation.simulator import SimulatedJob, exponential_loss, row_of
+from lightning_spot.simulation.simulator import SimulatedJob, compare, exponential_loss
 
 SCALE = 60.0
 MTBF_S = 600.0  # of the scaled clock, as all that follow
@@ -262,8 +262,8 @@ def simulated(way: Way, found: Figures) -> float:
     job = SimulatedJob(
         work_s=WORK_S, steps=round(WORK_S / found.step_s), stall_s=found.blocked_s, restore_s=found.restart_s, loss=loss
     )
-    policy: IntervalPolicy = EverySteps(way.every) if way.every else ConvergenceAware()
-    return row_of(way.name, policy, job, Fleet(Weibull(MTBF_S, k=1)), runs=RUNS).goodput
+    policies = {way.name: (lambda: EverySteps(way.every)) if way.every else ConvergenceAware}
+    return compare(job, Fleet(Weibull(MTBF_S, k=1)), policies, runs=RUNS)[0].goodput
 
 
 def exact(way: Way, found: Figures) -> float:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.closed_form import FailureClass, expected_total_s
+from benchmarks.closed_form import FailureClass, expected_total_s, shares_of
 from lightning_spot.config import format_seconds
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds
@@ -20,8 +21,8 @@ from lightning_spot.simulation.simulator import (
     SimulatedJob,
     Tier,
     chain,
+    compare,
     exponential_loss,
-    row_of,
     server_tier,
     simulate,
     storage_tier,
@@ -58,12 +59,13 @@ def mix_of(snapshot_bytes: float, machines: int, lifetime_s: float = 2 * HOUR_S)
 
 def gains(runs: int) -> str:
     """The table of what a snapshot server gains."""
-    lines = []
+    lines, ours = [], {"ConvergenceAware": ConvergenceAware}
     for snapshot_bytes, bucket, machines in itertools.product((1e9, 10e9, 100e9), (80e6, 400e6), (1, 8)):
         failures = mix_of(snapshot_bytes, machines)
         without, having = (
-            row_of("", ConvergenceAware(), job_of(snapshot_bytes, bucket, with_node=with_node), failures, runs=runs)
+            row
             for with_node in (False, True)
+            for row in compare(job_of(snapshot_bytes, bucket, with_node=with_node), failures, ours, runs=runs)
         )
         every = [format_seconds(_period_s(row, snapshot_bytes)) for row in (without, having)]
         lost = [format_seconds(_lost_s(row)) for row in (without, having)]
@@ -88,7 +90,7 @@ def _lost_s(row: PolicyRow) -> float:
 
 def node_gone() -> float:
     """Share of the lost machines that are lost while the snapshot server is gone, for 10 GB."""
-    shares = mix_of(10e9, 1).shares
+    shares = shares_of(mix_of(10e9, 1))
     return shares[Failure.SERVER] / (shares[Failure.SERVER] + shares[Failure.MACHINE])
 
 
@@ -107,7 +109,7 @@ def mixed_closed_form(runs: int) -> list[float]:
         taken = np.arange(1, count + 1) * interval_s
         outcome = simulate(job, taken, failures, runs=runs)
         classes = []
-        for kind, share in failures.shares.items():
+        for kind, share in shares_of(failures).items():
             tier = next(tier for tier in tiers if tier.survives >= kind)
             restart_s = RESTART_S if kind >= Failure.MACHINE else 0.0
             one = FailureClass(share=share, drain_s=tier.drain_s, lag_s=tier.lag_s, restart_s=restart_s)
@@ -127,8 +129,10 @@ def losing_cases(runs: int) -> str:
     ):
         job = replace(job_of(100e9, 80e6, with_node=False), loss=None)
         failures = replace(mix_of(100e9, machines, lifetime_h * HOUR_S), process_mtbf_s=crash_h * HOUR_S)
-        ours_s = row_of("", ConvergenceAware(), job, failures, runs=runs).total_s
-        fixed = {s: row_of("", EverySeconds(s), job, failures, runs=runs).total_s for s in (150, 300, 600, 1200)}
+        every = (150, 300, 600, 1200)
+        policies = {f"every {s} s": functools.partial(EverySeconds, s) for s in every}
+        ours, *rows = compare(job, failures, {"ours": ConvergenceAware, **policies}, runs=runs)
+        ours_s, fixed = ours.total_s, {s: row.total_s for s, row in zip(every, rows, strict=True)}
         best = min(fixed, key=lambda s: fixed[s])
         longer = ours_s / fixed[best] - 1
         lines.append(f"- {name}: {longer:.1%} longer than with a snapshot every {format_seconds(best)}.")

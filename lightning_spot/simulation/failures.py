@@ -177,42 +177,27 @@ class Mixed:
         return 1 / (1 / self.machines.mtbf_s + 1 / self.process_mtbf_s)
 
     @property
-    def shares(self) -> dict[Failure, float]:
-        """Of all failures, by what they take away."""
-        process = self.mtbf_s / self.process_mtbf_s
-        return {
-            Failure.PROCESS: process,
-            Failure.MACHINE: (1 - process) * (1 - self._server_gone),
-            Failure.SERVER: (1 - process) * self._server_gone,
-        }
-
-    @property
-    def _server_gone(self) -> float:
+    def server_gone(self) -> float:
         """Probability that there is no snapshot server with a snapshot when a machine is lost."""
         return 1 - exp(-self.server_back_s / self.server_mtbf_s)
 
     def events(self, random: np.random.Generator, runs: int) -> Iterator[Event]:
         """See :class:`Failures`. Machines get older while a crashed process starts again."""
         own = np.random.default_rng(random.integers(2**63))  # machines are lost as they would be without crashes
-        events, drawn, taken = self.machines.events(random, runs), list[Array](), np.zeros(runs, dtype=np.int64)
-
-        def following(run: int) -> float:
-            """The next uptime of a run's machines: each run comes to it at another time."""
-            while len(drawn) <= taken[run]:
-                drawn.append(next(events)[0])
-            taken[run] += 1
-            return float(drawn[taken[run] - 1][run])
-
-        left = np.array([following(run) for run in range(runs)])
+        events = (up for up, _ in self.machines.events(random, runs))
+        drawn, taken = [next(events)], np.zeros(runs, dtype=np.int64)  # each run comes to an uptime at another time
+        left = drawn[0].copy()
         never = np.full(runs, inf)
         while True:
             crash = own.exponential(self.process_mtbf_s, runs) if self.process_mtbf_s < inf else never
-            alone = np.where(own.random(runs) < self._server_gone, Failure.SERVER, Failure.MACHINE)
+            alone = np.where(own.random(runs) < self.server_gone, Failure.SERVER, Failure.MACHINE)
             lost = left <= crash
             up = np.where(lost, left, crash)
             yield up, np.where(lost, alone, Failure.PROCESS)
             left -= up
-            left[lost] = [following(run) for run in np.flatnonzero(lost).tolist()]
+            taken += lost
+            drawn += itertools.islice(events, max(0, taken.max() + 1 - len(drawn)))
+            left[lost] = [drawn[taken[run]][run] for run in np.flatnonzero(lost)]
 
 
 _TOGETHER_S = 180.0

@@ -213,7 +213,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of each run; arrays of shape ``(runs,)``, times in seconds.
+    """What became of each run; arrays of shape ``(runs,)``, or ``(tiers,)``, times in seconds.
 
     Attributes:
         total_s: from the first start to the end; infinite for a run that was given up.
@@ -223,7 +223,9 @@ class Outcome:
         restore_s: machines ran, and training did not yet.
         failures: number of failures.
         progress_lost: fall of the loss that failures took away, in sum; zeros for a job without a loss.
-        tiers: what became of the snapshots at each tier of the job, over all runs.
+        behind_s: for each tier of the job, over all failures: work that the newest snapshot there was behind.
+        resumed: for each tier, the failures after which the job went on from there: no nearer tier had one as new.
+        resumed_lost_s: for each tier, the work that these took away.
     """
 
     total_s: Array
@@ -233,22 +235,9 @@ class Outcome:
     restore_s: Array
     failures: Array
     progress_lost: Array
-    tiers: tuple[AtTier, ...]
-
-
-@dataclass(slots=True)
-class AtTier:
-    """The snapshots at one tier, as sums over all failures.
-
-    Attributes:
-        behind_s: work that the newest one there was behind when the failure came.
-        resumed: failures after which the job went on from there, since no nearer tier had one as new.
-        lost_s: work these took away.
-    """
-
-    behind_s: float = 0.0
-    resumed: int = 0
-    lost_s: float = 0.0
+    behind_s: Array
+    resumed: Array
+    resumed_lost_s: Array
 
 
 def places(policy: IntervalPolicy, job: SimulatedJob, mtbf_s: float, seed: int = 0, noise: float = 0.0) -> Array:
@@ -263,7 +252,10 @@ def places(policy: IntervalPolicy, job: SimulatedJob, mtbf_s: float, seed: int =
     """
     step_s = job.work_s / job.steps
     listens = policy.monitor != ""  # another one decides by the time alone: where nothing can be due it is not asked
-    losses = _readings(job.loss, job.steps, seed, noise) if listens and job.loss is not None else []
+    losses: list[float] = []
+    if listens and job.loss is not None:
+        drawn = noise * np.random.default_rng(seed).standard_normal(job.steps)
+        losses = (job.loss(np.arange(1, job.steps + 1) / job.steps) + drawn).tolist()
     taken: list[float] = []
     policy.learn(job.costs(mtbf_s))
     policy.taken(0, 0.0)
@@ -281,13 +273,6 @@ def places(policy: IntervalPolicy, job: SimulatedJob, mtbf_s: float, seed: int =
     return np.array(taken)
 
 
-def _readings(loss: Loss, steps: int, seed: int, noise: float) -> list[float]:
-    """The loss at each step, with noise of a standard deviation."""
-    shares = np.arange(1, steps + 1) / steps
-    readings: list[float] = (loss(shares) + noise * np.random.default_rng(seed).standard_normal(steps)).tolist()
-    return readings
-
-
 def simulate(job: SimulatedJob, taken: Array, failures: Failures, *, runs: int, seed: int = 0) -> Outcome:
     """Simulate a job.
 
@@ -303,9 +288,9 @@ def simulate(job: SimulatedJob, taken: Array, failures: Failures, *, runs: int, 
     clock = begun + job.stall_s * np.maximum(count - 1, 0)  # when each begins, undisturbed
     after = begun + job.stall_s * count  # when it is in memory, and training goes on behind it
     end_s = job.work_s + job.stall_s * len(taken)
-    tiers = _Tiers(job, after, runs)
+    found = Outcome(*np.zeros((7, runs)), *np.zeros((3, len(job.tiers))))
+    tiers = _Tiers(job, begun, after, found)
 
-    total, stall, lost, down, restore, hits, progress = (np.zeros(runs) for _ in range(7))
     at = np.zeros(runs, dtype=np.int64)  # the snapshot each run goes on from
     running = np.arange(runs)
     random = np.random.default_rng(seed)
@@ -320,66 +305,53 @@ def simulate(job: SimulatedJob, taken: Array, failures: Failures, *, runs: int, 
         work = begun[last] + np.maximum(reached - after[last], 0.0)
         work = np.where(done, job.work_s, work)
         trained = reached - after[here]
-        restore[running] += restoring
-        stall[running] += trained - (work - begun[here])
-        total[running] += restoring + trained
+        found.restore_s[running] += restoring
+        found.stall_s[running] += trained - (work - begun[here])
+        found.total_s[running] += restoring + trained
         failed = ~done
         gone, work = running[failed], work[failed]
-        kept = tiers.fail(gone, kinds[gone], here[failed], now[failed], work, begun)
-        lost[gone] += work - begun[kept]
-        hits[gone] += 1
-        down[gone] += tiers.down_s[gone]
-        total[gone] += tiers.down_s[gone]
+        at[gone] = kept = tiers.fail(gone, kinds[gone], here[failed], now[failed], work)
+        found.lost_s[gone] += work - begun[kept]
+        found.failures[gone] += 1
+        found.down_s[gone] += tiers.down_s[gone]
+        found.total_s[gone] += tiers.down_s[gone]
         if job.loss is not None:
-            progress[gone] += job.loss(begun[kept] / job.work_s) - job.loss(work / job.work_s)
-        at[gone] = kept
+            found.progress_lost[gone] += job.loss(begun[kept] / job.work_s) - job.loss(work / job.work_s)
         running = gone
         if not len(running):
             break
-    total[running] = np.inf
-    return Outcome(total, stall, lost, down, restore, hits, progress, tuple(tiers.found))
+    found.total_s[running] = np.inf
+    return found
 
 
 class _Tiers:
     """What each tier holds, run by run, and what a failure leaves of it."""
 
-    def __init__(self, job: SimulatedJob, committed: Array, runs: int) -> None:
-        self.found = [AtTier() for _ in job.tiers]
+    def __init__(self, job: SimulatedJob, begun: Array, committed: Array, found: Outcome) -> None:
+        runs, self._job, self._begun, self._committed, self._found = len(found.total_s), job, begun, committed, found
         self.restore_s = np.zeros(runs)  # of the attempt that runs
         self.down_s = np.zeros(runs)  # before it
-        self._job = job
-        self._committed = committed
-        self._drain_s = np.array([tier.drain_s for tier in job.tiers])
+        self._drain_s = np.array([[tier.drain_s] for tier in job.tiers])
         self._survives = np.array([[tier.survives] for tier in job.tiers])
         self._deliveries = [Delivery(committed + tier.lag_s, tier.drain_s) for tier in job.tiers]
         self._newest = np.zeros((len(job.tiers), runs), dtype=np.int64)
 
-    def fail(
-        self,
-        gone: NDArray[np.int64],
-        kinds: NDArray[np.int64],
-        here: NDArray[np.int64],
-        now: Array,
-        work: Array,
-        begun: Array,
-    ) -> NDArray[np.int64]:
+    def fail(self, gone: Indices, kinds: Indices, here: Indices, now: Array, work: Array) -> Indices:
         """Failures of the runs ``gone``, all other arguments of their shape; returns the snapshots they go on from."""
         failed_s = self._committed[here] - self.restore_s[gone] - self.down_s[gone]  # the attempt before them ended
         stored = self._newest[:, gone]
-        newest = np.empty_like(stored)
-        for row, delivery in enumerate(self._deliveries):
-            caught_up_s = np.where(stored[row] >= here, ALWAYS_S, failed_s + delivery.drain_s)
-            newest[row] = delivery.newest(now, here, stored[row], caught_up_s)
+        caught_up_s = np.where(stored >= here, ALWAYS_S, failed_s + self._drain_s)
+        at_tiers = zip(self._deliveries, stored, caught_up_s, strict=True)
+        newest = np.array([delivery.newest(now, here, *at_tier) for delivery, *at_tier in at_tiers])
         left = np.where(self._survives >= kinds, newest, -1)
         source = left.argmax(axis=0)  # the first, hence nearest, of those with the newest
-        kept: NDArray[np.int64] = left.max(axis=0)
+        kept: Indices = left.max(axis=0)
         self._newest[:, gone] = np.where(left >= 0, newest, kept)  # a lost tier owes nothing older than what is resumed
-        for row, found in enumerate(self.found):
-            here_from = source == row
-            found.behind_s += float((work - begun[newest[row]]).sum())
-            found.resumed += int(here_from.sum())
-            found.lost_s += float((work - begun[kept])[here_from].sum())
-        self.restore_s[gone] = self._job.restore_s + self._drain_s[source]
+        count, lost_s = len(newest), work - self._begun[kept]
+        self._found.behind_s[:] += (work - self._begun[newest]).sum(axis=1)
+        self._found.resumed[:] += np.bincount(source, minlength=count)
+        self._found.resumed_lost_s[:] += np.bincount(source, weights=lost_s, minlength=count)
+        self.restore_s[gone] = self._job.restore_s + self._drain_s[source, 0]
         self.down_s[gone] = np.where(kinds >= Failure.MACHINE, self._job.restart_s, 0.0)
         return kept
 
@@ -474,54 +446,40 @@ def compare(
         seed: of everything random.
         noise: of the loss's readings, see :func:`~lightning_spot.simulation.simulator.places`.
     """
-    return [row_of(name, make(), job, failures, runs=runs, seed=seed, noise=noise) for name, make in policies.items()]
-
-
-def row_of(
-    name: str,
-    policy: IntervalPolicy,
-    job: SimulatedJob,
-    failures: Failures,
-    *,
-    runs: int,
-    seed: int = 0,
-    noise: float = 0.0,
-) -> PolicyRow:
-    """Simulate a job with one policy."""
-    taken = places(policy, job, failures.mtbf_s, seed, noise)
-    outcome = simulate(job, taken, failures, runs=runs, seed=seed)
-    total_s, hits = float(outcome.total_s.mean()), float(outcome.failures.sum())
-    return PolicyRow(
-        name=name,
-        snapshots=len(taken),
-        total_s=total_s,
-        error_s=float(outcome.total_s.std()) / runs**0.5 if math.isfinite(total_s) else math.inf,
-        goodput=job.work_s / total_s,
-        blocked=float(outcome.stall_s.mean()) / job.work_s,
-        lost=float(outcome.lost_s.mean()) / job.work_s,
-        down=float(outcome.down_s.mean()) / job.work_s,
-        restore=float(outcome.restore_s.mean()) / job.work_s,
-        failures=hits / runs,
-        progress_lost=float(outcome.progress_lost.sum()) / hits / _whole_fall(job) if hits else 0.0,
-        price=job.whole_price_per_hour * total_s / 3600,
-        tiers=tuple(_tier_row(*pair, hits, total_s) for pair in zip(job.tiers, outcome.tiers, strict=True)),
-    )
-
-
-def _tier_row(tier: Tier, found: AtTier, hits: float, total_s: float) -> TierRow:
-    return TierRow(
-        name=tier.name,
-        drain_s=tier.drain_s,
-        survives=tier.survives.name.lower(),
-        behind_s=found.behind_s / max(1.0, hits),
-        resumed=found.resumed / max(1.0, hits),
-        lost_s=found.lost_s / max(1, found.resumed),
-        price=tier.price_per_hour * total_s / 3600,
-    )
-
-
-def _whole_fall(job: SimulatedJob) -> float:
-    if job.loss is None:
-        return 1.0
-    ends = job.loss(np.array([0.0, 1.0]))
-    return float(ends[0] - ends[1]) or 1.0
+    fall = 1.0 if job.loss is None else float(-np.diff(job.loss(np.array([0.0, 1.0])))[0]) or 1.0
+    rows = []
+    for name, make in policies.items():
+        taken = places(make(), job, failures.mtbf_s, seed, noise)
+        outcome = simulate(job, taken, failures, runs=runs, seed=seed)
+        total_s, hits = float(outcome.total_s.mean()), float(outcome.failures.sum())
+        tiers = [
+            TierRow(
+                name=tier.name,
+                drain_s=tier.drain_s,
+                survives=tier.survives.name.lower(),
+                behind_s=float(behind_s) / max(1.0, hits),
+                resumed=float(resumed) / max(1.0, hits),
+                lost_s=float(lost_s) / max(1.0, resumed),
+                price=tier.price_per_hour * total_s / 3600,
+            )
+            for tier, behind_s, resumed, lost_s in zip(
+                job.tiers, outcome.behind_s, outcome.resumed, outcome.resumed_lost_s, strict=True
+            )
+        ]
+        row = PolicyRow(
+            name=name,
+            snapshots=len(taken),
+            total_s=total_s,
+            error_s=float(outcome.total_s.std()) / runs**0.5 if math.isfinite(total_s) else math.inf,
+            goodput=job.work_s / total_s,
+            blocked=float(outcome.stall_s.mean()) / job.work_s,
+            lost=float(outcome.lost_s.mean()) / job.work_s,
+            down=float(outcome.down_s.mean()) / job.work_s,
+            restore=float(outcome.restore_s.mean()) / job.work_s,
+            failures=hits / runs,
+            progress_lost=float(outcome.progress_lost.sum()) / hits / fall if hits else 0.0,
+            price=job.whole_price_per_hour * total_s / 3600,
+            tiers=tuple(tiers),
+        )
+        rows.append(row)
+    return rows

@@ -43,8 +43,8 @@ def test_times_add_up() -> None:
     parts = outcome.stall_s + outcome.lost_s + outcome.down_s + outcome.restore_s
     assert outcome.total_s == pytest.approx(job.work_s + parts)
     assert (outcome.failures > 0).all()
-    assert sum(found.resumed for found in outcome.tiers) == outcome.failures.sum()
-    assert sum(found.lost_s for found in outcome.tiers) == pytest.approx(outcome.lost_s.sum())
+    assert outcome.resumed.sum() == outcome.failures.sum()
+    assert outcome.resumed_lost_s.sum() == pytest.approx(outcome.lost_s.sum())
 
 
 def test_by_hand() -> None:
