@@ -76,10 +76,10 @@ class Listed(NamedTuple):
 
 def state_in_memory(copies: Iterable[tuple[bool, bool]]) -> str:
     """State of a snapshot in memory, by its shards: see :attr:`Holdings.copies`."""
-    are_owed, are_safe = zip(*copies, strict=True)
-    if any(are_owed):
+    found = [*copies]
+    if any(is_owed for is_owed, _ in found):
         return "uploading"
-    return "replicated" if all(are_safe) else "local"
+    return "replicated" if all(is_safe for _, is_safe in found) else "local"
 
 
 @runtime_checkable
