@@ -100,8 +100,7 @@ class CopyJob:
         self._lock = threading.Lock()
         self._handed_over = threading.Event()
         self._cuda: CudaCopy | None = None
-        self._is_ordered = True
-        self._order_s = NEVER
+        self._is_ordered, self._order_s = True, NEVER
         self._is_settled = False
         self._ordering = threading.Lock()
         self._error: BaseException | None = None
@@ -113,8 +112,7 @@ class CopyJob:
             for task in self._tasks:
                 if task.place <= place:
                     task.ready_s = min(task.ready_s, now_s + task.after_s)
-        if (cuda := self._cuda) is not None:
-            self._order(lambda: cuda.release(place))
+        self._order(lambda cuda: cuda.release(place))
         self._woken()
 
     def wait_cpu(self) -> None:
@@ -125,8 +123,7 @@ class CopyJob:
         Raises:
             SpotError: if a copy failed.
         """
-        if self._cuda is not None:
-            self._order(self._cuda.release_all)
+        self._order(CudaCopy.release_all)
         self._help()
         self._end_if_done()
         self._wait_cpu()
@@ -185,8 +182,7 @@ class CopyJob:
             latest_s: when a background thread orders what is held of that.
         """
         self._tasks.extend(batches)
-        self._cuda, self._order_s = cuda, latest_s
-        self._is_ordered = cuda is None
+        self._cuda, self._is_ordered, self._order_s = cuda, cuda is None, latest_s
         self._end_if_done()
 
     def release_to_background(self) -> None:
@@ -224,8 +220,8 @@ class CopyJob:
     def step_in_background(self) -> None:
         """Copy one batch that is due, if there is one; order what is held on GPUs for too long."""
         now_s = self._clock()
-        if self._cuda is not None and self._order_s <= now_s:
-            self._order(self._cuda.release_rest)
+        if self._order_s <= now_s:
+            self._order(CudaCopy.release_rest)
         self._step(Batch.at_once, now_s)
 
     @property
@@ -239,20 +235,18 @@ class CopyJob:
             ready_s = min((task.ready_s for task in self._tasks if task.taken_by is None), default=NEVER)
             return ready_s if self._is_ordered else min(ready_s, self._order_s)
 
-    def _order(self, order: Callable[[], None]) -> None:
-        """Order copies on a GPU."""
+    def _order(self, order: Callable[[CudaCopy], bool]) -> None:
+        """Order copies on GPUs, if any are left; ``order`` says whether none are after it."""
         with self._ordering:
-            cuda = self._cuda
-            if cuda is None or self._is_ordered:
+            if self._cuda is None or self._is_ordered:
                 return
             try:
-                order()
+                self._is_ordered = order(self._cuda)
             except BaseException as error:  # told to whoever waits
-                self._error = error
+                self._error, self._is_ordered = error, True
                 if not isinstance(error, Exception):  # Ctrl-C is for the thread it came to
                     raise
             finally:
-                self._is_ordered = cuda.is_ordered
                 self._end_if_done()
 
     def _step(self, copy: Callable[[Batch], None], now_s: float) -> bool:

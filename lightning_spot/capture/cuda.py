@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,9 +80,8 @@ class Lane:
 
     def order(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Copy after what training has ordered so far."""
-        if pieces:
-            self._after_training()
-            self.order_beside(pieces, slot)
+        self._after_training()
+        self.order_beside(pieces, slot)
 
     def order_beside(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Copy after what the stream follows already: on a thread that knows nothing of what training has ordered."""
@@ -93,8 +92,7 @@ class Lane:
     def order_buffered(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Copy into the buffer, in the order of training's own stream, and from there beside what follows."""
         buffer = self.buffer()
-        if not pieces or buffer is None:
-            return
+        assert buffer is not None
         training = self._device.current(self.index)
         if self._left is not None:
             self._device.wait(training, self._left)  # what was in the buffer before has left it
@@ -135,16 +133,18 @@ class LaneCopy:
         held: what is copied from which place of the iteration on, in order.
         slot: where to.
         buffered: whether the last bytes are kept for the buffer.
+
+    Attributes:
+        done: an event after which all that was ordered is in the slot.
     """
 
     def __init__(self, lane: Lane, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> None:
-        self.lane = lane
-        self._slot = slot
+        self.done: Any = None
+        self._lane, self._slot = lane, slot
         self._held = deque(held)
-        self._last: list[Piece] = []
         buffer = lane.buffer() if buffered else None
-        self._room = buffer.numel() if buffer is not None else 0
-        room = self._room
+        self._room = room = buffer.numel() if buffer is not None else 0
+        self._last: list[Piece] = []
         while self._held and room > 0:
             place, pieces = self._held.pop()
             before, end = cut_end(pieces, room)
@@ -158,20 +158,25 @@ class LaneCopy:
         now: list[Piece] = []
         while self._held and self._held[0][0] <= place:
             now += self._held.popleft()[1]
-        self.lane.order(now, self._slot)
+        self._order(self._lane.order, now)
         return not self._held and not self._last
 
     def release_rest(self) -> None:
         """Order the rest while the optimizer is not about to step: all of it has time."""
-        rest = self._take_rest()
-        if rest:
-            self.lane.order_beside(rest, self._slot)
+        self._order(self._lane.order_beside, self._take_rest())
 
     def release_all(self) -> None:
         """Order the rest: what the optimizer overwrites last goes through the buffer, as far as it has room."""
         now, buffered = cut_end(self._take_rest(), self._room)
-        self.lane.order(now, self._slot)
-        self.lane.order_buffered(buffered, self._slot)
+        self._order(self._lane.order, now)
+        self._order(self._lane.order_buffered, buffered)
+
+    def _order(self, order: Callable[[Sequence[Piece], torch.Tensor], None], pieces: Sequence[Piece]) -> None:
+        try:
+            if pieces:
+                order(pieces, self._slot)
+        finally:
+            self.done = self._lane.done
 
     def _take_rest(self) -> list[Piece]:
         rest = [piece for _, pieces in self._held for piece in pieces] + self._last
@@ -312,44 +317,28 @@ class CudaCopy:
     def __init__(self, copier: CudaCopier, lanes: Sequence[LaneCopy]) -> None:
         self._copier = copier
         self._lanes = lanes
-        self._done: list[Any] = []
-        self.is_ordered = False
-        """Whether nothing is left to order."""
 
-    def release(self, place: int) -> None:
-        """Order what was held until ``place``."""
-        if not self.is_ordered and not self._copier.capturing():
-            try:
-                self.is_ordered = all([lane.release(place) for lane in self._lanes])
-            finally:
-                self._note()
+    def release(self, place: int) -> bool:
+        """Order what was held until ``place``; whether nothing is left."""
+        return not self._copier.capturing() and all([lane.release(place) for lane in self._lanes])
 
-    def release_all(self) -> None:
+    def release_all(self) -> bool:
         """Order the rest: the optimizer is about to step.
 
         Raises:
             SpotError: if a CUDA graph is being recorded, into which no copy of ours belongs.
         """
-        if self.is_ordered:
-            return
-        self.is_ordered = True
         if self._copier.capturing():
             raise SpotError("a CUDA graph was recorded while it was copied; from now on nothing is copied beside steps")
-        try:
-            for lane in self._lanes:
-                lane.release_all()
-        finally:
-            self._note()
+        for lane in self._lanes:
+            lane.release_all()
+        return True
 
-    def release_rest(self) -> None:
+    def release_rest(self) -> bool:
         """Order the rest: training comes to no place of its iteration, in which copies were to go, for long."""
-        if not self.is_ordered:
-            self.is_ordered = True
-            try:
-                for lane in self._lanes:
-                    lane.release_rest()
-            finally:
-                self._note()
+        for lane in self._lanes:
+            lane.release_rest()
+        return True
 
     @_failures_as_ours()
     def wait(self) -> None:
@@ -358,9 +347,7 @@ class CudaCopy:
         Raises:
             SpotError: if the device fails.
         """
-        for event in self._done:
-            self._copier.device.synchronize(event)
+        for lane in self._lanes:
+            if lane.done is not None:
+                self._copier.device.synchronize(lane.done)
         self._lanes = ()
-
-    def _note(self) -> None:
-        self._done = [lane.lane.done for lane in self._lanes if lane.lane.done is not None]

@@ -30,7 +30,7 @@ from lightning_spot.capture.copier import Copier, CopyJob, LoneThread
 from lightning_spot.capture.host_link import HostLink, say_failing, within
 from lightning_spot.capture.layouts import CheckpointLayouter, Laid, RankLayouter
 from lightning_spot.capture.schedule import Schedule
-from lightning_spot.capture.slot_pool import SlotMaker, SlotPool, SlotViews, give_back
+from lightning_spot.capture.slot_pool import SlotPool, give_back
 from lightning_spot.capture.tensors import NOBODY, Owners, Watches
 from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
@@ -42,8 +42,6 @@ from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import WIDTHS, Floats
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.store import Store
-
-logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """At the end, threads beside training are waited for so long, twice: then what they wait for is broken off."""
@@ -131,8 +129,9 @@ class Pending:
     floats: tuple[Floats, ...] = ()
 
 
-def _nobody(_error: BaseException) -> None:
-    """Nobody waits for what has failed."""
+def _unexpected(error: BaseException) -> None:
+    """Nobody waits for what has failed: it is logged."""
+    raise error
 
 
 class Background:
@@ -150,44 +149,45 @@ class Background:
         idle: Callable[[], None] = lambda: None,
         idle_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._idle, self._idle_s = idle, idle_s
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], _Failed] | None] = queue.SimpleQueue()
+        self._idle, self._idle_s, self._is_over = idle, idle_s, False
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], _Failed]] = queue.SimpleQueue()
         self._thread = LoneThread(target=self._run, name=name)
         self._thread.start()
 
-    def put(self, task: Callable[[], None], failed: _Failed = _nobody) -> None:
+    def put(self, task: Callable[[], None], failed: _Failed = _unexpected) -> None:
         """Have something done after all that was put before.
 
         Args:
             task: what.
             failed: called with the error if it raises one, wherever that comes up: somebody may wait for what it does.
+                What this raises is logged.
         """
         self._tasks.put((task, failed))
 
     def close(self, wait_s: float) -> bool:
         """Do what was put so far, and no more; whether the thread has ended, after ``wait_s`` seconds at most."""
-        self._tasks.put(None)
+        self.put(self._end)
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
+    def _end(self) -> None:
+        self._is_over = True
+        self._idle()
+
     def _run(self) -> None:
-        is_over = False
-        while not is_over:
+        while not self._is_over:
             try:
                 try:
-                    task = self._tasks.get(timeout=self._idle_s())
+                    do, failed = self._tasks.get(timeout=self._idle_s())
                 except queue.Empty:
-                    task = (self._idle, _nobody)
-                is_over = task is None
-                do, failed = task if task is not None else (self._idle, _nobody)
+                    do, failed = self._idle, _unexpected
                 try:
                     do()
                 except BaseException as error:
                     failed(error)
-                    raise
             except Exception:  # nobody is to wait for a thread that has ended
                 say(logging.ERROR, "unexpected", UNEXPECTED, about="a task during training", exc_info=True)
-                if not is_over:
+                if not self._is_over:
                     time.sleep(_AGAIN_S)  # it may be of no task, and the same again
 
 
@@ -230,7 +230,7 @@ class SnapshotWriter:
         approximates: bool = False,
     ) -> None:
         self._look = look
-        self.link = HostLink(host, reconnect, lambda found: self._maker.again(found))
+        self.link = HostLink(host, reconnect, lambda found: self._slots.again(found))
         self.layouter: RankLayouter = layouter or CheckpointLayouter()
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
@@ -240,10 +240,9 @@ class SnapshotWriter:
         self._failing = ""
         self._rank, self._counted_s = rank, 0.0
         self._copier = copier if copier is not None else Copier()
-        self._views, self._schedule = SlotViews(self._copier), schedule
+        self._schedule = schedule
         self._unsteady: frozenset[int] = frozenset()
-        self._maker = SlotMaker(self._views, self._copier, self.link.lose, rank)
-        self._slots = slots = SlotPool(self.link, self._maker, rank)
+        self._slots = slots = SlotPool(self.link, self._copier, rank)
         try:
             self._tasks = Background("spot-writer", slots.give_back, lambda: slots.idle_s)
         except BaseException:  # nobody else closes what was given
@@ -267,7 +266,7 @@ class SnapshotWriter:
     @property
     def ready(self) -> bool:
         """Whether a snapshot can begin now without waiting for its slot to be made."""
-        return self._maker.ready
+        return self._slots.ready
 
     @property
     def is_under_way(self) -> bool:
@@ -280,10 +279,10 @@ class SnapshotWriter:
         Args:
             nbytes: expected size of what this rank writes.
             gpu: number of the GPU that tensors will come from, if they do.
-            beyond: see :class:`SlotMaker`.
+            beyond: see :class:`SlotPool`.
         """
-        self._maker.beyond = beyond
-        self._maker.first(self.host, nbytes, gpu=gpu)
+        self._slots.beyond = beyond
+        self._slots.warm(self.host, nbytes, gpu)
 
     def next_comes(self) -> None:
         """The next snapshot comes within a second: its slot is leased meanwhile."""
@@ -341,10 +340,10 @@ class SnapshotWriter:
         if host is None:
             raise self.link.missing()
         self._slots.wait_warm(host, wait_s)
-        if lost := self._views.others(host):
+        if lost := self._slots.views.others(host):
             self.copied()
             for other in lost:
-                self._views.drop(other)
+                self._slots.views.drop(other)
         lease: Lease | None = None
         view: SlotView | None = None
         done: Future[Manifest] = Future()
@@ -353,7 +352,7 @@ class SnapshotWriter:
             layout = laid.layout
             lease = self._slots.take(host, layout.nbytes, within(deadline_s))
             self._forget_done()
-            view = self._views.of(host, lease)
+            view = self._slots.views.of(host, lease)
             self.copied_bytes += layout.nbytes
             first, job = self._copy(layout, view, owned)
             floats = floats_of(layout, owned) if self._approximates else ()
@@ -369,7 +368,7 @@ class SnapshotWriter:
                 floats=floats,
             )
             self._pending.append(pending)
-            self._tasks.put(lambda: self._finish(host, pending), lambda error: self._end(host, pending, error))
+            self._tasks.put(lambda: self._finish(host, pending), lambda error: self._failed(host, pending, error))
         except BaseException:
             if lease is not None and done.cancel():  # else the background has it already, and Ctrl-C came a moment late
                 if view is not None:
@@ -428,25 +427,20 @@ class SnapshotWriter:
         """Wait until every snapshot begun so far is committed or given up."""
         self.copied()
         self._tasks.put(self._slots.give_back)
-        deadline = time.monotonic() + wait_s
-        for pending in list(self._pending):
-            try:
-                pending.done.result(timeout=max(0.0, deadline - time.monotonic()))
-            except (SpotError, TimeoutError) as error:
-                logger.debug("snapshot %s: %s", pending.manifest.name, error)
+        futures.wait([pending.done for pending in self._pending], wait_s)
 
     def close(self) -> None:
         """Stop the threads. The host stays open: it is the caller's, unless it keeps a thread waiting."""
         self.link.close()
-        done, made = self._tasks.close(CLOSE_S), self._maker.close(CLOSE_S)
+        done, made = self._tasks.close(CLOSE_S), self._slots.close(CLOSE_S)
         if not (done and made) and self.host is not None:
             self.host.disconnect()
             self._tasks.close(CLOSE_S)
-            self._maker.close(CLOSE_S)
+            self._slots.close(CLOSE_S)
         with contextlib.ExitStack() as ends:  # from the last one on, whatever fails in one
             ends.callback(self._pending.clear)
-            for host in self._views.others(None):
-                ends.callback(self._views.drop, host)
+            for host in self._slots.views.others(None):
+                ends.callback(self._slots.views.drop, host)
             ends.callback(self._copier.close)
 
     def store_past_memory(self, checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
@@ -472,12 +466,8 @@ class SnapshotWriter:
         if not pending.done.set_running_or_notify_cancel():
             return  # Ctrl-C: its slot was given back
         manifest = pending.manifest
-        try:
-            self._check(pending)
-            is_short = host.seal(pending.lease, manifest, pending.destinations, pending.floats)
-        except BaseException as error:
-            self._failed(host, pending, error)
-            return
+        self._check(pending)
+        is_short = host.seal(pending.lease, manifest, pending.destinations, pending.floats)
         try:
             if manifest.shard is not None and self._rank == 0:
                 self._wait_until_it_counts(manifest.snapshot)
@@ -539,27 +529,23 @@ class SnapshotWriter:
             self.why_aborted = why
         raise SnapshotFailedError(why, reason=FailureReason.SHARD_MISSING)
 
-    def _end(self, host: Host, pending: Pending, error: BaseException) -> None:
-        """Whatever has failed beside what is expected to, nobody waits for a snapshot after, and its slot is free."""
-        if not pending.done.done():
-            try:
-                self._failed(host, pending, error)
-            finally:
-                if not pending.done.done():
-                    pending.done.set_exception(as_failure(error) if isinstance(error, Exception) else error)
-
     def _failed(self, host: Host, pending: Pending, error: BaseException) -> None:
+        """Whatever has failed, also in here: nobody waits for the snapshot after, and its slot is free."""
+        if pending.done.done():
+            raise error
         error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
-        self.torn += FailureReason.TORN.caused(error)
-        if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
-            self._copier.give_up(pending.view)
-        if isinstance(error, ServerUnreachableError):
-            self.link.lose(host, error)
-        else:
-            give_back(host, pending.lease)
-        self.fail(pending.manifest, error)
-        self._say_failed(pending.manifest, error)
-        pending.done.set_exception(error)
+        try:
+            self.torn += FailureReason.TORN.caused(error)
+            if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
+                self._copier.give_up(pending.view)
+            if isinstance(error, ServerUnreachableError):
+                self.link.lose(host, error)
+            else:
+                give_back(host, pending.lease)
+            self.fail(pending.manifest, error)
+            self._say_failed(pending.manifest, error)
+        finally:
+            pending.done.set_exception(error)
 
     def _say_failed(self, manifest: Manifest, error: BaseException) -> None:
         if isinstance(error, FencedError):

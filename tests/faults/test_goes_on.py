@@ -18,7 +18,7 @@ import pytest
 
 from lightning_spot.capture.copier import Copier, CopyJob
 from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.slot_pool import SlotMaker, give_back
+from lightning_spot.capture.slot_pool import SlotPool, give_back
 from lightning_spot.capture.writer import Background
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
@@ -99,7 +99,7 @@ def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     failed = threading.Event()
-    monkeypatch.setattr(SlotMaker, where, once(getattr(SlotMaker, where), failed))
+    monkeypatch.setattr(SlotPool, where, once(getattr(SlotPool, where), failed))
     with contextlib.closing(Desk(tmp_path)) as desk:
         desk.writer.warm(3_000_000)
         until(lambda: desk.writer.ready, "a snapshot may begin")

@@ -17,7 +17,7 @@ import torch
 from lightning_spot import AutoResume, EverySteps, RemoteSnapshot
 from lightning_spot.capture import schedule
 from lightning_spot.capture.layouts import ShardedCheckpoint, ShardedCheckpointLayouter
-from lightning_spot.capture.slot_pool import SlotMaker
+from lightning_spot.capture.slot_pool import SlotPool
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
@@ -199,7 +199,7 @@ def test_a_snapshot_that_could_not_be_begun_is_taken_at_a_notice(
             raise error
         return lease(self, *what, **more)
 
-    monkeypatch.setattr(SlotMaker, "first", lambda *_, **__: None)
+    monkeypatch.setattr(SlotPool, "warm", lambda *_, **__: None)
     monkeypatch.setattr(InProcessHost, "lease", refuses)
     said, found = noticed_in_validation(tmp_path / "run", InValidation, every)
     assert refused

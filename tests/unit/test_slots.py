@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_spot.capture import host_link, slot_pool
-from lightning_spot.capture.slot_pool import SlotMaker, SlotPool
+from lightning_spot.capture.slot_pool import SlotPool
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.local_server import LocalServer
@@ -153,7 +153,7 @@ def made_by(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 
 
 def idle(desk: Desk) -> None:
-    until(lambda: desk.writer.ready and desk.writer._maker._thread is None, "nothing is being made")
+    until(lambda: desk.writer.ready and desk.writer._slots._thread is None, "nothing is being made")
 
 
 def slots_of(desk: Desk) -> list[str]:
@@ -208,7 +208,7 @@ def test_a_state_that_grew_once_has_superseded_slots_replaced(monkeypatch: pytes
     try:
         writer.warm(700_000)
         for step in range(1, 12):
-            until(lambda: writer.ready and writer._maker._thread is None, "nothing is being made")
+            until(lambda: writer.ready and writer._slots._thread is None, "nothing is being made")
             state = {"more": torch.ones(3_000_000 if step > 4 else 100_000)}
             try:
                 writer.begin(state, manifest_of(step, run_id=""), owned={}).result(120)
@@ -265,7 +265,7 @@ def test_an_urgent_snapshot_waits_for_its_slot_only_as_allowed(desk: Desk, monke
     monkeypatch.setattr(desk.host, "lease", slow)
     desk.writer.warm(700_000)
     waited: list[float] = []
-    monkeypatch.setattr(SlotMaker, "wait", lambda _maker, wait_s: bool(waited.append(wait_s)))
+    monkeypatch.setattr(SlotPool, "wait", lambda _pool, wait_s: bool(waited.append(wait_s)))
     manifest = manifest_of(1)
     over = Deadline(end_s=0.0, is_named=True)
     for wait_s in (3.0, over.wait_s, 0.0):
@@ -293,7 +293,7 @@ def test_who_waits_for_a_slot_waits_for_its_memory_to_be_made(
     for module in (slot_pool, host_link):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-        SlotPool(link, SlotMaker(None, None, lambda *_: None)).take(host, 10**10, wait_s)  # type: ignore[arg-type]
+        SlotPool(link, cast(Any, None)).take(host, 10**10, wait_s)
     assert asked[0] == longest_s
     assert max(asked) <= longest_s + 3
     assert now[0] == wait_s
