@@ -97,7 +97,7 @@ precise optimizers | state.fit_state | exact_table::equal_or_warned_of[precise-s
 -            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
 +            pass
 # a hook that initialises weights begins the training anew
-weights that hooks overwrite | state.buffers | overwritten::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
+weights that hooks overwrite | state.buffers | hooks::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
 -        write(here, value)
 +        pass
 # a curriculum begins anew in a resumed run
