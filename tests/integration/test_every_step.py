@@ -1,11 +1,15 @@
-"""A snapshot at every step is, bit for bit, the state of its step, whatever the model does to its tensors."""
+"""A snapshot at every step is, bit for bit, the state of its step, whatever the model does to its tensors.
+
+At every tier that it reached: the ring or the server on the host, a snapshot server, the durable directory.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
-import logging
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,12 @@ from torch import nn
 
 from lightning_spot import EverySteps, RemoteSnapshot
 from lightning_spot.capture import cuda, schedule
+from lightning_spot.client.local_server import LocalServer
 from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from tests.support.fake_device import Emulated
+from tests.support.server import MIB, snapshot_server
 from tests.support.snapshots import EachDurable, check_all, spot
 from tests.support.trainer import Net, Probe, TwoOptimizers, Unhurried, data, digest_of, trainer
 
@@ -106,33 +112,65 @@ class OfOneSize(Adapted):
     grows = False
 
 
+@dataclass
+class Tiers:
+    """Digests of what is in each snapshot, by its step, as it was committed at each tier.
+
+    Attributes:
+        url: of the snapshot server.
+    """
+
+    url: str = ""
+    host: dict[int, str] = field(default_factory=dict)
+    memory: dict[int, str] = field(default_factory=dict)
+    durable: dict[int, str] = field(default_factory=dict)
+
+
+def read(image: bytes | memoryview) -> str:
+    return digest_of(torch.load(io.BytesIO(image), weights_only=True))
+
+
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, str], dict[int, str]]:
-    """What is in each snapshot when it is committed in memory, and when it is durable. Small states are cut, too."""
+def tiers(monkeypatch: pytest.MonkeyPatch) -> Tiers:
+    """What the ring, of this process or of its local server, and the durable tier get. Small states are cut, too."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
-    committed: dict[int, str] = {}
-    durable: dict[int, str] = {}
-    real_seal, real_put = InProcessHost.seal, LocalStore.put
+    found = Tiers()
 
-    def seal(self: InProcessHost, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> Any:
-        done = real_seal(self, lease, manifest, *more, **named)
-        image = io.BytesIO(bytes(lease.map[: manifest.nbytes]))
-        committed.setdefault(manifest.step, digest_of(torch.load(image, weights_only=True)))
-        return done
+    def and_read(real: Callable[..., Any]) -> Callable[..., Any]:
+        def seal(host: Any, lease: Lease, manifest: Manifest, *more: Any, **named: Any) -> Any:
+            done = real(host, lease, manifest, *more, **named)
+            found.host.setdefault(manifest.step, read(lease.map[: manifest.nbytes]))
+            return done
 
-    def put(self: LocalStore, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        real_put(self, manifest, image, attempt=attempt)
-        durable[manifest.step] = digest_of(torch.load(self.root / manifest.data_path, weights_only=True))
+        def put(store: LocalStore, manifest: Manifest, *more: Any, **named: Any) -> Any:
+            done = real(store, manifest, *more, **named)
+            found.durable[manifest.step] = read((store.root / manifest.data_path).read_bytes())
+            return done
 
-    monkeypatch.setattr(InProcessHost, "seal", seal)
-    monkeypatch.setattr(LocalStore, "put", put)
-    return committed, durable
+        return seal if real.__name__ == "seal" else put
 
-
-Found = tuple[dict[int, str], dict[int, str]]
+    for kind, name in ((InProcessHost, "seal"), (LocalServer, "seal"), (LocalStore, "put"), (LocalStore, "put_parts")):
+        monkeypatch.setattr(kind, name, and_read(getattr(kind, name)))
+    return found
 
 
-def trained(root: Path, model: pl.LightningModule, steps: int, *callbacks: pl.Callback, **more: Any) -> dict[int, str]:
+@pytest.fixture
+def far(tiers: Tiers, tmp_path: Path) -> Iterator[Tiers]:
+    """A snapshot server in this process besides, that carries the run on."""
+    with snapshot_server(tmp_path, memory_bytes=256 * MIB) as (server, tiers.url):
+
+        def look() -> None:
+            for slot in server.ring.slots:
+                manifest = slot.manifest
+                if manifest is not None and manifest.step not in tiers.memory:
+                    manifest.verify(slot.view(), "the snapshot server")
+                    tiers.memory[manifest.step] = read(slot.view(manifest.nbytes))
+
+        server.ring.watch(look)
+        yield tiers
+
+
+def trained(model: pl.LightningModule, steps: int, *callbacks: pl.Callback, **more: Any) -> dict[int, str]:
     """Train with a snapshot at every step; the digests of what each is to be."""
     unhurried = Unhurried()
     trainer(*callbacks, unhurried, max_epochs=1, **more).fit(model, data(steps), data(2))
@@ -142,18 +180,19 @@ def trained(root: Path, model: pl.LightningModule, steps: int, *callbacks: pl.Ca
 
 
 def at_every_step(root: Path, **more: Any) -> RemoteSnapshot:
-    return RemoteSnapshot(str(root / "run"), local_server=False, interval=EverySteps(1), on_full="wait", keep=2, **more)
+    usual = {"interval": EverySteps(1), "on_full": "wait", "local_server": False}
+    return RemoteSnapshot(str(root / "run"), **{**usual, **more})
 
 
-def many(steps: int) -> list[Any]:
+def many(steps: int, few: int = 16) -> list[Any]:
     """So few steps, or very many."""
-    return [pytest.param(16), pytest.param(steps, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+    return [pytest.param(few), pytest.param(steps, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 
 
 @pytest.mark.parametrize("steps", many(500))
 @pytest.mark.parametrize("kind", [Adapted, RunsAhead, OfOneSize])
 def test_every_snapshot_is_its_step(
-    tmp_path: Path, found: Found, steps: int, kind: type[Adapted], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiers: Tiers, steps: int, kind: type[Adapted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where each validation swaps averages, right after a snapshot has begun. Each becomes durable."""
     swaps: list[int] = []
@@ -167,12 +206,11 @@ def test_every_snapshot_is_its_step(
     is_swapped = kind is OfOneSize
     averages: list[pl.Callback] = [EMAWeightAveraging(decay=0.9)] if is_swapped else []
     callbacks = (*averages, at_every_step(tmp_path, min_upload_interval_s=0.0), EachDurable(tmp_path / "run", 1))
-    truth = trained(tmp_path, kind(), steps, *callbacks, **({"val_check_interval": 3} if is_swapped else {}))
-    _, durable = found
+    truth = trained(kind(), steps, *callbacks, **({"val_check_interval": 3} if is_swapped else {}))
     if is_swapped:
         assert set(swaps) >= set(range(3, steps, 3))
-        truth.pop(steps), durable.pop(steps)  # at the end, the averages are put in
-    assert durable == truth
+        truth.pop(steps), tiers.durable.pop(steps)  # at the end, the averages are put in
+    assert tiers.durable == truth
     assert LocalStore(tmp_path / "run").survey().manifests[0].complete
 
 
@@ -182,16 +220,58 @@ BESIDE = [(Adapted, "backward"), (RunsAhead, "eager"), pytest.param(Adapted, "au
 @pytest.mark.parametrize("steps", many(1000))
 @pytest.mark.parametrize(("kind", "copy_mode"), BESIDE)
 def test_every_snapshot_is_its_step_while_training_continues(
-    tmp_path: Path, found: Found, caplog: pytest.LogCaptureFixture, kind: type[Adapted], copy_mode: Any, steps: int
+    tmp_path: Path, tiers: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], copy_mode: Any, steps: int
 ) -> None:
     """Nobody waits for a copy, a commit or the disk: slots are used again while others are written and read."""
-    committed, durable = found
-    with caplog.at_level(logging.WARNING):
-        each = trained(tmp_path, kind(), steps, at_every_step(tmp_path, copy_mode=copy_mode))
-    assert committed == each
-    assert durable.items() <= each.items()
-    assert max(durable) == max(each)
+    each = trained(kind(), steps, at_every_step(tmp_path, copy_mode=copy_mode))
+    assert tiers.host == each
+    assert tiers.durable.items() <= each.items()
+    assert max(tiers.durable) == max(each)
     assert "was dropped" not in caplog.text
+
+
+# As users have it: the server is its own process, and what no tier takes at once is committed before it has checksums.
+
+
+@pytest.mark.guarantee("G3")
+@pytest.mark.parametrize("steps", many(1000, few=24))
+@pytest.mark.parametrize(("kind", "compression"), [(Adapted, "auto"), (RunsAhead, "always")])
+def test_every_snapshot_is_its_step_at_each_tier_it_reached(
+    tmp_path: Path, far: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], compression: Any, steps: int
+) -> None:
+    """The snapshot server and the durable tier take the newest one whenever they are free."""
+    how = {"servers": far.url, "compression": compression, "min_upload_interval_s": 0.0}
+    each = by_a_server(tmp_path, kind, steps, caplog, **how)
+    assert far.host == each
+    for tier in (far.memory, far.durable):
+        assert tier.items() <= each.items()
+        assert len(tier) > 1
+        assert max(tier) == max(each)
+
+
+@pytest.mark.guarantee("G3")
+@pytest.mark.parametrize("steps", many(1000, few=24))
+@pytest.mark.parametrize("kind", [Adapted, RunsAhead])
+def test_every_snapshot_is_its_step_where_no_tier_takes_it(
+    tmp_path: Path, tiers: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], steps: int
+) -> None:
+    """No tier takes any but the first and the last: the others are superseded in memory."""
+    assert tiers.host == by_a_server(tmp_path, kind, steps, caplog, min_upload_interval_s=3600.0)
+
+
+def by_a_server(
+    root: Path, kind: type[Adapted], steps: int, caplog: pytest.LogCaptureFixture, **how: Any
+) -> dict[int, str]:
+    """Train, waiting for slots only, and validate at every fifth step; the digests of what each is to be."""
+    snapshots = at_every_step(root, local_server=True, **how)
+    each = trained(kind(), steps, snapshots, val_check_interval=5)
+    assert snapshots.num_dropped == 0
+    assert "was dropped" not in caplog.text
+    assert LocalStore(root / "run").survey().manifests[0].complete
+    return each
+
+
+# -- on GPUs ----------------------------------------------------------------------------------------------------------
 
 
 class LooksOn(pl.Callback):
@@ -217,18 +297,18 @@ ON_GPUS = [
 @pytest.mark.parametrize(("kind", "copy_mode", "buffer"), ON_GPUS)
 def test_every_snapshot_is_its_step_on_gpus_whose_copies_lag(
     tmp_path: Path,
-    found: Found,
+    tiers: Tiers,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[pl.LightningModule],
     copy_mode: Any,
     buffer: int | None,
 ) -> None:
     """The training thread waits for none of them."""
-    device, (committed, _) = Emulated(), found
+    device = Emulated()
     monkeypatch.setattr(cuda, "Cuda", lambda: device)
     looks_on, snapshots = LooksOn(device), at_every_step(tmp_path, copy_mode=copy_mode, device_buffer=buffer)
-    truth = trained(tmp_path, kind(), 12, snapshots, looks_on)
-    assert committed == truth
+    each = trained(kind(), 12, snapshots, looks_on)
+    assert tiers.host == each
     assert snapshots.num_dropped == 0
     assert looks_on.waited  # the background does
     assert threading.current_thread() not in looks_on.waited
