@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_spot import EverySteps, SpotCheckpoint, retry
-from lightning_spot.callbacks.auto_resume import AutoResume
+from lightning_spot import AutoResume, EverySteps, PreemptedError, RemoteSnapshot, SpotCheckpoint, retry
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.starting import attach
 from lightning_spot.config import PROTOCOL_VERSION
@@ -42,11 +42,13 @@ from tests.support import faulty
 from tests.support.faulty import Plan
 from tests.support.said import informed, said, said_about
 from tests.support.server import StartServer
-from tests.support.snapshots import EachDurable
+from tests.support.snapshots import EachDurable, serverless
 from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
+from tests.support.waiting import new_process
 
 pytestmark = pytest.mark.guarantee("G2")
 
+KEEPS: dict[str, Any] = {"keep": 3, "min_upload_interval_s": 0.0}
 EIO = Path("/proc/self/mem")  # reading its first byte fails with EIO, also for root
 
 
@@ -54,10 +56,8 @@ EIO = Path("/proc/self/mem")  # reading its first byte fails with EIO, also for 
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was interrupted after step 9: snapshots of steps 3, 6 and 9."""
     path = tmp_path_factory.mktemp("trained") / "run-1"
-    each: dict[str, Any] = {"interval": EverySteps(3), "on_full": "wait", "min_upload_interval_s": 0.0}
-    callback = SpotCheckpoint(str(path), local_server=False, keep=3, notices=None, **each)
     with pytest.raises(Stop):
-        trainer(callback, StopAt(10), EachDurable(path, 3)).fit(Net(), data())
+        trainer(serverless(path, **KEEPS), StopAt(10), EachDurable(path, 3)).fit(Net(), data())
     assert [manifest.step for manifest in LocalStore(path).survey().manifests] == [9, 6, 3]
     return path
 
@@ -73,8 +73,7 @@ def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def begins(url: str | Path, **more: Any) -> int | type[SpotError]:
     """The step at which ``fit`` begins to train, or the kind of error it ends with. Its own snapshots are few."""
-    settings: dict[str, Any] = {"interval": EverySteps(100), "local_server": False, "notices": None, "keep": 1}
-    callback, probe = SpotCheckpoint(str(url), **{**settings, "on_full": "wait", "run_name": "run-1", **more}), Probe()
+    callback, probe = serverless(url, **{"interval": EverySteps(100), "keep": 1, "run_name": "run-1", **more}), Probe()
     try:
         trainer(callback, probe, StopAt(11)).fit(Net(), data())
     except Stop:
@@ -433,3 +432,68 @@ def test_a_resume_from_an_approximation_says_so(run: Path, caplog: pytest.LogCap
     (run / inexact.name / "manifest.json").write_text(inexact.to_json())
     assert begins(run) == 9  # what the file holds
     assert said(caplog, "resume-inexact") == [{"about": inexact.name, "exact": manifest.name}]
+
+
+# -- a resume that fails at its first batch fails so at each start: that is said, and an older snapshot may be tried ---
+
+
+class Dies(pl.Callback):
+    """Ends a training with its first batch, as what was restored for half does."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error if error is not None else AssertionError()
+        self.step = -1
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+        raise self.error
+
+
+def start(
+    run: Path, dies: Dies, caplog: pytest.LogCaptureFixture, *callbacks: pl.Callback, **more: Any
+) -> tuple[int, list[str]]:
+    """Where a start that fails begins, and what it says of those before it."""
+    new_process()
+    fits = trainer(dies, *(callbacks or [serverless(run, **KEEPS, **more)]))
+    caplog.clear()
+    with pytest.raises(type(dies.error)):
+        fits.fit(Net(), data())
+    return dies.step, [str(facts["way_on"]) for facts in said(caplog, "resumes-failing")]
+
+
+@pytest.mark.parametrize(("on_failure", "steps"), [("error", [9, 9, 9, 9]), ("older", [9, 9, 6, 6, 3, 3, 3])])
+def test_each_start_after_one_that_failed_says_so(
+    run: Path, on_failure: Any, steps: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """All began there for ever, and each said that the same command goes on."""
+    told = list[str]()
+    for failed, step in enumerate(steps):
+        at, ways_on = start(run, Dies(), caplog, on_resume_failure=on_failure)
+        assert (at, len(ways_on)) == (step, bool(failed))
+        told += ways_on
+    assert "on_resume_failure='older'" in told[0] or on_failure == "older"
+    assert "resume=False" in told[-1]
+
+
+def test_a_snapshot_of_its_own_ends_that(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        start(run, Dies(), caplog, on_resume_failure="older")
+    new_process()
+    with pytest.raises(Stop):
+        trainer(serverless(run, **KEEPS, on_resume_failure="older"), StopAt(13), EachDurable(run, 3)).fit(Net(), data())
+    assert start(run, Dies(), caplog, on_resume_failure="older") == (12, [])
+
+
+def test_only_starts_that_failed_are_counted(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A notice may come before the first snapshot, as often as machines are taken away."""
+    for _ in range(3):
+        assert start(run, Dies(PreemptedError("taken away", 143)), caplog, on_resume_failure="older") == (9, [])
+
+
+def test_parts_alone_count_them_without_records(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def parts() -> list[pl.Callback]:
+        more: dict[str, Any] = {"local_server": False}
+        snapshots = RemoteSnapshot(str(run), interval=EverySteps(3), **more)
+        return [AutoResume(str(run), on_resume_failure="older", **more), snapshots]
+
+    assert [start(run, Dies(), caplog, *parts())[0] for _ in range(4)] == [9, 9, 6, 6]
