@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -25,7 +25,7 @@ from lightning_spot.threads import processors, work_together
 from tests.support.oracle import image_of, manifest_of, run_info
 from tests.support.ranks import Desk as WriterDesk
 from tests.support.said import said
-from tests.support.server import committed, sessions_of
+from tests.support.server import FIRST, SECOND, MakeBench, WithServers, committed, sessions_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G27")
@@ -138,6 +138,21 @@ def test_a_tier_that_had_no_thread_gets_one_later(tmp_path: Path, lacking: Calla
         committed(server, "run", manifest_of(1), image_of(1), wait_s=60)
         assert server.flush("run", 20.0) == []
     assert LocalStore(tmp_path / "durable").survey().manifests[0].step == 1
+
+
+@pytest.mark.guarantee("G24")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_whose_servers_no_thread_asked_is_asked_for_later(
+    tmp_path: Path, make_bench: MakeBench, lacking: Callable[[str, int], None], replicas: int
+) -> None:
+    """Nothing of it went anywhere."""
+    bench: Any = make_bench(kind=WithServers, allow=[str(tmp_path)])
+    lacking("spot-asker", 1)
+    bench.start(FIRST, SECOND, replicas=replicas)
+    assert bench.open(servers=(FIRST, SECOND), replicas=replicas).carries
+    bench.save(1)
+    assert bench.flush() == []
+    assert bench.durable() == [1]
 
 
 def test_a_lost_server_no_thread_replaces_is_found_lost_again(lacking: Callable[[str, int], None]) -> None:
