@@ -31,7 +31,6 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import FencedError, ServerUnreachableError, SettingsError, TierError
 from lightning_spot.interval.deadline import Deadline
-from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.survey import Survey
@@ -123,9 +122,10 @@ def test_the_end_is_durable_although_the_server_is_lost(
     assert again.resumed_from.step == 40
 
 
-@pytest.fixture
-def left_by_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProcessId:
-    """A server of an earlier protocol, left by a training whose newest snapshots only it has."""
+def test_beside_a_server_of_another_version_no_attempt_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may have the newest snapshot: an attempt would go on from an older one. Who only looks leaves it there."""
     with monkeypatch.context() as earlier:
         (tmp_path / "earlier").mkdir()
         change = "from lightning_spot import config\nconfig.PROTOCOL_VERSION -= 1\n"
@@ -137,31 +137,16 @@ def left_by_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             trainer(spot(tmp_path, notices=None, min_upload_interval_s=1000.0), StopAt(7)).fit(Net(), data())
     new_process()
     process = find_record(str(tmp_path / "run-1")).process()
-    assert process is not None
-    return process
-
-
-def test_beside_a_server_of_another_version_no_attempt_begins(
-    tmp_path: Path, left_by_another_version: ProcessId
-) -> None:
-    """It may have the newest snapshot: an attempt would go on from an older one."""
     with pytest.raises(SettingsError, match="lightning-spot stop RUN"):
         trainer(spot(tmp_path, notices=None)).fit(Net(), data())
-    left_by_another_version.send(signal.SIGTERM)
-    until(lambda: not left_by_another_version.alive, "it to have uploaded its snapshots")
+    assert main(["ls", str(tmp_path / "run-1")]) == 3
+    assert "lightning-spot stop RUN" in capsys.readouterr().err
+    assert process.alive
+    assert main(["stop", str(tmp_path / "run-1")]) == 0
+    assert not process.alive
     callback = spot(tmp_path, notices=None)
     trainer(callback).fit(Net(), data())
     assert (callback.resumed_from.step, callback.resumed_from.tier) == (6, "storage")
-
-
-def test_who_only_looks_leaves_a_server_of_another_version(
-    tmp_path: Path, left_by_another_version: ProcessId, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["ls", str(tmp_path / "run-1")]) == 3
-    assert "lightning-spot stop RUN" in capsys.readouterr().err
-    assert left_by_another_version.alive
-    assert main(["stop", str(tmp_path / "run-1")]) == 0
-    assert not left_by_another_version.alive
 
 
 @pytest.mark.parametrize("when", [7, 20])
