@@ -25,7 +25,7 @@ from lightning_spot.state.compare import differences
 from tests.integration.test_exact import final
 from tests.support import exact_models as m
 from tests.support.exact_cases import Estimated
-from tests.support.exact_table import Case, train
+from tests.support.exact_table import Case, equal_or_named, train
 from tests.support.trainer import Stop, StopAfter, StopAt, StopIn
 
 pytestmark = pytest.mark.guarantee("G5")
@@ -177,16 +177,8 @@ STOPS: dict[str, list[Callable[[], pl.Callback]]] = {
 
 def check_resume(case: Case, stops: list[Callable[[], pl.Callback]], folder: Path) -> None:
     """Stopped and resumed: warned of once by what the case says, or, if that is empty, equal to a twin and silent."""
-    for attempt, stop in enumerate(stops):
-        with pytest.raises(Stop):
-            train(case, folder / "broken", stop(), seed=11 + attempt, every=1)
-    told: list[str] = []
-    train(case, folder / "broken", seed=200, every=1000, told=told)
-    assert [case.says in text for text in told] == [True] * bool(case.says)
-    if not case.says:
-        train(case, folder / "twin", seed=11, every=1000)
-        found = differences(final(folder / "twin"), final(folder / "broken"))
-        assert [text for text in found if "_base_seed" not in text] == []  # of workers that are made anew
+    said = equal_or_named(case, folder, [stop() for stop in stops])
+    assert [case.says in text for text in said] == [True] * bool(case.says)
 
 
 def cells() -> Iterator[Any]:

@@ -11,12 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_spot.state.compare import differences
-from tests.integration.test_exact import final
 from tests.integration.test_loaders import STOPS, WORKERS, Epochs
 from tests.support import exact_models as m
-from tests.support.exact_table import Case, train
-from tests.support.trainer import Stop
+from tests.support.exact_table import Case, equal_or_named
 
 pytestmark = pytest.mark.guarantee("G5")
 
@@ -122,13 +119,5 @@ NAMED = ("webdataset", "webdataset-shuffled", "webdataset-resampled", "torchio-q
 @pytest.mark.parametrize("name", LOADERS)
 def test_equal_or_named(name: str, workers: str, stop: str, tmp_path: Path) -> None:
     case = Case(model=Epochs, loaders=lambda: LOADERS[name](tmp_path / "data", **WORKERS[workers]))
-    said: list[str] = []
-    for attempt, stops in enumerate(STOPS[stop]):
-        with pytest.raises(Stop):
-            train(case, tmp_path / "broken", stops(), seed=11 + attempt, every=1, told=said if attempt else None)
-    train(case, tmp_path / "broken", seed=200, every=1000, told=said)
-    said = [text for text in said if ".left" not in text]
-    train(case, tmp_path / "twin", seed=11, every=1000)
-    found = differences(final(tmp_path / "twin"), final(tmp_path / "broken"))
+    said = equal_or_named(case, tmp_path, [stops() for stops in STOPS[stop]])
     assert name in NAMED or said == []
-    assert said or [text for text in found if "_base_seed" not in text] == []

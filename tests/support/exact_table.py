@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch import callbacks as shipped
 from lightning.pytorch.loggers import CSVLogger
@@ -30,11 +31,14 @@ from torch.utils.data import (
 )
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.state.compare import differences
 from tests.support import exact_kept as kept
 from tests.support import exact_models as m
 from tests.support.exact_cases import Gan, Lean, Model, Plateau
 from tests.support.exact_models import BATCH, Rows, rows, validation
+from tests.support.program import Outcome
 from tests.support.said import listening, points
+from tests.support.trainer import Stop
 from tests.support.waiting import new_process
 
 
@@ -456,4 +460,23 @@ def train(
         finally:
             if told is not None:
                 told += ours()
+    return said
+
+
+def equal_or_named(case: Case, root: Path, stops: Iterable[pl.Callback]) -> list[str]:
+    """Stop a run where these callbacks do, and go on each time: it ends as one that is not stopped, or that is named.
+
+    Returns:
+        what the resumes said.
+    """
+    said: list[str] = []
+    for attempt, stop in enumerate(stops):
+        with pytest.raises(Stop):
+            train(case, root / "broken", stop, seed=11 + attempt, every=1, told=said if attempt else None)
+    train(case, root / "broken", seed=200, every=1000, told=said)
+    said = [text for text in said if ".left" not in text]  # of what stops it
+    if not said:
+        train(case, root / "twin", seed=11, every=1000)
+        found = differences(Outcome(root / "twin").final(), Outcome(root / "broken").final())
+        assert [text for text in found if "_base_seed" not in text] == []  # of workers that are made anew
     return said
