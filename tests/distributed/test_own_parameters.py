@@ -98,43 +98,42 @@ class Kernels(Own):
         return [OnShards(self.parameters())]
 
 
-def train(root: Path, name: str, *callbacks: pl.Callback, seed: int) -> dict[str, torch.Tensor]:
+def train(root: Path, kind: str, *callbacks: pl.Callback, seed: int) -> dict[str, torch.Tensor]:
     """The buffers of this rank in the end."""
     new_process()
     pl.seed_everything(seed, verbose=False)
-    module = {"manual": Manual, "kernels": Kernels}.get(name, Own)()
+    module = {"manual": Manual, "kernels": Kernels}.get(kind, Own)()
     ddp, shards = DDPStrategy(process_group_backend="gloo"), ModelParallelStrategy(2, 1)
     spot = SpotCheckpoint(str(root), interval=EverySteps(2), on_full="wait", run_name="run")
-    where = {"devices": 2, "strategy": ddp if name in ("ddp", "manual") else shards}
+    where = {"devices": 2, "strategy": ddp if kind in ("ddp", "manual") else shards}
     quiet(*callbacks, spot, max_epochs=-1, max_steps=8, **where).fit(module, loader())
     return dict(module.named_buffers())
 
 
-def compare(root: Path, strategy: str) -> None:
-    """Train to the end; and, beside it, be stopped, and go on. Each rank notes which buffers are the same."""
-    whole = train(root / "whole", strategy, seed=11)
-    with pytest.raises(Stop):
-        train(root / "stopped", strategy, StopAfter(5), seed=11)
-    found = train(root / "stopped", strategy, seed=99)
-    same = {key: torch.equal(value, found[key]) for key, value in whole.items()}
-    (root / f"same-{os.environ['LOCAL_RANK']}").write_text(json.dumps(same))
+NAMED = {
+    "ddp": f"{PARAMETERS}: all ranks go on with its own.weight.",
+    "manual": f"{PARAMETERS}: all ranks go on with its own.weight.",
+    "fsdp2": f"{PARAMETERS}: all ranks go on with its own.weight.",
+    "kernels": f"{VALUES}, and snapshots have it as rank 0 has it: all ranks go on with its net.0.weight",
+}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "names"),
-    [
-        ("ddp", f"{PARAMETERS}: all ranks go on with its own.weight."),
-        ("manual", f"{PARAMETERS}: all ranks go on with its own.weight."),
-        ("fsdp2", f"{PARAMETERS}: all ranks go on with its own.weight."),
-        ("kernels", f"{VALUES}, and snapshots have it as rank 0 has it: all ranks go on with its net.0.weight"),
-    ],
-)
-def test_what_is_of_each_rank_is_named_and_buffers_come_back(
-    strategy: str, names: str, tmp_path: Path, warm_python: str
-) -> None:
-    done = launch(warm_python, compare, tmp_path, strategy=strategy)
-    for rank in range(2):
-        same = json.loads((tmp_path / f"same-{rank}").read_text())
-        assert all(same.values())
-        assert ({"norm.running_mean", "norm.running_var"} <= same.keys()) == (strategy == "manual")
-    assert done.log.count(names) == 1
+def compare(root: Path) -> None:
+    """Train each kind to the end; and, beside it, be stopped, and go on. Each rank notes which buffers are the same."""
+    for kind in NAMED:
+        whole = train(root / kind / "whole", kind, seed=11)
+        with pytest.raises(Stop):
+            train(root / kind / "stopped", kind, StopAfter(5), seed=11)
+        found = train(root / kind / "stopped", kind, seed=99)
+        same = {key: torch.equal(value, found[key]) for key, value in whole.items()}
+        (root / kind / f"same-{os.environ['LOCAL_RANK']}").write_text(json.dumps(same))
+
+
+def test_what_is_of_each_rank_is_named_and_buffers_come_back(tmp_path: Path, warm_python: str) -> None:
+    log = launch(warm_python, compare, tmp_path).log
+    for kind, says in NAMED.items():
+        for rank in range(2):
+            same = json.loads((tmp_path / kind / f"same-{rank}").read_text())
+            assert all(same.values()), kind
+            assert ({"norm.running_mean", "norm.running_var"} <= same.keys()) == (kind == "manual")
+        assert log.count(says) == list(NAMED.values()).count(says), kind
