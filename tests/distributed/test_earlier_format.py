@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
-from tests.support.program import run
+from tests.support.program import launch, run
 from tests.support.trainer import trainer as quiet
 
 LEFT = Path(__file__).parents[1] / "data" / "format-4.tar.xz"
@@ -61,16 +60,24 @@ def train(root: Path, kind: str) -> None:
         (root / "end.json").write_text(json.dumps({name: item.tolist() for name, item in whole.items()}))
 
 
-@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp"])
-def test_a_run_of_the_version_before_goes_on_exactly(kind: str, tmp_path: Path, warm_python: str) -> None:
+def go_on(root: Path) -> None:
+    for kind in ("ddp", "fsdp"):
+        train(root / kind, kind)
+
+
+def test_runs_of_the_version_before_go_on_exactly(tmp_path: Path, warm_python: str) -> None:
     with tarfile.open(LEFT) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11 has it from 3.11.4 on
         archive.extractall(tmp_path)
-    end = tmp_path / kind / "end.json"
-    undisturbed = json.loads(end.read_text())
-    end.unlink()
-    assert run(warm_python, train, tmp_path / kind, kind=kind).resumed == [4]
+    ends = {kind: tmp_path / kind / "end.json" for kind in ("single", "ddp", "fsdp")}
+    undisturbed = {kind: json.loads(end.read_text()) for kind, end in ends.items()}
+    for end in ends.values():
+        end.unlink()
+    assert run(warm_python, train, tmp_path / "single", kind="single").resumed == [4]
+    assert launch(warm_python, go_on, tmp_path).resumed == [4, 4]
     # Another processor rounds otherwise than the one that trained it; another batch or mask would differ by some 1e-3.
-    for name, weights in json.loads(end.read_text()).items():
-        torch.testing.assert_close(torch.tensor(weights), torch.tensor(undisturbed.pop(name)), rtol=1e-5, atol=1e-6)
-    assert not undisturbed
+    for kind, end in ends.items():
+        for name, weights in json.loads(end.read_text()).items():
+            wanted = torch.tensor(undisturbed[kind].pop(name))
+            torch.testing.assert_close(torch.tensor(weights), wanted, rtol=1e-5, atol=1e-6)
+        assert not undisturbed[kind]
