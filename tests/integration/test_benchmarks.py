@@ -16,7 +16,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import scale
@@ -28,6 +27,7 @@ from benchmarks.peers.turns import Training
 from benchmarks.peers.ways import BASELINES
 from benchmarks.regressions import as_json, matched, rows
 from lightning_spot.http.upload_requests import MOST_FURTHER_STREAMS
+from lightning_spot.state.compare import differences
 
 STEPS = 14  # AsymCheck measures ten
 
@@ -82,16 +82,6 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def differences(one: Any, other: Any) -> list[str]:
-    (mine, spec), (others, other_spec) = tree_flatten_with_path(one), tree_flatten_with_path(other)
-    assert spec == other_spec
-    return [
-        keystr(path)
-        for (path, a), (_, b) in zip(mine, others, strict=True)
-        if not (torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b)
-    ]
-
-
 @pytest.mark.parametrize("name", [name for name, kind in BASELINES.items() if kind.exact])
 def test_a_baseline_restores_the_state_of_its_step_bit_for_bit(name: str, tmp_path: Path) -> None:
     saving = BASELINES[name](tmp_path, 3)
@@ -100,7 +90,7 @@ def test_a_baseline_restores_the_state_of_its_step_bit_for_bit(name: str, tmp_pa
     saving.close()
     assert step == 12
     wrong = differences(checkpoint, oracle.of_step[12])
-    assert [path for path in wrong if saving.exact_buffers or not any(name in path for name in BUFFERS)] == []
+    assert [text for text in wrong if saving.exact_buffers or not any(name in text for name in BUFFERS)] == []
     assert sorted(saving.begun) == [3, 6, 9, 12]
     assert {step for step, _, _ in saving.safe} >= {12}
     assert all(at >= saving.begun[step] for step, _, at in saving.safe)
