@@ -35,19 +35,25 @@ class Manual(Net):
         """Do what is tried."""
 
 
+def in_backward(module: Net) -> list[torch.optim.Optimizer]:
+    """One for each parameter, which step in hooks of backward."""
+    made = {parameter: torch.optim.Adam([parameter], lr=0.01) for parameter in module.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        made[parameter].step()
+        if not module.automatic_optimization:
+            made[parameter].zero_grad()
+
+    for parameter in made:
+        parameter.register_post_accumulate_grad_hook(step)
+    return list(made.values())
+
+
 class InBackward(Manual):
     """One for each parameter, in hooks of backward."""
 
     def configure_optimizers(self) -> Any:
-        made = {parameter: torch.optim.Adam([parameter], lr=0.01) for parameter in self.parameters()}
-
-        def step(parameter: torch.Tensor) -> None:
-            made[parameter].step()
-            made[parameter].zero_grad()
-
-        for parameter in made:
-            parameter.register_post_accumulate_grad_hook(step)
-        return list(made.values())
+        return in_backward(self)
 
 
 class Unwrapped(Manual):
@@ -139,13 +145,7 @@ class OnlyCounts(Net):
     """Lightning steps an optimizer that does nothing; others step in hooks of backward, while a snapshot is copied."""
 
     def configure_optimizers(self) -> Any:
-        made = {parameter: torch.optim.Adam([parameter], lr=0.01) for parameter in self.parameters()}
-
-        def step(parameter: torch.Tensor) -> None:
-            made[parameter].step()
-
-        for parameter in made:
-            parameter.register_post_accumulate_grad_hook(step)
+        in_backward(self)
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
