@@ -17,7 +17,6 @@ import random
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
 from tests.support import shard_scenarios
 from tests.support.folders import files_below
-from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of, run_info
+from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of
 from tests.support.server import RUN_ID, server_pid
 from tests.support.shards import sealed_shard
 from tests.support.waiting import lives, until
@@ -450,38 +449,3 @@ def test_disk_full_at_every_call_and_in_every_write(points: Points, scenario: st
     count = points.each(scenario, span, CHECKS[scenario], every)
     print(f"{count} points")
     assert count > 25 // every
-
-
-def test_a_killed_trainers_unfinished_checksum_harms_no_other(tmp_path: Path) -> None:
-    """The killed trainer's slot is checksummed still while the next trainer fills its own."""
-    image, second = bytes(96 * 2**20), b"\xff" * (96 * 2**20)
-    area = Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "lightning-spot-seal"
-    with contextlib.closing(
-        SnapshotServer(slots=1, memory_bytes=2**30, open_store=LocalStore, allow=None, area=area)
-    ) as server:
-        outcome: list[Any] = []
-        server.registry.begin_session("killed")
-        attempt = server.open_run(run_info(tmp_path, session="killed")).attempt
-        upload = server.uploads.lease("run", attempt, len(image), session="killed")
-        with upload.slot.view(len(image)) as view:
-            view[:] = image
-        manifest = Manifest(run="run", name="step-000000001-attempt-0001", step=1, attempt=1, nbytes=len(image))
-
-        def seal() -> None:
-            try:
-                outcome.append(server.uploads.seal(upload.id, manifest))
-            except SpotError as error:
-                outcome.append(error)
-
-        sealing = threading.Thread(target=seal)
-        sealing.start()
-        time.sleep(0.01)
-        server.end_session("killed")
-        attempt = server.open_run(run_info(tmp_path, attempt=2, session="next")).attempt
-        following = server.uploads.lease("run", attempt, len(second), wait_s=20.0)
-        with following.slot.view(len(second)) as view:
-            view[:] = second
-            sealing.join()
-            untouched = bytes(view) == second
-        assert untouched, "the killed trainer's seal wrote into the next trainer's snapshot"
-        assert outcome
