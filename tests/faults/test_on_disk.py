@@ -17,8 +17,7 @@ import pytest
 
 from lightning_spot.cli import main
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshotError, TierError
-from lightning_spot.run.reading import SnapshotReader
+from lightning_spot.errors import TierError
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.posix import temporary_owner
@@ -168,18 +167,6 @@ def test_what_is_there_but_damaged_is_written_anew(tmp_path: Path) -> None:
     data.write_bytes(bytes(data.stat().st_size))
     put(store)
     assert data.read_bytes() == image_of(1)
-
-
-def test_what_is_damaged_after_it_was_opened_is_not_read(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    manifest = put(store)
-    data = tmp_path / manifest.data_path
-    with open(data, "r+b") as file:
-        reader = SnapshotReader([file.fileno()], manifest, "durable")
-        file.write(b"xxxx")
-        file.flush()
-        with pytest.raises(CorruptSnapshotError):
-            reader.read(100)
 
 
 @pytest.mark.parametrize(("step", "names"), [(1, ["model.ckpt"]), (2, [".metadata", "__0_0.distcp"])])

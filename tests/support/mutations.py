@@ -447,7 +447,7 @@ checksum of what storage gives, and of what is there already | store.store | sto
 -        manifest.verify_range(start, into, self.url)
 -
 +
-checksum of what is read later | run.reading | on_disk::what_is_damaged_after_it_was_opened_is_not_read
+checksum of what is read later | run.reading | resume::a_file_damaged_between_check_and_use_falls_back[flip]
 -        self._manifest.verify_range(start, into, self._where)
 +        pass
 checksum at the adoption of slots | server.area | ring::a_damaged_leftover_is_dropped
