@@ -6,18 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from lightning_spot.capture import writer
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.copier import LoneThread
 from lightning_spot.capture.host_link import HostLink, RingSettings
-from lightning_spot.capture.layouts import CheckpointLayouter
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     FailureReason,
@@ -34,7 +32,6 @@ from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.retention import Keep
 from tests.support.said import said
-from tests.support.server import named_run
 
 pytestmark = pytest.mark.guarantee("G13")
 
@@ -56,33 +53,15 @@ class Listed(InProcessHost):
         self.gone.append("disconnected")
 
 
-def left_behind(begin: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> set[threading.Thread]:
-    """The threads that are there after something could not begin, since no further one could be had."""
-
-    def refused(*_: Any, **__: Any) -> LoneThread:
-        raise RuntimeError("can't start new thread")
-
-    before = set(threading.enumerate())
-    monkeypatch.setattr(writer, "LoneThread", refused)
-    with pytest.raises(RuntimeError, match="new thread"):
-        begin()
-    return {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("spot-copier")}
-
-
 def test_an_attempt_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``test_decision`` has a rank beside rank 0."""
     found, host = survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed()
-    assert not left_behind(lambda: Attempt.begin(found, host, RING), monkeypatch)
+    before = set(threading.enumerate())
+    monkeypatch.setattr(writer, "LoneThread", Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(RuntimeError, match="new thread"):
+        Attempt.begin(found, host, RING)
+    assert not [each for each in set(threading.enumerate()) - before if each.name.startswith("spot-copier")]
     assert host.gone == ["left"]
-
-
-def test_a_rank_beside_rank_0_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    location, host, info = Location.of(str(tmp_path / "run")), Listed(), named_run("run", str(tmp_path / "run"))
-    host.open_run(info)
-    how = {"layouter": CheckpointLayouter(), "rank": 1}
-    with monkeypatch.context() as patch:
-        assert not left_behind(lambda: Attempt.join(location, info, host, RING, **how), patch)
-    assert host.gone == ["disconnected"]
-    host.leave(complete=True)
 
 
 def test_only_consequences_of_a_logged_loss_are_not_logged_again(
