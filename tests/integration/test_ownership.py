@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_spot.client import starting
 from lightning_spot.client.local_server import LocalServer
@@ -41,6 +39,7 @@ from tests.integration.test_server import put_file
 from tests.support.oracle import claim_of
 from tests.support.server import RunningServer, StartServer, served
 from tests.support.small_trainer import image_of
+from tests.support.store import Kept
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G15")
@@ -225,35 +224,17 @@ def test_a_server_claims_for_its_own_trainer_what_that_could_not(tmp_path: Path)
     host.leave(complete=True)
 
 
-class Bucket(MemoryFileSystem):
-    """Google Cloud's storage as its library shows it: an object is created exclusively if that is asked for."""
-
-    protocol = "gs"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol(str(path).removeprefix("gs://"))
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        if mode == "create" and self.exists(path):
-            raise FileExistsError(path)
-        super().pipe_file(path, value)
-
-
 def test_a_claim_is_created_exclusively_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at what is there and the creation, another trainer comes."""
-    fsspec.register_implementation("gs", Bucket, clobber=True)
-    store, url = open_store("gs://bucket/run"), "gs://bucket/run"
-    pipe = Bucket.pipe_file
+    url = f"kept://runs/{os.urandom(6).hex()}"
+    store, pipe = open_store(url), Kept.pipe_file
 
-    def later(files: Bucket, path: str, value: bytes, **more: Any) -> None:
-        monkeypatch.setattr(Bucket, "pipe_file", pipe)
+    def later(files: Kept, path: str, value: bytes, **more: Any) -> None:
+        monkeypatch.setattr(Kept, "pipe_file", pipe)
         open_store(url).claim(claim_of(1, token="first"))
         pipe(files, path, value, **more)
 
-    monkeypatch.setattr(Bucket, "pipe_file", later)
+    monkeypatch.setattr(Kept, "pipe_file", later)
     with pytest.raises(FencedError):
         store.claim(claim_of(1, token="second"))
     claim = store.newest_claim()
