@@ -137,14 +137,6 @@ def test_a_linked_run_is_used_but_links_in_it_are_not_followed(tmp_path: Path) -
         put(store, 2)
 
 
-def test_the_directory_of_attempts_is_noted_in_the_claim(tmp_path: Path, store: LocalStore) -> None:
-    store.claim(claim_of(1))
-    newest = store.newest_claim()
-    assert newest.inode == store.inode() == os.stat(store.root / "attempts").st_ino
-    os.rename(store.root, tmp_path / "moved")
-    assert LocalStore(tmp_path / "moved").inode() == newest.inode
-
-
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no-links"])
 def test_of_two_claims_at_once_the_first_holds(store: LocalStore, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     """The other one comes when this one has seen that the number is free."""
