@@ -12,10 +12,9 @@ import pytest
 from lightning_spot.server import reconcile, registry, runs
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.snapshot.files import note_name
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status, assemble
-from lightning_spot.store.commit import commit_left, look
+from lightning_spot.store.commit import look
 from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN, RUN_ID, ServerBehind, committed
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, shard_image
@@ -205,42 +204,6 @@ def test_a_host_lost_before_all_shards_leaves_the_one_before(make: Callable[...,
 
 
 # -- at storage, without servers --------------------------------------------------------------------------------------
-
-
-def test_hosts_bring_their_shards_to_storage_and_one_commits(make: Callable[..., Hosts]) -> None:
-    hosts = make()
-    for step in (1, 2):
-        hosts.write(step)
-        hosts.wait_committed(step)
-        assert hosts.durable()[0] == step
-    store = LocalStore(hosts.tier)
-    assert store.has(whole_of(2))
-    assert store.folder(snapshot_name(2, 1), attempt=1, run_id=RUN_ID).sizes().keys() == {
-        "manifest.json",
-        *(span.name for span in whole_of(2).files),
-    }
-    for host in hosts.hosts:
-        assert host.flush(RUN, 30) == []
-
-
-def test_what_hosts_left_at_storage_is_committed_later(make: Callable[..., Hosts]) -> None:
-    hosts = make()
-    hosts.write(1)
-    hosts.wait_committed(1)
-    name, store = snapshot_name(2, 1), LocalStore(hosts.tier)
-    hosts.write(2, 0)
-    until(lambda: look(store, name).notes, "the note of the first host")
-    assert commit_left(store, name) is None
-    folder = store.folder(name, attempt=1, run_id=RUN_ID)
-    shard = sealed_apart(2, 1)
-    image = memoryview(shard_image(shard))
-    for span in shard.files:
-        folder.write(span.name, image[span.offset : span.stop])
-    for host in hosts.hosts:  # all hosts are lost before anybody sees the last note
-        host.close()
-    folder.write(note_name(1), memoryview(shard.to_json().encode()))
-    assert commit_left(store, name) == whole_of(2)
-    assert hosts.durable() == [2, 1]
 
 
 def test_a_failure_is_told_by_storage(make: Callable[..., Hosts]) -> None:
