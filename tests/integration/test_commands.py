@@ -16,11 +16,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -40,6 +40,7 @@ from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
+from tests.support.answering import Answering
 from tests.support.server import MIB, RUN, RUN_ID, Bench, RunningServer, image_of, manifest_of
 from tests.support.snapshots import interrupted
 from tests.support.trainer import Net, data, trainer
@@ -151,35 +152,28 @@ def test_status_without_a_server(cli: Cli) -> None:
     assert "-w" in cli("status", "-w", code=2)
 
 
+class Stranger(Answering):
+    """A server of no version of ours: answers everything with the same JSON."""
+
+    what: object = None
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        body = json.dumps(self.what).encode()
+        request.send_response(200)
+        request.send_header("Spot-Protocol", str(PROTOCOL_VERSION))
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+
+    def start(self, what: object) -> str:
+        self.what = what
+        return self.url.replace("http:", "spot:")
+
+
 @pytest.fixture
 def stranger() -> Iterator[Callable[[object], str]]:
-    """A server of no version of ours: answers everything with the same JSON."""
-    answers: list[object] = [None]
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps(answers[-1]).encode()
-            self.send_response(200)
-            self.send_header("Spot-Protocol", str(PROTOCOL_VERSION))
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-
-    def start(answer: object) -> str:
-        answers.append(answer)
-        return f"spot://127.0.0.1:{server.server_port}"
-
-    yield start
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with closing(Stranger()) as running:
+        yield running.start
 
 
 @pytest.mark.parametrize(
