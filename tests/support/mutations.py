@@ -2,7 +2,8 @@
 
 ``tests/soak/test_mutations.py`` turns each of them off in turn, in memory only (``tests/mutated``), and asks that the tests
 of its row fail, which pass without it. A row is a name, a module of the package and the fastest tests that notice it; then,
-as in a diff, a text that the module has once, and what stands there instead. Lines with ``#`` say what a user would lose.
+as in a diff, a text that the module has once, and what stands there instead: by default ``pass``, or a condition that never
+holds. Lines with ``#`` say what a user would lose.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ ROWS = r"""
 # a resumed run is another one: augmentations
 random of python | state.randomness | exact::killed_twice_and_equal[plain]
 -random.setstate(_python(state["python"]))
-+pass
 random of numpy | state.randomness | exact::killed_twice_and_equal[plain]
 -np.random.set_state(_arrays(state["numpy"]))
-+pass
 # a resumed run is another one: dropout, the order of samples
 random of torch | state.randomness | exact_table::equal_or_warned_of[max-steps]
 -torch.set_rng_state(state["torch"])
-+pass
 # a resumed run is another one: dropout on a GPU
 random of the device | state.fit_state | exact::the_generator_of_the_device_is_set_too
 -            restore_random(random, self._trainer.strategy.root_device)
@@ -36,7 +34,6 @@ random after a complete run | state.fit_state | fit::a_finished_run_is_as_after_
 # a resumed run is another one: what a generator of the module draws
 random of generators of the module | state.module_state | exact_table::equal_or_warned_of[generator-of-the-module-and-its-sampler]
 -        self._put(trainer, generators)
-+        pass
 # a resumed run is another one: its epoch begins anew
 loader position | state.fit_state | exact_table::equal_or_warned_of[max-steps]
 -lambda fit: fit.loaders.positions(at_end=fit.at_end)
@@ -67,11 +64,9 @@ metrics | state.fit_state | exact_table::equal_or_warned_of[logging]
 # a resumed run is another one: an epoch's means are those of its rest
 logged means | state.logged_values | exact_table::equal_or_warned_of[logging]
 -        _restore_result(trainer, results, each)
-+        pass
 # a resumed run is another one: a scheduler or a callback asks for the last values
 logged last | state.logged_values | fit::a_finished_run_is_as_after_training
 -        values.of(connector).update(saved[name])
-+        pass
 # means of an epoch are reset in its midst
 logged in the epoch | state.fit_state | exact_table::equal_or_warned_of[logging]
 -, _to(restore_in_epoch, Stage.FIRST_BATCH)
@@ -95,31 +90,24 @@ precise buffers | state.buffers | exact_table::equal_or_warned_of[double]
 # a resumed run is another one: moments in another precision
 precise optimizers | state.fit_state | exact_table::equal_or_warned_of[precise-state]
 -            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
-+            pass
 # a hook that initialises weights begins the training anew
 weights that hooks overwrite | state.buffers | hooks::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
 -        write(here, value)
-+        pass
 # a curriculum begins anew in a resumed run
 values of objects in the data | state.own_state | loaders::changed_data_are_kept_or_named[mid-epoch-an object]
 -state["values"] = {path: kept for path, _, kept in self._changed() if kept}
-+pass
 # a resumed run is another one: weights that training tied are two again
 what shares memory otherwise | state.module_state | aliases::what_a_module_shares_is_shared_after_a_resume_or_named[weights that training ties]
 -        self._apart = sorted({*differing(saved["shared"], shared), *others})
-+        pass
 # a resumed run is another one: frozen layers train
 requires_grad | state.module_state | exact_table::equal_or_warned_of[backbone-finetuning]
 -                parameters[name].requires_grad_(trains)
-+                pass
 # a resumed run is another one: counters of the module
 attributes of modules | state.module_state | exact_table::equal_or_warned_of[plain-values-and-generators]
 -        self._put(trainer, attributes, saved["shared"])
-+        pass
 # a resumed run is another one: accumulates as it began
 settings of the trainer | state.module_state | exact_table::equal_or_warned_of[accumulation-scheduler]
 -                setattr(trainer, name, value)
-+                pass
 # a run that a hook made longer ends early
 limits of the trainer | state.module_state | exact_table::a_limit_of_a_hook_returns_unless_another_is_given
 -        limits = {name: saved["settings"][name] for name in names}
@@ -139,7 +127,6 @@ progress before validation | state.fit_state | exact_table::equal_or_warned_of[s
 # a resumed run is another one: schedulers by a metric skip the resumed epoch
 restarting | state.fit_state | exact_table::equal_or_warned_of[plateau-of-the-epoch]
 -        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))
-+        pass
 # a resumed run is another one: averages and metrics of callbacks
 modules of callbacks | state.fit_state | exact_table::equal_or_warned_of[weight-averaging-ema]
 -, _to(restore_modules, Stage.TRAIN_START)
@@ -151,11 +138,9 @@ what tuners found | state.fit_state | exact_table::equal_or_warned_of[batch-size
 # a resumed run is another one: callbacks that must know it first
 states of callbacks before loading | state.fit_state | best_model::the_best_so_far_comes_back_with_its_path
 -        self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))
-+        pass
 # rows of the log come twice, or are lost
 loggers | state.fit_state | loggers::csv[numbered-epoch-0-1]
 -        self._run(compat.LOGGERS, lambda: continued(trainer, shared["loggers"]))
-+        pass
 # what is not exact is not named
 names of what does not come back | state.fit_state | exact_guards::changes_no_checkpoint_holds_are_named_before_resuming
 -run(compat.HOOKED, lambda: self._untracked.names(trainer)) or []
@@ -177,11 +162,9 @@ fsync of directories | store.posix | on_disk::bytes_reach_the_disk_before_names_
 +        pass
 fsync of a new folder's name | store.posix | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -        sync_directory(folder.parent)
-+        pass
 # a claim that fences is lost
 fsync of a claim's name | store.store | on_disk::a_claim_is_on_the_disk_whoever_wrote_it & on_disk::a_claim_is_on_the_disk_without_hard_links
 -            self._settle(below)  # the attempt that wrote it may have been killed before it did
-+            pass
 fsync of a claim without links | store.posix | on_disk::a_claim_is_on_the_disk_without_hard_links
 -            file.flush()
 -            os.fsync(file.fileno())
@@ -189,30 +172,23 @@ fsync of a claim without links | store.posix | on_disk::a_claim_is_on_the_disk_w
 # a snapshot that was said to be durable is lost with the machine's page cache
 fsync of names that are there | store.store | on_disk::the_very_same_once_more_is_on_the_disk
 -                self._settle(manifest.path_of(manifest.spans[0]), manifest.manifest_path, manifest.name)
-+                pass
 # a manifest stands without its bytes
 fsync of a manifest that goes | store.store | on_disk::of_a_deletion_the_manifest_goes_first & on_disk::no_old_manifest_stands_beside_new_bytes
 -        self._settle(manifest.manifest_path)
--
-+
 # a snapshot that was said to be durable is lost with the machine's page cache
 fsync of a file's name | store.local | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0] & on_disk::a_hosts_file_is_on_the_disk_before_it_is_noted
 -                posix.sync_directory(place)
-+                pass
 fsync of the snapshot's name | store.store | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -            self._settle(manifest.name)
 -            try
 +            try
 fsync of a folder beneath | store.posix | on_disk::folders_made_for_others_are_on_the_disk
 -        sync_directory(_DESCRIPTORS / str(at))
-+        pass
 # what cp wrote is lost with the page cache
 fsync of what cp writes | cli.snapshots | on_disk::what_cp_writes_is_on_the_disk
 -        os.fsync(file.fileno())
-+        pass
 fsync of a plain file | sharded.reader | sharded::the_consolidated_file_equals_that_of_a_single_device
 -            os.fsync(file.fileno())
-+            pass
 # a command drops what is stored nowhere, or ends what is in use, or none of ours
 stop keeps slots | client.starting | commands::stop_keeps_what_is_stored_nowhere
 -        if discard or not record.left_slots():
@@ -265,7 +241,6 @@ manifest first in a deletion | store.store | on_disk::of_a_deletion_the_manifest
 # older ones are deleted before the new one is seen whole
 seen as it was written before older ones go | store.retention | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
 -    if not store.has(current):
-+    if False:
 # a start resumes from what a rewind has set aside
 set aside at a start | run.survey | history::what_is_taken_after_a_rewind_counts_at_once[directory]
 -        found = [item for item in self._held() if not self._is_aside(item[0].order)]
@@ -278,26 +253,20 @@ a trainer at work | cli.history | history::nothing_is_changed_while_a_trainer_ma
 # a run is removed while a trainer begins
 who begins meanwhile | cli.history | history::who_begins_meanwhile_is_not_disturbed[directory-rm]
 -        if self.store.claimed() > self.attempt:
-+        if False:
 # a late upload deletes what a rewind goes back to
 set aside | store.retention | retention::what_is_set_aside_stays_until_something_newer_is_stored
 -    if held.sets_aside(current):
-+    if False:
 # older ones are deleted before the new one is listed
 listed before older ones go | store.retention | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
 -    if current.name not in [manifest.name for manifest in held.manifests]:
-+    if False:
 # an attempt that was overtaken writes over the one that goes on
 fence | store.fences | fences::nothing_is_changed_for_who_was_overtaken[local-later-put]
 -    if current > attempt:
-+    if False:
 owner | store.fences | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-put]
 -    if not owner.digest or existing.digest != owner.digest:
-+    if False:
 # two trainers of one number both write
 claim of another | store.fences | stores::of_two_claims_of_a_number_the_first_holds[local]
 -    if existing is None or existing.digest != claim.digest:
-+    if False:
 # a server writes into a directory that its trainer never claimed
 unclaimed | store.fences | ownership::a_server_does_nothing_where_the_attempt_has_not_claimed
 -    if existing is None:
@@ -308,8 +277,6 @@ unclaimed | store.fences | ownership::a_server_does_nothing_where_the_attempt_ha
 # an attempt that was overtaken writes over the one that goes on
 fence before claim | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-later-claim] & fences::nothing_is_changed_for_who_was_overtaken[kept-later-claim]
 -            check_fence(claim.location, claim.attempt, claimed)
--
-+
 # two trainers of one number both write
 claim read back | store.store | ownership::a_claim_is_created_exclusively_where_the_library_can
 -                existing = self._claim_of(claim.attempt)  # of two writers, the last one may have won
@@ -327,14 +294,12 @@ owner before put | store.store | fences::nothing_is_changed_for_who_was_overtake
 +        check_fence(run, attempt, self.claimed())
 owner before bytes | store.store | fences::who_is_overtaken_while_its_bytes_come_leaves_none[local] & fences::who_is_overtaken_while_its_bytes_come_leaves_none[kept]
 -        self.check_owner()  # again: it has taken its time
-+        pass
 owner before manifest | store.store | fences::a_writer_fenced_after_its_upload_commits_nothing[bytes]
 -            self.check_owner()
 -            self._write_manifest
 +            self._write_manifest
 owner after manifest | store.store | fences::a_writer_fenced_after_its_upload_commits_nothing[manifest]
 -                    self._unnote(manifest)  # the other one may write the same files: they are swept
-+                    pass
 # an attempt that was overtaken deletes from the one that goes on
 owner before delete | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-delete] & fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-delete]
 -[lambda: self._check_owner(manifest.run), lambda: self._noted(manifest)]
@@ -342,8 +307,6 @@ owner before delete | store.store | fences::nothing_is_changed_for_who_was_overt
 # an attempt that was overtaken sweeps what the next one writes
 owner before sweep | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-same-number-sweep] & fences::nothing_is_changed_for_who_was_overtaken[kept-same-number-sweep]
 -        self._check_owner(current.run)
--
-+
 # an attempt that was overtaken deletes from the one that goes on
 fence before delete | store.store | fences::nothing_is_changed_for_who_was_overtaken[local-later-delete]
 -        self._all([lambda: check_fence(run, attempt, self.claimed()), self.check_owner])
@@ -351,14 +314,11 @@ fence before delete | store.store | fences::nothing_is_changed_for_who_was_overt
 # an older file replaces a newer one
 fence of a file | store.store | stores::an_earlier_attempt_does_not_overwrite_a_later_ones_file[local]
 -                check_fence(manifest.run, manifest.attempt, noted.attempt)
-+                pass
 # an attempt that was overtaken writes over the one that goes on
 fence in memory | server.uploads | ring::earlier_attempts_are_refused
 -            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
-+            pass
 fence of shards | store.commit | commit::a_later_attempt_fences[directory]
 -        check_fence(first.run_id, attempt, found.claimed)
-+        pass
 # whoever can write a token has all rights to all runs
 signature of a token | protocol.credentials | scoped_tokens::a_token_is_what_its_secret_has_signed
 -if not (given and is_signed and signed
@@ -394,7 +354,6 @@ certificate of a client | protocol.credentials | tls::clients_show_a_certificate
 # a stranger has a server hold a gigabyte, and nobody else is served
 bound of connections by TLS | http.limits | tls::those_without_a_token_displace_each_other_only
 -        if self.tls is not None:
-+        if False:
 # damaged weights are taken for good ones
 checksum on arrival | http.upload_requests | server::a_part_that_came_damaged_is_never_committed
 -digest if digest == frame.digest != NO_DIGEST else None
@@ -404,11 +363,9 @@ checksum that a sender is told | client.part_streams | server::a_part_damaged_on
 +                if True:
 checksum at the commit of a transfer | server.uploads | ring::parts_must_all_have_arrived
 -            if received.get(start) != (stop - start, noted):
-+            if False:
 # a damaged request is carried out
 checksum of a request | http.fields | server::a_request_that_came_damaged_is_refused
 -    if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
-+    if False:
 # damaged weights are taken for good ones
 checksum of what a server answers | client.remote | server::what_is_damaged_on_its_way_back_is_fetched_again
 -        self.client.receive(path, start, into)
@@ -421,23 +378,17 @@ checksum of what a server answers | client.remote | server::what_is_damaged_on_i
 +        except
 checksum at flush | server.worker | ring::a_corrupted_slot_goes_nowhere
 -                manifest.verify(slot.view(manifest.nbytes), "memory")
-+                pass
 checksum of shards after they were written | store.commit | commit::what_is_damaged_while_it_is_written_is_not_committed[directory]
 -            _verify(good)  # what was damaged meanwhile may have been written so
-+            pass
 # a snapshot is made of the shards of two
 a register is written once | server.uploads | registers::a_register_is_written_once
 -        if known is not None and known.manifest not in (None, manifest):
-+        if False:
 # a snapshot counts that nobody can put together
 registers fit each other | server.uploads | registers::a_shard_that_does_not_fit_is_no_register[gap]
 -        self._ring.check_fits(upload.run, manifest)
--
-+
 # damaged weights are taken for good ones
 checksum at verify, and at resume from memory | run.sources | cli::verify & registers::a_shard_that_left_memory_or_was_damaged_is_not_read
 -    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
-+    pass
 checksum of slots that are copied for several ranks | run.sources | slot_readers::a_slot_that_is_damaged_is_found_as_it_is_copied
 -        manifest.verify_range(start, part, _HERE)
 -
@@ -449,18 +400,14 @@ checksum of what storage gives, and of what is there already | store.store | sto
 +
 checksum of what is read later | run.reading | resume::a_file_damaged_between_check_and_use_falls_back[flip]
 -        self._manifest.verify_range(start, into, self._where)
-+        pass
 checksum at the adoption of slots | server.area | ring::a_damaged_leftover_is_dropped
 -                manifest.verify(view, where)
-+                pass
 # a damaged manifest is believed
 checksum of manifests and records | untrusted | damage::a_flipped_bit_of_a_manifest_is_refused_or_harmless
 -    if noted is not None and noted != _checksum(fields):
-+    if False:
 # damaged weights are taken for good ones
 checksums at all | snapshot.parts | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0]
 -        if checksum(image[start:stop]) != expected:
-+        if False:
 # the only copy of the newest snapshot is given away
 newest safe nowhere stays | snapshot.shards | ring::one_slot_never_gives_its_only_snapshot_away
 -    return is_durable and state is Status.COMMITTED
@@ -478,8 +425,6 @@ what is only here survives the server | server.ring | ring::an_orderly_end_keeps
 +set()
 what a tier has lost is owed again | server.ring | several_servers::a_server_that_comes_back_empty_is_sent_the_newest
 -                del slot.seen[url]
--
-+
 newest is by its order | server.slots | groups::only_what_is_complete_supersedes
 -    newest_exact = max((
 +    newest_exact = min((
@@ -493,7 +438,6 @@ dropped if torn | capture.writer | fit::a_tensor_that_moves_is_never_committed
 # who reads a link in a history or a log sees the status page
 link used once | http.page | page::a_link_opens_the_page_once
 -        self._links.use(link)
-+        pass
 # what a browser has been given reads snapshots, and deletes them
 cookie for the page only | http.page | page::the_cookie_is_for_the_page_only
 -return asked in (self.page, self.document) and self
@@ -501,7 +445,6 @@ cookie for the page only | http.page | page::the_cookie_is_for_the_page_only
 # a client has the server read what only that can
 storage read for its owner only | server.snapshot_server | page::nothing_is_read_where_the_attempt_may_not
 -            self.check_owner(info.key)
-+            pass
 # an impostor leads a browser to another host
 link of the server asked | cli.status | page::an_impostor_leads_nowhere
 -if not _PATH.fullmatch(path)
@@ -538,14 +481,25 @@ def _mutations(rows: str) -> Iterator[Mutation]:
         if (head := lines.pop(0)).startswith("# "):
             why, head = head[2:], lines.pop(0)
         name, within, noticing = head.split(" | ")
-        text = {sign: "\n".join(_taken(lines, sign)) for sign in "-+"}
+        old, new = ("\n".join(_taken(lines, sign)) if _begins(lines, sign) else None for sign in "-+")
         where = [each.split("::") for each in noticing.split(" & ")]
         found = tuple(f"{files[f'test_{file}']}::test_{test}" for file, test in where)
-        yield Mutation(name, f"lightning_spot.{within}", text["-"], text["+"], why, found)
+        yield Mutation(
+            name, f"lightning_spot.{within}", str(old), _undone(str(old)) if new is None else new, why, found
+        )
+
+
+def _undone(line: str) -> str:
+    word = line.split()[0]
+    return line[: line.index(word)] + (f"{word} False:" if word in ("if", "elif") else "pass")
+
+
+def _begins(lines: list[str], sign: str) -> bool:
+    return bool(lines) and lines[0].startswith(sign)
 
 
 def _taken(lines: list[str], sign: str) -> Iterator[str]:
-    while lines and lines[0].startswith(sign):
+    while _begins(lines, sign):
         yield lines.pop(0)[1:]
 
 
