@@ -34,7 +34,7 @@ from lightning_spot.snapshot.manifest import Manifest, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import LEAST_PART_BYTES, Status
 from tests.support.fake_device import FakeDevice
 from tests.support.ranks import manifest_of, rows
-from tests.support.rings import RankRing, Registers
+from tests.support.rings import RankRing, ring
 from tests.support.said import said_about
 from tests.support.waiting import until
 
@@ -54,8 +54,8 @@ class Desk:
     """The writers of the ranks of one training, each with what it trains."""
 
     def __init__(self, ranks: int = 3, ranges: tuple[int, ...] = (1, 2, 0)) -> None:
-        self.registers, self.ranges = Registers(), ranges
-        self.rings = [RankRing(self.registers) for _ in range(ranks)]
+        self.server, self.ranges = ring(), ranges
+        self.rings = [RankRing(self.server) for _ in range(ranks)]
         self.weights = [tensors(1) for _ in range(ranks)]
         self.own: list[Any] = [{"rank": rank, "draws": torch.arange(rank)} for rank in range(ranks)]
         self.buffer = torch.zeros(9)
@@ -69,7 +69,7 @@ class Desk:
         return CheckpointLayouter("token")
 
     def another_ring(self) -> RankRing:
-        return RankRing(self.registers)
+        return RankRing(self.server)
 
     def content(self, rank: int) -> Any:
         values = {"w": self.weights[rank], "b": self.buffer, "ranks": [self.own[rank]], **self.more}
@@ -93,8 +93,21 @@ class Desk:
         for weight in [each for weights in self.weights for each in weights]:
             weight.add_(value)
 
+    def shards(self, step: int) -> list[Manifest]:
+        """What is there of a snapshot."""
+        name, slots = snapshot_name(step, 1), self.server.ring.contents("run")
+        return [slot.manifest for slot in slots if slot.manifest is not None and slot.manifest.snapshot == name]
+
+    def status(self, step: int) -> Status:
+        return self.server.ring.status_of("run", snapshot_name(step, 1))[0]
+
     def image(self, step: int) -> tuple[memoryview, Manifest]:
-        return self.registers.image(snapshot_name(step, 1))
+        """A snapshot that counts, checked."""
+        ((held, manifest),) = self.server.ring.readable("run", snapshot_name(step, 1))
+        with self.server.ring.reading(held) as found:
+            image = memoryview(bytes(found[0 : len(found)]))
+        manifest.verify(image, "here")
+        return image, manifest
 
     def saved(self, step: int) -> dict[str, Any]:
         """The checkpoint, with the states of all ranks."""
@@ -107,6 +120,7 @@ class Desk:
     def close(self) -> None:
         for writer in self.writers:
             writer.close()
+        self.server.close()
 
 
 @pytest.fixture
@@ -139,26 +153,24 @@ def test_what_ranks_have_written_is_the_checkpoint_of_its_step(desk: Desk) -> No
         assert [each["rank"] for each in saved["ranks"]] == list(range(len(dones)))
     _, manifest = desk.image(5)
     assert [span.name for span in manifest.files] == [MODEL_FILE, *map(state_file, range(1, len(dones)))]
-    starts = {each.shard.start for each, _ in desk.registers.there[manifest.name].values() if each.shard is not None}
-    assert len(starts) == len(desk.ranges)
+    assert len({each.shard.start for each in desk.shards(5)}) == len(desk.ranges)
 
 
 def test_ranges_are_equal(desk: Desk) -> None:
     [done.result(LAST_S) for done in desk.take(1)]
     nbytes = sum(weight.nbytes for weight in desk.weights[0])
-    ranges = [each.files[0].nbytes for each, _ in desk.registers.there[snapshot_name(1, 1)].values()]
-    assert max(ranges) < nbytes / 3 + 2 * LEAST_PART_BYTES
+    assert max(each.files[0].nbytes for each in desk.shards(1)) < nbytes / 3 + 2 * LEAST_PART_BYTES
 
 
 def test_optimizers_that_begin_and_cease_to_keep_something(desk: Desk) -> None:
     moments = [tensors(2, 5) for _ in desk.weights]
-    for step, change in enumerate([list.extend, lambda mine, more: mine.__delitem__(slice(3, 3 + len(more)))], start=2):
-        [done.result(LAST_S) for done in desk.take(2 * step)]
+    for first, change in ((1, list.extend), (4, lambda mine, more: mine.__delitem__(slice(3, 3 + len(more))))):
+        [done.result(LAST_S) for done in desk.take(first)]
         for mine, more in zip(desk.weights, moments, strict=True):
             change(mine, more)
-        for again in range(2):
-            [done.result(LAST_S) for done in desk.take(2 * step + 1 + again * 100)]
-            assert same(desk.saved(2 * step + 1 + again * 100), desk.weights[0])
+        for step in (first + 1, first + 2):
+            [done.result(LAST_S) for done in desk.take(step)]
+            assert same(desk.saved(step), desk.weights[0])
 
 
 def test_what_a_hook_takes_out_of_the_checkpoint_is_not_written(desk: Desk) -> None:
@@ -200,7 +212,7 @@ def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk) -> None:
     desk.copied()
     with pytest.raises(SnapshotFailedError, match=r"rank 2\b", check=FAILED):
         dones[0].result(LAST_S)
-    assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED
+    assert desk.status(1) is Status.ABORTED
     assert desk.writers[2].torn == 1
     assert (desk.writers[0].torn, desk.writers[0].dropped) == (0, 1)
 
@@ -225,7 +237,7 @@ def test_where_rank_0_cannot_begin_the_others_are_done_at_once(desk: Desk) -> No
         desk.begin(0, 1)
     desk.copied()
     assert [done.result(LAST_S).step for done in others] == [1, 1]
-    assert desk.registers.status(snapshot_name(1, 1))[0] is Status.ABORTED
+    assert desk.status(1) is Status.ABORTED
 
 
 def test_a_checkpoint_that_only_torch_can_write_is_not_cut(
@@ -248,12 +260,12 @@ def test_a_checkpoint_that_only_torch_can_write_is_not_cut(
 def test_a_ring_lost_while_others_are_awaited_is_found_again(desk: Desk) -> None:
     first = desk.begin(0, 1)
     desk.writers[0].copied()
-    until(lambda: bool(desk.registers.there), "the shard of rank 0")
-    desk.rings[0].lose()
+    until(lambda: desk.shards(1), "the shard of rank 0")
+    desk.rings[0].is_lost = True
+    until(lambda: desk.writers[0].link.losses == 1, "rank 0 to notice")
     others = [desk.begin(rank, 1) for rank in (1, 2)]
     desk.copied()
     assert [done.result(LAST_S).step for done in (first, *others)] == [1, 1, 1]
-    assert desk.writers[0].link.losses == 1
 
 
 @pytest.mark.parametrize("is_known", [True, False])
