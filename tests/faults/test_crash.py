@@ -82,7 +82,7 @@ class Training:
         """Start a trainer and check what it resumed from."""
         self._trials += 1
         oracle = self._root / f"oracle-{self._trials}"
-        request = {"elements": 3000, "watched": True, "ballast": self.ballast, "pace_s": self.pace_s, "alarm_s": 120}
+        request = {"elements": 3000, "ballast": self.ballast, "pace_s": self.pace_s, "alarm_s": 120}
         self._running = pid = self._trainers.spawn(dirpath=self.dirpath, oracle=oracle, **request, **more)
         ((step, tier, whole),) = until(lambda: lines(oracle, "from"), f"trainer {self._trials} to begin")
         assert whole == "whole", f"trainer {self._trials}: the state of step {step} from {tier} is no single step's"
@@ -213,7 +213,7 @@ def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: 
     last = 10**6
     for trial, signal_number in enumerate([signal.SIGKILL, 0]):
         oracle = tmp_path / f"oracle-{trial}"
-        request = {"dirpath": str(run_dir), "oracle": str(oracle), "elements": 3000, "watched": True, "alarm_s": 120}
+        request = {"dirpath": str(run_dir), "oracle": str(oracle), "elements": 3000, "alarm_s": 120}
         command = [warm_python, "-m", "tests.support.crash_trainer", json.dumps({**request, "max_steps": last})]
         with open(tmp_path / "trainers.log", "ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, cwd=HOME)

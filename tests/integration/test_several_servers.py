@@ -591,7 +591,7 @@ def test_killed_the_moment_the_server_has_it(start_server: StartServer, tmp_path
         return max((run["newest"].get("committed", {"step": 0})["step"] for run in runs), default=0)
 
     with contextlib.closing(Server("tests.support.crash_trainer", tmp_path / "trainers.log", warm_python)) as trainers:
-        request = {"dirpath": durable, "oracle": tmp_path / "oracle", "elements": 3000, "watched": True}
+        request = {"dirpath": durable, "oracle": tmp_path / "oracle", "elements": 3000}
         pid = trainers.spawn(**request, ballast=2_000_000, alarm_s=120, servers=[server.url])
         step = until(held, "the snapshot server to have one")
         os.kill(pid, signal.SIGKILL)

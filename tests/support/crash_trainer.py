@@ -2,9 +2,8 @@
 
 With a request as its argument it trains once, in this process: a command like any user's.
 
-Its state shows whether a snapshot is whole: after step N every element of ``count`` (changed by the optimizer) and of
-``seen`` (a buffer, changed by forward) is N; with ``watched``, all of a model with BatchNorm under Adam is a function
-of N. What it is told and sees goes to an oracle file by ``os.write``, which a kill cannot lose.
+Its state shows whether a snapshot is whole: all of a model with BatchNorm under Adam is a function of the step. What
+it is told and sees goes to an oracle file by ``os.write``, which a kill cannot lose.
 """
 
 from __future__ import annotations
@@ -22,35 +21,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from tests.support.oracle import BETAS, EPS, LEARNING_RATE, MOMENTUM, mixed
+from tests.support.trainer import trainer as quiet
 from tests.support.warm import enter_network
 
 
-class Counter(pl.LightningModule):
-    """Counts optimizer steps in every element of its state."""
-
-    def __init__(self, elements: int, pace_s: float) -> None:
-        super().__init__()
-        self.count = torch.nn.Parameter(torch.zeros(elements))
-        self.register_buffer("seen", torch.zeros(elements // 4))
-        self.pace_s = pace_s
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.add_(1)
-        time.sleep(self.pace_s)
-        return -self.count.sum()  # its gradient is -1, so that SGD with lr 1 counts
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.0)
-
-    def whole(self, step: int) -> bool:
-        return bool((self.count == step).all()) and bool((self.seen == step).all())
-
-
-class Watched(Counter):
+class Watched(pl.LightningModule):
     """A linear layer and BatchNorm under Adam: the gradient of step t is -t and its input t, see ``oracle``."""
 
     def __init__(self, elements: int, pace_s: float, ballast: int) -> None:
-        super().__init__(elements, pace_s)
+        super().__init__()
+        self.pace_s = pace_s
+        self.count = torch.nn.Parameter(torch.zeros(elements))
+        self.register_buffer("seen", torch.zeros(elements // 4))
         self.norm = torch.nn.BatchNorm1d(1, momentum=MOMENTUM)
         self.register_buffer("ballast", torch.zeros(ballast))
 
@@ -101,7 +83,6 @@ def train(
     elements: int = 200_000,
     pace_s: float = 0.002,
     max_steps: int = 10**6,
-    watched: bool = False,
     ballast: int = 0,
     every: int = 1,
     alarm_s: int = 0,
@@ -115,17 +96,8 @@ def train(
     torch.set_num_threads(1)
     usual = {"slots": 3, "server_idle_timeout_s": 30.0, "upload_timeout_s": 10.0}
     spot = SpotCheckpoint(dirpath, interval=EverySteps(every), **{**usual, **settings})
-    pl.Trainer(
-        max_steps=max_steps,
-        callbacks=[spot, Oracle(oracle, spot)],
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(
-        Watched(elements, pace_s, ballast) if watched else Counter(elements, pace_s),
-        DataLoader(TensorDataset(torch.zeros(50, 1)), 1),
-    )
+    trainer = quiet(spot, Oracle(oracle, spot), max_epochs=-1, max_steps=max_steps)
+    trainer.fit(Watched(elements, pace_s, ballast), DataLoader(TensorDataset(torch.zeros(50, 1)), 1))
 
 
 def move(namespace: str, directory: str, environment: dict[str, str], python: str) -> None:

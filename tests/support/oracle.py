@@ -144,7 +144,6 @@ class Server:
         return int(self.read())
 
     def read(self, deadline_s: float = ANSWER_S) -> str:
-        assert self.process.stdout is not None
         end = time.monotonic() + deadline_s
         while b"\n" not in self._buffer:
             left = end - time.monotonic()
