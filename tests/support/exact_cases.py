@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_spot import EverySteps, PreemptionGuard, SpotCheckpoint
 from lightning_spot.store.local import LocalStore
+from tests.support.trainer import trainer as quiet
 from tests.support.waiting import new_process, until
 
 SAMPLES = 96
@@ -210,26 +211,14 @@ def train(
     spot = spot or SpotCheckpoint(
         str(root / "run"), local_server=False, interval=EverySteps(3), on_full="wait", keep=100, notices=notices
     )
-    trainer = pl.Trainer(
-        **{
-            "max_epochs": 3,
-            "accelerator": "cpu",
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "log_every_n_steps": 1,
-            "logger": CSVLogger(str(root), name="logs"),
-            "callbacks": [
-                *callbacks,
-                LearningRateMonitor("step"),
-                EarlyStopping("val_loss", patience=50, check_on_train_epoch_end=False),
-                ModelCheckpoint(str(root / "best"), monitor="val_loss", save_top_k=2, save_last=False),
-                ModelCheckpoint(str(root / "steps"), every_n_train_steps=4, save_top_k=-1),
-                spot,
-            ],
-            **settings,
-            **more,
-        }
-    )
+    checks = [
+        LearningRateMonitor("step"),
+        EarlyStopping("val_loss", patience=50, check_on_train_epoch_end=False),
+        ModelCheckpoint(str(root / "best"), monitor="val_loss", save_top_k=2, save_last=False),
+        ModelCheckpoint(str(root / "steps"), every_n_train_steps=4, save_top_k=-1),
+    ]
+    usual = {"max_epochs": 3, "log_every_n_steps": 1, "logger": CSVLogger(str(root), name="logs")}
+    trainer = quiet(*callbacks, *checks, spot, **{**usual, **settings, **more})
     trainer.fit(module, loaders, DataLoader(Augmented(), 16), ckpt_path=ckpt_path)
     return trainer
 

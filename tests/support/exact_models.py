@@ -213,7 +213,6 @@ class Caching(Lean):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.cached < 4:
             self.cached, self.cache = 4, Shift()
-        assert self.cache is not None
         return super().training_step(batch, batch_idx)
 
 

@@ -24,11 +24,7 @@ import torch
 from lightning.pytorch import callbacks as shipped
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Subset,
-)
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.state.compare import differences
@@ -39,11 +35,8 @@ from tests.support.exact_models import BATCH, Rows, rows, validation
 from tests.support.program import Outcome
 from tests.support.said import listening, points
 from tests.support.trainer import Stop
+from tests.support.trainer import trainer as quiet
 from tests.support.waiting import new_process
-
-
-def _nothing() -> list[pl.Callback]:
-    return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +55,7 @@ class Case:
         spot: of ``SpotCheckpoint``.
         ignored: parts of names of entries, and of what is logged, that cannot be equal, being clocks.
         stops: batches (or validation batches, if negative) of each attempt after which it is stopped.
-        covers: names of Lightning's that this case stands for.
+        covers: names of what loaders offer that this case stands for; callbacks and settings stand for themselves.
         soak: whether it is left to the long run.
     """
 
@@ -70,7 +63,7 @@ class Case:
     loaders: Callable[[], Any] | None = rows
     val: Callable[[], Any] | None = validation
     data: Callable[[], pl.LightningDataModule] | None = None
-    callbacks: Callable[[], list[pl.Callback]] = _nothing
+    callbacks: Callable[[], list[pl.Callback]] = list
     settings: Mapping[str, Any] = field(default_factory=dict)
     spot: Mapping[str, Any] = field(default_factory=dict)
     says: str = ""
@@ -95,26 +88,16 @@ CALLBACKS: dict[str, Case] = {
         m.Net,
         callbacks=lambda: [shipped.BackboneFinetuning(1, m.half, train_bn=False, should_align=False)],
         stops=(13, 10),
-        covers=("BackboneFinetuning",),
     ),
-    "base-finetuning": own(
-        m.Net,
-        callbacks=lambda: [m.Thaw()],
-        stops=(13, 10),
-        covers=("BaseFinetuning",),
-        soak=True,
-    ),
+    "base-finetuning": own(m.Net, callbacks=lambda: [m.Thaw()], stops=(13, 10), soak=True),
     "accumulation-scheduler": Case(
-        callbacks=lambda: [shipped.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})],
-        stops=(8, 4),
-        covers=("GradientAccumulationScheduler",),
+        callbacks=lambda: [shipped.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], stops=(8, 4)
     ),
     "weight-averaging-stochastic": Case(
         model=m.Plain,
         callbacks=lambda: [shipped.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2)],
         settings={"max_epochs": 4},
         stops=(3,),
-        covers=("StochasticWeightAveraging",),
     ),
     "weight-averaging-stochastic-under-way": Case(
         callbacks=lambda: [shipped.StochasticWeightAveraging(0.02, swa_epoch_start=1)],
@@ -122,27 +105,16 @@ CALLBACKS: dict[str, Case] = {
         says="StochasticWeightAveraging",
         differs=True,
     ),
-    "weight-averaging-ema": Case(
-        callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)],
-        covers=("EMAWeightAveraging", "WeightAveraging"),
-    ),
+    "weight-averaging-ema": Case(callbacks=lambda: [shipped.EMAWeightAveraging(decay=0.8)]),
     "pruning": Case(
         callbacks=lambda: [shipped.ModelPruning("l1_unstructured", amount=0.2, parameter_names=["weight"])],
         says="ModelPruning",
         differs=True,
-        covers=("ModelPruning",),
     ),
     "spike-detection": Case(
-        callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)],
-        says="SpikeDetection",
-        differs=True,
-        covers=("SpikeDetection",),
+        callbacks=lambda: [shipped.SpikeDetection(window=4, rtol=50.0)], says="SpikeDetection", differs=True
     ),
-    "learning-rate-finder": own(
-        m.Measured,
-        callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)],
-        covers=("LearningRateFinder",),
-    ),
+    "learning-rate-finder": own(m.Measured, callbacks=lambda: [shipped.LearningRateFinder(num_training_steps=5)]),
     "learning-rate-finder-makes-workers": Case(
         model=m.Measured,
         loaders=lambda: rows(num_workers=1, persistent_workers=True),
@@ -154,19 +126,15 @@ CALLBACKS: dict[str, Case] = {
     "batch-size-finder": own(
         m.Net,
         callbacks=lambda: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=1)],
-        covers=("BatchSizeFinder",),
         soak=True,  # tuned as by the one above
     ),
     "early-stopping": Case(
         model=Model,
         callbacks=lambda: [shipped.EarlyStopping("loss_epoch", patience=2, min_delta=10.0)],
         settings={"max_epochs": 5},
-        covers=("EarlyStopping",),
     ),
     "model-checkpoint-last": Case(
-        model=Model,
-        callbacks=lambda: [shipped.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)],
-        covers=("ModelCheckpoint",),
+        model=Model, callbacks=lambda: [shipped.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)]
     ),
     "model-checkpoint-by-time": Case(
         callbacks=lambda: [shipped.ModelCheckpoint(train_time_interval=timedelta(hours=1))], says="train_time_interval"
@@ -174,7 +142,6 @@ CALLBACKS: dict[str, Case] = {
     "progress-bars-and-timers": Case(
         callbacks=lambda: [shipped.RichProgressBar(), shipped.RichModelSummary(), shipped.Timer("01:00:00:00")],
         settings={"enable_progress_bar": True, "enable_model_summary": True},
-        covers=("RichProgressBar", "RichModelSummary", "Timer"),
         soak=True,
     ),
     "monitors": Case(
@@ -187,18 +154,15 @@ CALLBACKS: dict[str, Case] = {
         ],
         settings={"enable_model_summary": True, "enable_progress_bar": True},
         ignored=("DeviceStats", "device"),
-        covers=("TQDMProgressBar", "LearningRateMonitor", "ModelSummary", "LambdaCallback", "DeviceStatsMonitor"),
     ),
     "throughput": Case(
         callbacks=lambda: [shipped.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)],
         ignored=("logged.", "train/", "validate/"),
         says="ThroughputMonitor",
-        covers=("ThroughputMonitor",),
     ),
     "on-exception": Case(
         callbacks=lambda: [shipped.OnExceptionCheckpoint(tempfile.gettempdir(), f"spot-table-{os.getpid()}")],
         says="OnExceptionCheckpoint",
-        covers=("OnExceptionCheckpoint",),
     ),
 }
 
@@ -215,52 +179,33 @@ _ALIKE: dict[str, Any] = {
     "deterministic": True,
 }
 SETTINGS: dict[str, Case] = {
-    "what-leaves-no-state": Case(settings=_ALIKE, covers=(*_ALIKE,), stops=(8, 7), soak=True),
+    "what-leaves-no-state": Case(settings=_ALIKE, stops=(8, 7), soak=True),
     "double": Case(settings={"precision": "64-true"}, loaders=lambda: rows(False), soak=True),
-    "bf16": Case(model=Model, settings={"precision": "bf16-mixed"}, covers=("precision",)),
-    "val-often": Case(model=Model, settings={"val_check_interval": 0.4}, covers=("val_check_interval",)),
+    "bf16": Case(model=Model, settings={"precision": "bf16-mixed"}),
+    "val-often": Case(model=Model, settings={"val_check_interval": 0.4}),
     "val-across-epochs": Case(
-        settings={"val_check_interval": 7, "check_val_every_n_epoch": None},
-        stops=(8, 5),
-        covers=("check_val_every_n_epoch",),
-        soak=True,
+        settings={"val_check_interval": 7, "check_val_every_n_epoch": None}, stops=(8, 5), soak=True
     ),
     "val-not-asked-for-yet": own(
-        m.DrawingForValidation,
-        settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4},
+        m.DrawingForValidation, settings={"check_val_every_n_epoch": 2, "num_sanity_val_steps": 0, "max_epochs": 4}
     ),
     "val-by-time": Case(settings={"val_check_interval": "00:00:00:10"}, says="val_check_interval"),
-    "limited": Case(
-        model=Model,
-        settings={"limit_train_batches": 3, "limit_val_batches": 1},
-        stops=(5, 4),
-        covers=("limit_train_batches", "limit_val_batches"),
-    ),
-    "overfit": Case(settings={"overfit_batches": 4}, stops=(6, 4), covers=("overfit_batches",)),
+    "limited": Case(model=Model, settings={"limit_train_batches": 3, "limit_val_batches": 1}, stops=(5, 4)),
+    "overfit": Case(settings={"overfit_batches": 4}, stops=(6, 4)),
     "reload-every-second-epoch": own(
-        m.WithData,
-        settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5},
-        stops=(7, 9),
-        covers=("reload_dataloaders_every_n_epochs",),
+        m.WithData, settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}, stops=(7, 9)
     ),
     "loaders-of-a-data-module": Case(
         data=m.Data, loaders=None, val=None, settings={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
     ),
-    "sanity-check-whole": Case(
-        settings={"num_sanity_val_steps": -1}, stops=(-3, 3), covers=("num_sanity_val_steps",), soak=True
-    ),
-    "max-steps": Case(
-        settings={"max_steps": 13, "max_epochs": -1, "val_check_interval": 3},
-        stops=(9, 3),
-        covers=("max_steps", "max_epochs"),
-    ),
+    "sanity-check-whole": Case(settings={"num_sanity_val_steps": -1}, stops=(-3, 3), soak=True),
+    "max-steps": Case(settings={"max_steps": 13, "max_epochs": -1, "val_check_interval": 3}, stops=(9, 3)),
     "min-epochs": Case(
         callbacks=lambda: [shipped.EarlyStopping("val_loss", patience=0, min_delta=10.0)],
         settings={"min_epochs": 3, "min_steps": 17, "max_epochs": 5},
-        covers=("min_epochs", "min_steps"),
         soak=True,
     ),
-    "no-logger": Case(settings={"logger": False}, covers=("logger",), soak=True),
+    "no-logger": Case(settings={"logger": False}, soak=True),
 }
 
 LOADERS: dict[str, Case] = {
@@ -386,11 +331,7 @@ LOOPS: dict[str, Case] = {
     "generator-of-the-module-and-its-sampler": own(m.SharedGenerator, stops=(8, 4)),
     "buffers-outside-the-state-dict": Case(model=kept.Beside, stops=(8, 4)),
     "buffers-that-training-makes": Case(model=kept.Growing, says=kept.MADE, differs=True),
-    "objects-of-the-module": Case(
-        model=kept.Holding,
-        says=kept.LOST,
-        differs=True,
-    ),
+    "objects-of-the-module": Case(model=kept.Holding, says=kept.LOST, differs=True),
     "optimizer-with-attributes": Case(model=kept.Slow, says="Averaging.seen, Averaging.slow", differs=True),
     "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
     "more-epochs-later": Case(model=lambda: kept.Limited(4), stops=(18,), ignored=("hooked.before",)),
@@ -433,19 +374,9 @@ def train(
     told_to = {"local_server": False, "on_full": "wait", "keep": 100, **case.spot}
     spot = SpotCheckpoint(str(root / "run"), interval=EverySteps(every), **told_to)
     said: list[str] = []
-    trainer = pl.Trainer(
-        **{
-            "max_epochs": 3,
-            "accelerator": "cpu",
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "log_every_n_steps": 1,
-            "logger": CSVLogger(str(root), name="logs"),
-            "default_root_dir": str(root),
-            **case.settings,
-            "callbacks": [*callbacks, *case.callbacks(), spot],
-        }
-    )
+    usual = {"max_epochs": 3, "log_every_n_steps": 1, "logger": CSVLogger(str(root), name="logs")}
+    usual |= {"default_root_dir": str(root), "enable_checkpointing": True}
+    trainer = quiet(*callbacks, *case.callbacks(), spot, **{**usual, **case.settings})
     with listening() as logged, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
 
