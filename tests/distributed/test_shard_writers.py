@@ -25,18 +25,59 @@ from lightning_spot.capture.layouts import (
 from lightning_spot.capture.tensors import by_storage, owned_nbytes
 from lightning_spot.capture.writer import Background, SnapshotWriter
 from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
-from lightning_spot.server.host import Host, Lease
+from lightning_spot.server.host import Host, InProcessHost, Lease
+from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
 from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.snapshot import layout
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import LEAST_PART_BYTES, Status
+from lightning_spot.store.local import LocalStore
 from tests.support.fake_device import FakeDevice
 from tests.support.ranks import manifest_of, rows
-from tests.support.rings import RankRing, ring
 from tests.support.said import said_about
+from tests.support.server import named_run
 from tests.support.waiting import until
+
+
+def ring() -> SnapshotServer:
+    """The server, at which a run is open."""
+    made = SnapshotServer(slots=3, memory_bytes=2**30, open_store=LocalStore, allow=None)
+    made.registry.begin_session(IN_PROCESS)
+    made.open_run(named_run("run", session=IN_PROCESS))
+    return made
+
+
+class RankRing(InProcessHost):
+    """That ring as one rank sees it.
+
+    Args:
+        server: that all of them see.
+
+    Attributes:
+        is_lost: whether it is, for this rank.
+    """
+
+    server_call_timeout_s = 5.0
+    memory_bytes = 2**30
+
+    def __init__(self, server: SnapshotServer) -> None:
+        self.run, self.attempt, self.released, self.is_lost = "run", 1, None, False
+        self._seen = server
+
+    @property
+    def _server(self) -> SnapshotServer:  # type: ignore[override] # there it is an attribute
+        if self.is_lost:
+            raise ServerUnreachableError("the ring is lost")
+        return self._seen
+
+    def check(self) -> None:
+        assert self._server is self._seen
+
+    def leave(self, *, complete: bool) -> None:
+        """The others still have it."""
+
 
 pytestmark = pytest.mark.guarantee("G10")
 

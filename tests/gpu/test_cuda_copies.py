@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,19 +23,40 @@ from lightning_spot.capture.tensors import Watches
 from lightning_spot.errors import SpotError
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.snapshot.layout import Layout, lay_out
-from tests.support import pinned
 from tests.support.gpus import NEEDS_GPU
-from tests.support.pinned import Desk
 
 pytestmark = NEEDS_GPU
 SOON = 10**9
 """Cycles of a GPU's clock: half a second or more."""
 
 
+class Desk:
+    """Slots in memory that are pinned, and copiers into them; both end with a test, whatever it did with them."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Copier, SlotView]] = []
+
+    def slot(self, nbytes: int) -> SlotView:
+        memory = SlotMemory.create(slot_capacity(nbytes), Path(os.environ["LIGHTNING_SPOT_SHM_DIR"]) / "slot")
+        memory.unlink()
+        os.close(memory.fd)
+        return SlotView(memory.map)
+
+    def copier(self, view: SlotView, buffer_bytes: int = 0) -> Copier:
+        copier = Copier(buffer_bytes=buffer_bytes)
+        copier.pin(view, 0)
+        self._made.append((copier, view))
+        return copier
+
+
 @pytest.fixture
 def desk(runtime_dir: Path) -> Iterator[Desk]:
-    with pinned.desk() as made:
-        yield made
+    made = Desk()
+    yield made
+    for copier, view in made._made:
+        copier.close()
+        copier.unpin(view)
+        assert not view.tensor.is_pinned()
 
 
 def wrong(layout: Layout, view: SlotView, truth: Sequence[torch.Tensor]) -> list[int]:
