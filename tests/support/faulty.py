@@ -66,10 +66,8 @@ class Plan:
         with self._lock:
             self.calls += 1
             hit = bool(self.kind) and self.calls >= self.at and (not self.span or self.calls < self.at + self.span)
-            if hit and (self.kind != "stale" or name == "ls"):
-                self.struck += 1
-            else:
-                hit = False
+            hit = hit and (self.kind != "stale" or name == "ls")
+            self.struck += hit
         if self.delay_s and (hit or self.kind == ""):
             time.sleep(self.delay_s)
         return self.kind if hit else ""
@@ -117,56 +115,39 @@ class FaultyObjects(AbstractFileSystem):
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
         path = self._strip_protocol(path)
-        kind = plan.strike("ls")
-        if kind == "stale":
-            names = self._before.get(path)
-            if names is None:
-                raise raised("missing", path)
-        else:
-            self._fail(kind, path)
-            names = sorted(os.listdir(path))
+        names = self._before.get(path) if self._asked("ls", path) == "stale" else sorted(os.listdir(path))
+        if names is None:
+            raise raised("missing", path)
         found = [f"{path}/{name}" for name in names]
         there = [self._info(item) for item in found if _holds_a_file(item)]
         return there if detail else [item["name"] for item in there]
 
     def info(self, path: str, **_: Any) -> Any:
         path = self._strip_protocol(path)
-        self._fail(plan.strike("info"), path)
+        self._asked("info", path)
         return self._info(path)
 
     def modified(self, path: str) -> datetime:
-        self._fail(plan.strike("modified"), path)
+        self._asked("modified", path)
         return datetime.fromtimestamp(os.stat(self._strip_protocol(path)).st_mtime, UTC)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         path = self._strip_protocol(path)
-        kind = plan.strike("cat_file")
-        if kind != "short":
-            self._fail(kind, path)
-        data = Path(path).read_bytes()[start:end]
+        kind, data = self._asked("cat_file", path), Path(path).read_bytes()[start:end]
         return data[: len(data) // 2] if kind == "short" else data
 
     # -- changes
 
     def pipe_file(self, path: str, value: Any, **_: Any) -> None:
         path = self._strip_protocol(path)
-
-        def write() -> None:
-            _replace(path, bytes(value))
-
-        self._change("pipe_file", path, write)
+        self._change("pipe_file", path, lambda: Path(path).write_bytes(bytes(value)))
 
     def rm_file(self, path: str) -> None:
         path = self._strip_protocol(path)
         self._change("rm_file", path, lambda: os.unlink(path))
 
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
-        if "r" in mode:
-            return io.BytesIO(self.cat_file(path))
-        return _Written(self, self._strip_protocol(path))
-
-    def open(self, path: str, mode: str = "rb", **more: Any) -> Any:
-        return self._open(path, mode, **more)
+    def open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        return io.BytesIO(self.cat_file(path)) if "r" in mode else _Written(self, self._strip_protocol(path))
 
     # -- inside
 
@@ -175,34 +156,30 @@ class FaultyObjects(AbstractFileSystem):
         kind = "directory" if os.path.isdir(path) else "file"
         return {"name": path, "size": found.st_size, "type": kind, "ino": found.st_ino, "mtime": found.st_mtime_ns}
 
-    def _fail(self, kind: str, path: str) -> None:
-        if kind and kind not in ("short", "slow"):
-            raise raised(kind, path)
-
     def exists(self, path: str, **_: Any) -> bool:
-        return "/" not in str(path).strip("/") or os.path.lexists(self._strip_protocol(path)) or self._missing(path)
-
-    def _missing(self, path: str) -> bool:
-        self._fail(plan.strike("info"), path)
+        if "/" not in str(path).strip("/") or os.path.lexists(self._strip_protocol(path)):
+            return True
+        self._asked("info", path)
         return False
 
-    def _change(self, name: str, path: str, act: Callable[[], None]) -> None:
+    def _asked(self, name: str, path: str) -> str:
         kind = plan.strike(name)
-        if kind == "short":
-            raise raised("EIO", path)
+        if kind and kind not in ("short", "slow", "stale"):
+            raise raised(kind, path)
+        return kind
+
+    def _change(self, name: str, path: str, act: Callable[[], Any]) -> None:
+        kind = plan.strike(name)
         if kind and kind not in ("lost", "slow"):
             raise raised(kind, path)
-        self._remember(path)
-        if name == "pipe_file":
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-        act()
-        if kind == "lost":
-            raise raised("EIO", path)
-
-    def _remember(self, path: str) -> None:
         for folder in (os.path.dirname(path), os.path.dirname(os.path.dirname(path))):
             with contextlib.suppress(OSError):
                 self._before[folder] = sorted(os.listdir(folder))
+        if name in ("pipe_file", "close"):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        act()
+        if kind == "lost":
+            raise raised(kind, path)
 
 
 class FaultyS3(s3fs.S3FileSystem):
@@ -237,7 +214,7 @@ class FaultyS3(s3fs.S3FileSystem):
             raise raised(kind, name)
         done = await act(*arguments, **more)
         if kind == "lost":
-            raise raised("EIO", name)
+            raise raised(kind, name)
         return done
 
     call_s3 = sync_wrapper(_call_s3)
@@ -251,35 +228,22 @@ class _Written:
         self.closed = False
 
     def write(self, data: Any) -> int:
-        def all_of_it() -> None:
-            self._data += bytes(data)
-
-        self._files._change("write", self._path, all_of_it)
+        self._files._change("write", self._path, lambda: self._data.extend(bytes(data)))
         return len(data)
 
     def discard(self) -> None:
         self._data.clear()
 
     def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-
-        def complete() -> None:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            _replace(self._path, bytes(self._data))
-
-        self._files._change("close", self._path, complete)
+        if not self.closed:
+            self.closed = True
+            self._files._change("close", self._path, lambda: Path(self._path).write_bytes(self._data))
 
     def __enter__(self) -> _Written:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def _replace(path: str, data: bytes) -> None:
-    Path(path).write_bytes(data)
 
 
 def _holds_a_file(path: str) -> bool:
@@ -301,18 +265,22 @@ def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
     real_open = builtins.open
     concerns = _concerns(below)
 
+    def struck(name: str, of: Any) -> str:
+        kind = new.strike(name)
+        if kind and kind not in ("lost", "short", "slow"):
+            raise raised(kind, str(of))
+        return kind
+
     def watched(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **more: Any) -> Any:
             if not concerns(arguments[0]):
                 return real[name](*arguments, **more)
-            kind = new.strike(name)
-            if kind and kind not in ("lost", "short", "slow"):
-                raise raised(kind, str(arguments[0]))
+            kind = struck(name, arguments[0])
             if kind == "short" and name in ("read", "preadv"):
                 return _short(name, real[name], arguments)
             done = real[name](*arguments, **more)
             if kind in ("lost", "short") and name not in ("open", "read", "preadv"):
-                raise raised("EIO", str(arguments[0]))
+                raise raised(kind, str(arguments[0]))
             return done
 
         return call
@@ -320,9 +288,7 @@ def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
     def opened(file: Any, mode: str = "r", *arguments: Any, **more: Any) -> Any:
         if isinstance(file, int) or not concerns(file):
             return real_open(file, mode, *arguments, **more)
-        kind = new.strike("open")
-        if kind and kind not in ("lost", "short", "slow"):
-            raise raised(kind, str(file))
+        struck("open", file)
         return real_open(file, mode, *arguments, **more)
 
     for name in CALLS:
