@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spot.errors import CorruptSnapshotError, MalformedError, SettingsError
-from lightning_spot.snapshot.manifest import MOST_METRICS, Manifest, snapshot_name
+from lightning_spot.errors import MalformedError, SettingsError
+from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.fences import Rewind, forgettable, rewinds_in
 from lightning_spot.store.retention import Keep, expired, kept, read_keep
 from lightning_spot.store.store import Holdings, newest_first
@@ -208,24 +208,3 @@ def test_a_policy_travels() -> None:
     for bad in (3, [], {"newest": 0}, {"newest": "3"}, {"best": 1}, {"newer_than": [1]}, {"mode": 1}):
         with pytest.raises(MalformedError):
             read_keep({"keep": bad}, "keep", None)
-
-
-def test_a_manifest_has_metrics() -> None:
-    manifest = of(1, val_loss=0.5, count=3)
-    read = Manifest.from_json(manifest.to_json())
-    assert read.metrics == {"val_loss": 0.5, "count": 3.0}
-    assert "metrics" not in of(1).to_dict()  # as before there were any
-    assert Manifest.from_dict(of(1).to_dict()).metrics == {}
-
-
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        *(3, ["a"], {"a": "b"}, {"a": None}, {"a": True}, {"a": 10**400}, {"": 1.0}, {"a\n": 1.0}, {"x" * 256: 1.0}),
-        {str(number): 1.0 for number in range(MOST_METRICS + 1)},
-    ],
-    ids=lambda each: str(each)[:20],
-)
-def test_a_manifest_with_bad_metrics_is_damaged(metrics: object) -> None:
-    with pytest.raises(CorruptSnapshotError):
-        Manifest.from_dict({**of(1).to_dict(), "metrics": metrics})
