@@ -17,7 +17,7 @@ from lightning_spot.errors import FencedError, ServerUnreachableError, SnapshotF
 from lightning_spot.retry import growing
 from lightning_spot.run.location import Location
 from lightning_spot.say import recovered, say
-from lightning_spot.server.host import Host
+from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.store.retention import Keep
@@ -205,20 +205,12 @@ class HostLink:
                 found = reconnect()
                 prepare(found)
             except FencedError as error:
-                say(
-                    logging.WARNING,
-                    "fenced",
-                    "{error}. This attempt saves nothing more. End this trainer.",
-                    error=error,
-                )
+                text = "{error}. This attempt saves nothing more. End this trainer."
+                say(logging.WARNING, "fenced", text, error=error)
                 break
             except Exception as error:  # whatever it is, training goes on and it is tried again
-                say(
-                    logging.WARNING,
-                    "no-local-server",
-                    "no new snapshot server yet: {error}. It is retried.",
-                    error=error,
-                )
+                text = "no new snapshot server yet: {error}. It is retried."
+                say(logging.WARNING, "no-local-server", text, error=error)
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, next(pauses_s))
         with self._changed:
@@ -229,13 +221,21 @@ class HostLink:
             self._untold.clear()
             self._changed.notify_all()
         if found is not None:
-            recovered("local-server-lost", "a snapshot server runs on this host again")
-            recovered("no-local-server", "a snapshot server runs on this host again")
+            say_found(found)
             for send in untold:
                 with contextlib.suppress(SpotError):  # one that is lost, too, is found to be so by who asks next
                     send(found)
             if unwanted:
                 leave(found)
+
+
+def say_found(host: Host) -> None:
+    """Log that there is a ring again, after one was lost."""
+    text = "a snapshot server runs on this host again"
+    if isinstance(host, InProcessHost):
+        text = "snapshots go through this process from now on, since no snapshot server could be started"
+    for key in ("local-server-lost", "no-local-server"):
+        recovered(key, text)
 
 
 def leave(host: Host, *, complete: bool = False) -> None:

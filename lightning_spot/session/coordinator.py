@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.device import DeviceClock
-from lightning_spot.capture.host_link import RingSettings, leave, open_host, within
+from lightning_spot.capture.host_link import RingSettings, leave, open_host, say_found, within
 from lightning_spot.capture.layouts import (
     CheckpointLayouter,
     RankCheckpoint,
@@ -37,8 +37,10 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.config import read_environment, why_weak
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SettingsError, SnapshotFailedError, SpotError
 from lightning_spot.interval.policy import IntervalPolicy
+from lightning_spot.run.attempts import begin_attempt
+from lightning_spot.run.identity import new_id
 from lightning_spot.run.location import Location
-from lightning_spot.say import recovered, say
+from lightning_spot.say import say
 from lightning_spot.server.host import Host
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
@@ -108,21 +110,20 @@ class Decision:
         """Whether training ends with it, so that all ranks wait for what becomes of it."""
         return self.urgent or self.complete
 
-    def plain(self) -> list[Any]:
+    def plain(self) -> dict[str, Any]:
         """It as plain values, for the other ranks."""
-        return list(astuple(self))
+        return asdict(self)
 
     @classmethod
-    def heard(cls, values: list[Any]) -> Decision:
+    def heard(cls, values: dict[str, Any]) -> Decision:
         """What rank 0 has decided, of its plain values, see :meth:`plain`.
 
         Raises:
             SnapshotFailedError: on all ranks, if training ends instead.
         """
-        writers, ranges, persist, urgent, complete, problem = values
-        if problem:
-            raise SnapshotFailedError(problem, reason=FailureReason.SHARD_MISSING)
-        return cls(writers=writers, ranges=tuple(ranges), persist=persist, urgent=urgent, complete=complete)
+        if values["problem"]:
+            raise SnapshotFailedError(values["problem"], reason=FailureReason.SHARD_MISSING)
+        return cls(**{**values, "ranges": tuple(values["ranges"])})
 
 
 class Coordinator(OfTrainer):
@@ -216,68 +217,66 @@ class Coordinator(OfTrainer):
     def begin(self) -> None:
         """Begin the next attempt of the run, once it is decided what it goes on from. Every rank calls it."""
         resume, ranks = self._resume, Agreement(self._trainer)
-        self.attempt = attempt = ranks.on_rank_zero(self._begin_attempt)
-        mine = (attempt.info, attempt.lineage, attempt.is_claimed) if attempt is not None else None
-        info, lineage, is_claimed = ranks.tell(mine)
+        info, is_claimed, lineage = ranks.tell(ranks.on_rank_zero(self._claim))
         self.number = resume.attempt = info.attempt
         resume.run_id = info.id
         if ranks.size > 1:
-            host = ranks.together(lambda: attempt.writer.host if attempt is not None else self._open_ring(info))
-            self._hosts = Topology.meet(ranks, self._location, host)
-            if not self._hosts.is_one_place and not self._location.servers and is_claimed:
+            ranks.together(lambda: self._is_first or self._at_ring(lambda host: host.open_run(info)))
+            self._hosts = hosts = Topology.meet(ranks, self._location, self._host)
+            if not hosts.is_one_place and not self._location.servers and is_claimed:
                 check_storage(ranks, self._location, info)
-            if not self._hosts.is_one_place:
-                info = self._hosts.told(info, apart=self._is_sharded)
-                ranks.together(lambda: host.open_run(info) if host is not None else None)
-            ranks.together(lambda: self._join(info, lineage))
+            if not hosts.is_one_place:
+                info = hosts.told(info, apart=self._is_sharded)
+                ranks.together(lambda: self._host is None or self._host.open_run(info))
+        ranks.together(lambda: self._take_part(info, lineage, is_claimed=is_claimed))
 
-    def _begin_attempt(self) -> Attempt:
-        """On rank 0: begin the attempt."""
-        found, look, schedule = self._resume.found, self._resume.trial(), self.schedule
+    def _claim(self) -> tuple[RunInfo, bool, str]:
+        """On rank 0: take the next attempt, at the ring and in storage; whether that is claimed; and a new lineage."""
+        found, ring = self._resume.found, self._settings.ring
         assert found is not None
-        return self._at_ring(
-            lambda host: Attempt.begin(found, host, self._settings.ring, self._layouter, look, schedule)
+        info, is_claimed = self._at_ring(
+            lambda host: begin_attempt(
+                found,
+                host,
+                keep=ring.keep,
+                min_upload_interval_s=ring.min_upload_interval_s,
+                compression=ring.compression,
+                replicas=ring.replicas,
+            )
         )
-
-    def _open_ring(self, info: RunInfo) -> Host:
-        """On another rank than 0: open the ring that it writes into."""
-
-        def opened(host: Host) -> Host:
-            self._host = host  # until the attempt has it
-            host.open_run(info)
-            return host
-
-        return self._at_ring(opened)
+        return info, is_claimed, new_id()
 
     def _at_ring(self, use: Callable[[Host], T]) -> T:
         """Use the ring of this host; if its server is lost meanwhile (one that was left ends by itself), a new one."""
-        host, self._host = self._host or open_host(self._location, self._settings.ring), None
+        self._host = self._host or open_host(self._location, self._settings.ring)
         try:
-            return use(host)
+            return use(self._host)
         except ServerUnreachableError as error:
             self.let_go()
             if not self._location.has_local_server:
                 raise
             text = "the snapshot server on this host is lost ({error}). A new one is started"
             say(logging.WARNING, "local-server-lost", text, url=self._location.url, error=error)
-        used = use(open_host(self._location, self._settings.ring))
-        recovered("local-server-lost", "a snapshot server runs on this host again")
+        self._host = open_host(self._location, self._settings.ring)
+        used = use(self._host)
+        say_found(self._host)
         return used
 
-    def _join(self, info: RunInfo, lineage: str) -> None:
-        """Write shards from now on, on another rank than 0 in an attempt of its own, which :meth:`finish` ends."""
-        if self.attempt is None:
-            host, self._host = self._host, None
-            assert host is not None
-            self.attempt = Attempt.join(
-                *(self._location, info, host, self._settings.ring),
-                layouter=self._layouter(info),
-                schedule=self.schedule,
-                rank=self._trainer.global_rank,
-                is_guest=self._hosts.is_guest,
-            )
-        self.attempt.info, self.attempt.lineage = info, lineage
-        self.attempt.safety.writers_here = len(self._hosts.here)
+    def _take_part(self, info: RunInfo, lineage: str, *, is_claimed: bool) -> None:
+        """Write snapshots from now on, until :meth:`finish`."""
+        assert self._host is not None
+        attempt = Attempt(
+            *(self._location, info, self._host, self._settings.ring, self._layouter(info)),
+            look=self._resume.trial(),
+            schedule=self.schedule,
+            rank=self._trainer.global_rank,
+            lineage=lineage,
+            writers_here=len(self._hosts.here),
+            is_guest=self._hosts.is_guest,
+        )
+        self.attempt, self._host = attempt, None
+        if self._is_first:
+            attempt.hold_claim(is_made=is_claimed)
 
     def _layouter(self, info: RunInfo) -> RankLayouter:
         if self._is_sharded:
@@ -467,11 +466,10 @@ class Coordinator(OfTrainer):
 
     def _begin(self, dump: Dump | SpotError, how: Decision, wait_s: float) -> None:
         trainer = self._trainer
-        content: Any = dump
         owned: Owners = {}
         metrics: dict[str, float] = {}
         try:
-            content = self._content(dump, how)
+            content: Any = self._content(dump, how)
             metrics = self._logged.now(trainer) if self._is_first else {}
             owned = optimizer_owned(trainer.optimizers)
         except Exception as error:
@@ -495,25 +493,22 @@ class Coordinator(OfTrainer):
         self, dump: Dump | SpotError, how: Decision
     ) -> dict[str, Any] | RankCheckpoint | ShardedCheckpoint | SpotError:
         """What this rank saves, or why it cannot. Every rank calls it, at the same place."""
-        trainer, attempt = self._trainer, self.attempt
+        trainer = self._trainer
         gathers = how.writers == 1 and not self._is_sharded
-        try:
-            if isinstance(dump, SpotError):
-                if gathers:
-                    gather(trainer, dump)  # the others are in it
-                return dump
-            content: dict[str, Any] | RankCheckpoint | ShardedCheckpoint
-            if self._is_sharded:
-                state, values = split(dump.complete(trainer, []))
-                content = ShardedCheckpoint(state, dump.state, values)
-            elif gathers:
-                content = values = dump.complete(trainer, gather(trainer, dump.state))
-            else:
-                values = dump.complete(trainer, [dump.state]) if self._is_first else dump.checkpoint
-                nbytes = owned_nbytes(by_storage(trainer.lightning_module.parameters()))
-                content = RankCheckpoint(values, dump.state, nbytes, how.ranges)
-            if attempt is not None and self._is_first:
-                values[KEY] |= {"interval": self._interval(), **attempt.origin}
-            return content
-        except Exception as error:
-            return failure_of(error)
+        if isinstance(dump, SpotError):
+            if gathers:
+                gather(trainer, dump)  # the others are in it
+            return dump
+        content: dict[str, Any] | RankCheckpoint | ShardedCheckpoint
+        if self._is_sharded:
+            state, values = split(dump.complete(trainer, []))
+            content = ShardedCheckpoint(state, dump.state, values)
+        elif gathers:
+            content = values = dump.complete(trainer, gather(trainer, dump.state))
+        else:
+            values = dump.complete(trainer, [dump.state]) if self._is_first else dump.checkpoint
+            nbytes = owned_nbytes(by_storage(trainer.lightning_module.parameters()))
+            content = RankCheckpoint(values, dump.state, nbytes, how.ranges)
+        if self.attempt is not None and self._is_first:
+            values[KEY] |= {"interval": self._interval(), **self.attempt.origin}
+        return content

@@ -191,18 +191,11 @@ class Pacing:
         if monitor in (logged := last_values(trainer)):
             return
         near = difflib.get_close_matches(monitor, logged, 1)
-        say(
-            logging.WARNING,
-            "monitor-not-logged",
-            "monitor={about!r} is not logged so far. Until it is, snapshots are taken at Young and Daly's interval."
-            + (" Did you mean {near!r}?" if near else "")
-            + " Logged are: {logged}",
-            about=monitor,
-            only_rank_zero=True,
-            near=near[0] if near else "",
-            logged=", ".join(sorted(logged)) or "none",
-            step=trainer.global_step,
-        )
+        text = "monitor={about!r} is not logged so far. Until it is, snapshots are taken at Young and Daly's interval."
+        text += (" Did you mean {near!r}?" if near else "") + " Logged are: {logged}"
+        names = ", ".join(sorted(logged)) or "none"
+        facts: dict[str, Any] = {"near": near[0] if near else "", "logged": names, "step": trainer.global_step}
+        say(logging.WARNING, "monitor-not-logged", text, about=monitor, only_rank_zero=True, **facts)
 
     # -- the decision ---------------------------------------------------------------------------------------------
 
@@ -482,14 +475,11 @@ class Snapshotter(OfTrainer):
         @cache
         def say_unknown(kind: str) -> None:  # unless the module may save it by itself
             if not namespaces.overrides(trainer.lightning_module, "on_save_checkpoint"):
-                say(
-                    logging.WARNING,
-                    "optimizer-not-returned",
+                text = (
                     "{about} updates weights of the model, and configure_optimizers does not return it. No snapshot has"
-                    " its state: a resume starts it again. Return it there",
-                    about=kind,
-                    only_rank_zero=True,
+                    " its state: a resume starts it again. Return it there"
                 )
+                say(logging.WARNING, "optimizer-not-returned", text, about=kind, only_rank_zero=True)
 
         def steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if not any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
@@ -628,17 +618,13 @@ class Snapshotter(OfTrainer):
         if (first := self.writing.committed) is None:
             return
         self._has_said_first = True
-        say(
-            logging.INFO,
-            "first-snapshot",
+        text = (
             "first snapshot: step {step}, {size}, training blocked for {blocked_ms:.1f} ms. It is in memory of this"
-            " host and is uploaded to {about}. Interval: {interval}",
-            about=self.location.url,
-            step=first.step,
-            size=format_bytes(first.nbytes),
-            blocked_ms=1000 * (self.pacing.blocked_each_s or self.pacing.stall_s),
-            interval=self.pacing.interval,
+            " host and is uploaded to {about}. Interval: {interval}"
         )
+        blocked_ms, size = 1000 * (self.pacing.blocked_each_s or self.pacing.stall_s), format_bytes(first.nbytes)
+        facts: dict[str, Any] = {"step": first.step, "size": size, "interval": self.pacing.interval}
+        say(logging.INFO, "first-snapshot", text, about=self.location.url, blocked_ms=blocked_ms, **facts)
 
     def _lease_ahead(self) -> None:
         if (attempt := self.writing.attempt) is not None and self.pacing.next_within(self._trainer, AHEAD_S):
@@ -648,7 +634,7 @@ class Snapshotter(OfTrainer):
         attempt = self.writing.attempt
         return attempt.safety.drain_s() if attempt is not None else 0.0
 
-    def _decide(self) -> list[Any] | None:
+    def _decide(self) -> dict[str, Any] | None:
         """See :meth:`Coordinator.decide`."""
         how = self.best_effort.run("asking whether a snapshot can begin", self.writing.decide, None)
         return how.plain() if how is not None else None

@@ -178,14 +178,11 @@ def test_ranks_that_fail_again_have_rank_0_write_alone(
 def test_a_rank_that_cannot_join_is_an_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others went on into what they do together next, and its ring stayed connected."""
     made, _ = coordinator(tmp_path, ONE)
-    made.attempt, host, gone, heard = (
-        None,
-        InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store),
-        list[str](),
-        list[Exception](),
-    )
-    monkeypatch.setattr(host, "disconnect", lambda: gone.append("disconnected"))
-    made._resume = OneRank()  # type: ignore[assignment]
+    host = InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
+    gone, heard = list[bool](), list[Exception]()
+    monkeypatch.setattr(host, "leave", lambda *, complete: gone.append(complete))
+    made.attempt, made._is_first = None, False
+    made._resume = OneRank(trial=lambda: None)  # type: ignore[assignment]
 
     def together(do: Any) -> Any:
         try:
@@ -195,14 +192,17 @@ def test_a_rank_that_cannot_join_is_an_error_of_all(tmp_path: Path, monkeypatch:
             raise
 
     info = named_run("run", str(tmp_path / "run"))
-    ranks = SimpleNamespace(size=2, together=together, on_rank_zero=lambda _: None, tell=lambda _: (info, "1", False))
+    ranks = SimpleNamespace(size=2, together=together, on_rank_zero=lambda _: None, tell=lambda _: (info, False, "1"))
     monkeypatch.setattr(fit_coordinator, "Agreement", lambda _: ranks)
     monkeypatch.setattr(fit_coordinator, "open_host", lambda *_: host)
     monkeypatch.setattr(Topology, "meet", lambda *_: Topology(ONE))
     monkeypatch.setattr(writer_module, "LoneThread", _no_thread)
     with pytest.raises(RuntimeError, match="new thread"):
         made.begin()
-    assert (len(heard), gone) == (1, ["disconnected"])
+    assert made.attempt is None
+    made.let_go()
+    assert (len(heard), gone) == (1, [False])
+    monkeypatch.undo()
     host.leave(complete=True)
 
 

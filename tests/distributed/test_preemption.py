@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, SpotCheckpoint
-from lightning_spot.capture.ending import Ending
+from lightning_spot.capture.attempt import Ending
 from lightning_spot.errors import TierError
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.preemption.clouds import AwsSource

@@ -18,15 +18,13 @@ import pytest
 import torch
 
 from lightning_spot import EverySteps
-from lightning_spot.capture import ending
-from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.ending import LastState
+from lightning_spot.capture import attempt as attempt_module
+from lightning_spot.capture.attempt import Attempt, LastState
 from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.layouts import ShardedCheckpointLayouter
 from lightning_spot.client.local_server import LocalServer
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import survey
 from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
 from lightning_spot.session.topology import Topology
 from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
@@ -34,7 +32,7 @@ from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.state.dump import Dump
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
-from tests.support.ranks import Group, OneRank, rows
+from tests.support.ranks import Group, OneRank, begun, rows
 from tests.support.server import server_pid, snapshot_server
 
 LAST_S = 100.0  # of what never takes so long
@@ -58,7 +56,7 @@ class Ranks:
         self.store, self.weights, talk = LocalStore(location.url), torch.rand(ROWS * COLUMNS), Group(4)
         self.frozen = torch.rand(ROWS * COLUMNS)
         host = open_host(location, RING)
-        attempt = Attempt.begin(survey(location), host, RING, self._layouter(0))
+        attempt = begun(location, host, RING, self._layouter(0))
         attempt.info = Topology(HOSTS, 0).told(attempt.info, apart=True)
         host.open_run(attempt.info)
         first = {name: os.environ[name] for name in ("LIGHTNING_SPOT_RUNTIME_DIR", "LIGHTNING_SPOT_SHM_DIR")}
@@ -90,10 +88,8 @@ class Ranks:
     def _joined(self, first: Attempt, rank: int) -> Attempt:
         host, info = open_host(self.location, RING), Topology(HOSTS, rank).told(first.info, apart=True)
         host.open_run(info)
-        more: dict[str, Any] = {"rank": rank, "is_guest": rank in HOSTS[1]}
-        joined = Attempt(self.location, info, host, RING, self._layouter(rank)(info), **more)
-        joined.lineage = first.lineage
-        return joined
+        more: dict[str, Any] = {"rank": rank, "is_guest": rank in HOSTS[1], "lineage": first.lineage}
+        return Attempt(self.location, info, host, RING, self._layouter(rank)(info), **more)
 
     @property
     def attempt(self) -> Attempt:
@@ -181,7 +177,7 @@ def answers_late(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Ranks]]:
-    monkeypatch.setattr(ending, "OTHERS_S", 1.0)  # in which another host may commit the last one
+    monkeypatch.setattr(attempt_module, "OTHERS_S", 1.0)  # in which another host may commit the last one
     with snapshot_server(tmp_path) as (_, url), contextlib.ExitStack() as made:
         yield lambda at: made.enter_context(
             contextlib.closing(Ranks(tmp_path, url if at == "server" else "", monkeypatch))

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from lightning_spot import SpotCheckpoint, retry
-from lightning_spot.capture import ending as ending_module
-from lightning_spot.capture.ending import Ending, LastState, Safety, write_past_memory
+from lightning_spot.capture import attempt as attempt_module
+from lightning_spot.capture.attempt import Ending, LastState, Safety, write_past_memory
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.writer import SnapshotWriter, stream_parts
 from lightning_spot.cli.command import main
@@ -429,7 +429,7 @@ def test_the_log_says_how_long_the_end_waits_for_uploads(
     run: Damaging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a full disk one warning came, then nothing for minutes."""
-    monkeypatch.setattr(ending_module, "SAY_S", 0.2)
+    monkeypatch.setattr(attempt_module, "SAY_S", 0.2)
     run.store.fail(TierError("No space left on device"))
     run.take(3)
     run.ending(None).bring(2.0)

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from lightning_spot.capture import writer
-from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
@@ -25,13 +24,18 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
+from lightning_spot.interval.policy import EverySteps
 from lightning_spot.run import location
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import Host, InProcessHost
+from lightning_spot.session import coordinator
+from lightning_spot.session.coordinator import SnapshotSettings
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store.retention import Keep
-from tests.support.said import said
+from tests.support.ranks import OneRank, begun
+from tests.support.said import informed, said
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G13")
 
@@ -56,11 +60,20 @@ class Listed(InProcessHost):
 def test_an_attempt_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``test_decision`` has a rank beside rank 0."""
     found, host = survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed()
+    monkeypatch.setattr(coordinator, "open_host", lambda *_: host)
+    settings = SnapshotSettings(
+        policy=EverySteps(1), ring=RING, on_full="skip", upload_timeout_s=1.0, copy_mode="eager"
+    )
+    resume: Any = SimpleNamespace(found=found, trial=lambda: None)
+    strategy = SimpleNamespace(broadcast=lambda said: said, model=None)
+    one: Any = OneRank(strategy=strategy, world_size=1, global_rank=0, is_global_zero=True)
+    made = coordinator.Coordinator(one, found.location, settings, resume, dict)
     before = set(threading.enumerate())
     monkeypatch.setattr(writer, "LoneThread", Mock(side_effect=RuntimeError("can't start new thread")))
     with pytest.raises(RuntimeError, match="new thread"):
-        Attempt.begin(found, host, RING)
+        made.begin()
     assert not [each for each in set(threading.enumerate()) - before if each.name.startswith("spot-copier")]
+    made.let_go()
     assert host.gone == ["left"]
 
 
@@ -69,7 +82,7 @@ def test_only_consequences_of_a_logged_loss_are_not_logged_again(
 ) -> None:
     """A server elsewhere that a hook has asked was silently passed over once the server of this host had been lost."""
     host = Listed()
-    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
+    attempt = begun(Location.of(str(tmp_path / "run"), local_server=False), host, RING)
     lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None))
     is_there = threading.Event()
     attempt.writer.link = link = HostLink(lost, lambda: host if is_there.wait(120) else lost)
@@ -90,11 +103,15 @@ def test_only_consequences_of_a_logged_loss_are_not_logged_again(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_of_a_host_never_write_into_rings_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: int
 ) -> None:
-    """One rank could not restart the lost server and wrote into itself; no snapshot was whole any more."""
+    """One rank could not restart the lost server and wrote into itself; no snapshot was whole any more.
+
+    A single one may, and no server is said to run again.
+    """
+    caplog.set_level("INFO")
     host = Listed()
-    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"))), host, RING)
+    attempt = begun(Location.of(str(tmp_path / "run")), host, RING)
     attempt.safety.writers_here = ranks
 
     def refused(*_: Any, **__: Any) -> Host:
@@ -105,6 +122,8 @@ def test_ranks_of_a_host_never_write_into_rings_of_their_own(
         attempt.writer.link.lose(host, ServerUnreachableError("it has gone"))
         found = attempt.writer.link.wait(1.0)
         assert isinstance(found, InProcessHost) if ranks == 1 else found is None
+        until(lambda: ranks > 1 or "local-server-lost" in informed(caplog), "what is there now to be said")
+        assert "runs on this host again" not in caplog.text
     finally:
         attempt.finish(0.0, complete=False)
         host.leave(complete=False)
@@ -113,7 +132,7 @@ def test_ranks_of_a_host_never_write_into_rings_of_their_own(
 def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of that beside training."""
     host, told = Listed(), list[Any]()
-    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), host, RING)
+    attempt = begun(Location.of(str(tmp_path / "run"), local_server=False), host, RING)
     monkeypatch.setattr(host, "fail", lambda *what: told.append(what))
     attempt.writer.fence = FencedError("attempt 2 has taken over", current=2)
     how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
@@ -132,7 +151,7 @@ def test_want_of_memory_passes_unless_a_shard_is_too_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: Any, is_for_good: bool
 ) -> None:
     """Rank 0 wrote alone, past memory, until the end of the attempt."""
-    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed(), RING)
+    attempt = begun(Location.of(str(tmp_path / "run"), local_server=False), Listed(), RING)
     kind = SnapshotFailedError if is_for_good else TierError
     how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0, "writers": 2}
     try:

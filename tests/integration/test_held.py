@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot.capture.ending import drain_s_of
+from lightning_spot.capture.attempt import drain_s_of
 from lightning_spot.client import starting
 from lightning_spot.errors import FailureReason, FencedError, SnapshotFailedError, TierError
 from lightning_spot.protocol.record import find_record

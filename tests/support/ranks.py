@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,24 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_spot.capture.layouts import Laid, ShardedCheckpoint, ShardedCheckpointLayouter
+from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.host_link import RingSettings
+from lightning_spot.capture.layouts import (
+    CheckpointLayouter,
+    Laid,
+    RankLayouter,
+    ShardedCheckpoint,
+    ShardedCheckpointLayouter,
+)
 from lightning_spot.capture.tensors import by_storage
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
-from lightning_spot.server.host import InProcessHost
+from lightning_spot.run.attempts import begin_attempt
+from lightning_spot.run.identity import new_id
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
+from lightning_spot.server.host import Host, InProcessHost
+from lightning_spot.server.runs import RunInfo
 from lightning_spot.sharded.dtensors import box_of
 from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import JoinedImage, assemble, sections
@@ -112,6 +125,26 @@ def manifest_of(rank: int = 0, writers: int = 1, step: int = 1) -> Manifest:
     shard = ShardOf(rank, writers) if writers > 1 else None
     name = shard_name(name, rank) if shard is not None else name
     return Manifest(run="run", name=name, step=step, attempt=1, nbytes=0, world_size=writers, shard=shard)
+
+
+def begun(
+    location: Location,
+    host: Host,
+    ring: RingSettings,
+    layouter: Callable[[RunInfo], RankLayouter] = lambda _info: CheckpointLayouter(),
+) -> Attempt:
+    """An attempt, as rank 0 has it."""
+    info, is_made = begin_attempt(
+        survey(location),
+        host,
+        keep=ring.keep,
+        min_upload_interval_s=ring.min_upload_interval_s,
+        compression=ring.compression,
+        replicas=ring.replicas,
+    )
+    attempt = Attempt(location, info, host, ring, layouter(info), lineage=new_id())
+    attempt.hold_claim(is_made=is_made)
+    return attempt
 
 
 def sealed(laid: Laid) -> tuple[Manifest, bytearray]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.closed_form import FailureClass, expected_total_s, shares_of
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
-from lightning_spot.capture.ending import drain_s_of
+from lightning_spot.capture.attempt import drain_s_of
 from lightning_spot.interval.adaptive import Adaptive
 from lightning_spot.interval.costs import Costs
 from lightning_spot.server.tier import TierHealth

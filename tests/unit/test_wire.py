@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections import Counter
 from pathlib import Path
@@ -9,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client import remote
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import survey
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.snapshot import packing
 from lightning_spot.store.retention import Keep
+from tests.support.ranks import begun
 from tests.support.server import MIB
 from tests.support.wire_pair import Pair, floats, kinds, needs_zstd, pair, state, trained
 
@@ -77,6 +77,7 @@ def test_deltas_are_packed_when_asked_for(pair: Pair, kinds: Counter[str]) -> No
 def test_without_zstd_auto_sends_as_it_is_and_delta_is_refused(
     pair: Pair, kinds: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    importlib.import_module("lightning_spot.snapshot.delta")  # else it would have none for all tests to come
     monkeypatch.setattr(packing, "zstd", None)
     with pytest.raises(SettingsError, match=r"'always' .*zstd"):
         packing.chosen_compression("always", None)
@@ -97,7 +98,7 @@ def test_the_compression_setting_reaches_the_local_server(tmp_path: Path) -> Non
     ring = RingSettings(
         slots=2, memory_bytes=2**24, server_idle_timeout_s=9.0, keep=Keep(newest=1), strict=True, compression="off"
     )
-    attempt = Attempt.begin(survey(Location.of(str(tmp_path / "run-1"), local_server=False)), host, ring)
+    attempt = begun(Location.of(str(tmp_path / "run-1"), local_server=False), host, ring)
     known = host._server.registry.info(attempt.info.key)
     attempt.finish(5.0, complete=False)
     assert known.compression == "off"
