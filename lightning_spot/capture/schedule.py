@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any, NamedTuple, ParamSpec, Protocol
 
@@ -204,7 +204,7 @@ class Profiler:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._open: dict[Point, Any] | None = None
+        self._open: dict[Point, Any] = {}
         self._whole: list[tuple[dict[Point, Any], Any]] = []
 
     def begin(self) -> None:
@@ -213,22 +213,22 @@ class Profiler:
 
     def reached(self, point: Point) -> None:
         """Training has come to ``point``."""
-        if self._open is not None and point not in self._open:
+        if self._open and point not in self._open:
             self._open[point] = self._clock.mark()
 
     def stepping(self) -> None:
         """The optimizer is about to step for the first time in this iteration."""
-        if self._open is not None:
+        if self._open:
             self._whole.append((self._open, self._clock.mark()))
-            self._open = None
+        self.forget()
 
     def forget(self) -> None:
         """The iteration at hand was no usual one."""
-        self._open = None
+        self._open = {}
 
-    def iterations(self) -> int:
-        """How many are recorded and over."""
-        return sum(self._clock.is_over(end) for _, end in self._whole)
+    def over(self) -> list[tuple[dict[Point, Any], Any]]:
+        """What is recorded and over: the points of each iteration, and its end."""
+        return [(points, end) for points, end in self._whole if self._clock.is_over(end)]
 
     def profile(self, keep: Callable[[Point], bool] = lambda _point: True) -> Profile:
         """What is usual: points that most iterations came to, and the medians of their times.
@@ -236,21 +236,19 @@ class Profiler:
         Args:
             keep: whether a point is wanted; the time after one that is not belongs to the one before it.
         """
-        over = [(points, end) for points, end in self._whole if self._clock.is_over(end)]
-        offsets: dict[Point, list[float]] = {}
-        times: dict[Point, list[tuple[float, float]]] = {}
+        between, over = self._clock.between, self.over()
+        found: dict[Point, list[tuple[float, tuple[float, float]]]] = {}  # how late each was, and the time after it
         for points, end in over:
             kept = [(point, mark) for point, mark in points.items() if point is START or keep(point)]
             for (point, mark), (_, following) in pairwise([*kept, (START, end)]):
-                offsets.setdefault(point, []).append(self._clock.between(points[START], mark)[0])
-                times.setdefault(point, []).append(self._clock.between(mark, following))
-        usual = [point for point, found in offsets.items() if 2 * len(found) > len(over)]
-        usual.sort(key=lambda point: (median(offsets[point]), point))
-        usual.sort(key=lambda point: point is not START)
-        windows = tuple(window for place, point in enumerate(usual) for window in _windows(place, point, times[point]))
-        length_s = median(self._clock.between(points[START], end)[0] for points, end in over)
+                found.setdefault(point, []).append((between(points[START], mark)[0], between(mark, following)))
+        usual = [point for point, times in found.items() if 2 * len(times) > len(over)]
+        usual.sort(key=lambda point: (point is not START, median(late_s for late_s, _ in found[point]), point))
+        windows = (_windows(place, point, [after for _, after in found[point]]) for place, point in enumerate(usual))
+        length_s = median(between(points[START], end)[0] for points, end in over)
         batches = 1 + max((point.batch for point in usual), default=0)
-        return Profile({point: place for place, point in enumerate(usual)}, windows, length_s, max(1, batches))
+        places = {point: place for place, point in enumerate(usual)}
+        return Profile(places, tuple(chain.from_iterable(windows)), length_s, max(1, batches))
 
 
 def _windows(place: int, point: Point, times: Sequence[tuple[float, float]]) -> Iterator[Window]:
@@ -415,7 +413,7 @@ class Schedule:
         """The optimizer has stepped; before a snapshot begins, which is part of the iteration that follows."""
         if self._trial is not None:
             self._measure(self._trial)
-        if self._profiler is not None and self._profiler.iterations() > _PROFILED:  # the first one is slow
+        if self._profiler is not None and len(self._profiler.over()) > _PROFILED:  # the first one is slow
             self._plan(self._profiler)
         self._gradients.keep(self.watched)
 
