@@ -137,7 +137,7 @@ class AsyncBroadcast(OfTrainer):
         super().__init__(trainer)
         self.is_under_way = False
         self._said: Any = None
-        self._told: _OnCpu | _OnGpu | None = None
+        self._told: tuple[torch.Tensor, Callable[[], object]] | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def say(self, said: Any) -> None:
@@ -153,53 +153,34 @@ class AsyncBroadcast(OfTrainer):
             whole = len(told).to_bytes(_LENGTH_BYTES, "little") + told
             data[: len(whole)] = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
         if device.type == "cpu":
-            self._told = _OnCpu(data)
+            self._told = data, _broadcast(data).wait
             return
+        # On a stream of its own: who asks waits for nothing that training has queued since.
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
-        self._told = _OnGpu(data, self._stream)
+        with torch.cuda.stream(self._stream):
+            there = data.to(device, non_blocking=True)
+            _broadcast(there).wait()  # the stream does, not the host
+            data.copy_(there, non_blocking=True)
+            self._told = data, self._stream.record_event().synchronize
 
     def hear(self) -> Any:
         """What rank 0 has said."""
         (said, told), self._said, self._told = (self._said, self._told), None, None
         self.is_under_way = False
         if told is not None:
-            data = told.heard().numpy().tobytes()
+            there, wait = told
+            wait()
+            data = there.numpy().tobytes()
             if length := int.from_bytes(data[:_LENGTH_BYTES], "little"):
                 return read_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], LARGE_JSON_BYTES)
         return self._trainer.strategy.broadcast(said)  # it is too long, or could not be told ahead
 
 
-class _OnCpu:
-    """Some bytes on their way, by Gloo."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-        self._work = dist.broadcast(data, 0, async_op=True)
-
-    def heard(self) -> torch.Tensor:
-        """What came, once it is there."""
-        assert self._work is not None
-        self._work.wait()
-        return self._data
-
-
-class _OnGpu:
-    """The same by NCCL. On a stream of its own: who asks waits for nothing that training has queued since."""
-
-    def __init__(self, data: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        self._data = data
-        with torch.cuda.stream(stream):
-            self._there = data.to(stream.device, non_blocking=True)
-            work = dist.broadcast(self._there, 0, async_op=True)
-            assert work is not None
-            work.wait()  # the stream does, not the host
-            data.copy_(self._there, non_blocking=True)
-            self._is_there = stream.record_event()
-
-    def heard(self) -> torch.Tensor:
-        """See :meth:`_OnCpu.heard`."""
-        self._is_there.synchronize()
-        return self._data
+def _broadcast(data: torch.Tensor) -> dist.Work:
+    """Begin to tell all ranks what rank 0 has in a tensor."""
+    work: dist.Work | None = dist.broadcast(data, 0, async_op=True)
+    assert work is not None
+    return work
 
 
 def _device_of(trainer: pl.Trainer) -> torch.device | None:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
+_MOST_PER_S = 1000.0
+"""The store is asked so often by all ranks together: with more ranks, each asks less often."""
 DECIDE_S = 30.0
 _CLOSE_S = 2.0  # of a thread that waits for a host which has gone, for minutes perhaps
 
@@ -186,7 +188,7 @@ class StopAgreement:
     def _comes(self, store: Store, key: str) -> bool:
         """Wait until something is published; whether it was, before this was closed."""
         while not store.check([key]):
-            if self._closed.wait(LOOK_S):
+            if self._closed.wait(max(LOOK_S, self._world_size / _MOST_PER_S)):
                 return False
             if self.facts is None and (facts := self._called()) is not None:
                 _publish(store, "called", facts)

@@ -124,14 +124,8 @@ class Resume(OfTrainer):
         self.named, self.location = named, ranks.tell(run_lookup.next_at(named))
         location = self.location
         if location != named:
-            say(
-                logging.INFO,
-                "run-of-its-own",
-                "this program has finished a fit at {about}: this fit is a run of its own, in {url}",
-                about=named.url,
-                only_rank_zero=True,
-                url=location.url,
-            )
+            text = "this program has finished a fit at {about}: this fit is a run of its own, in {url}"
+            say(logging.INFO, "run-of-its-own", text, about=named.url, only_rank_zero=True, url=location.url)
         if self.is_wanted():
             bring_below(self._trainer, location)
             ranks.on_rank_zero(lambda: self._look_first(location))
@@ -241,16 +235,12 @@ class Resume(OfTrainer):
         step = compat.LOADED_CHECKPOINT.of(compat.RESUMING_CONNECTOR.of(self._trainer)).get("global_step")
         newest = self.snapshots[0].step if self.snapshots else -1
         if isinstance(step, int) and step < newest:
-            say(
-                logging.WARNING,
-                "older-checkpoint",
+            text = (
                 "ckpt_path={about!r} of step {step} is taken, as asked, though this run has a snapshot of step"
-                " {newest}. Leave ckpt_path out to resume from that",
-                about=str(path),
-                only_rank_zero=True,
-                step=step,
-                newest=newest,
+                " {newest}. Leave ckpt_path out to resume from that"
             )
+            facts: dict[str, Any] = {"step": step, "newest": newest}
+            say(logging.WARNING, "older-checkpoint", text, about=str(path), only_rank_zero=True, **facts)
         else:
             text = "resumed from ckpt_path={about!r}, as asked"
             say(logging.INFO, "resumed", text, about=str(path), only_rank_zero=True)
@@ -279,14 +269,9 @@ class Resume(OfTrainer):
 
         found = choose(ranks, location, look, partial(load_snapshot, trainer, trusts=self._trusts))
         if found is None:
-            say(
-                logging.INFO,
-                "started",
-                "no snapshot of run {about!r} at any tier{earlier}; starting afresh",
-                about=location.name,
-                only_rank_zero=True,
-                earlier=", also none of its earlier attempts" if self.attempt > 1 else "",
-            )
+            text = "no snapshot of run {about!r} at any tier{earlier}; starting afresh"
+            earlier = ", also none of its earlier attempts" if self.attempt > 1 else ""
+            say(logging.INFO, "started", text, about=location.name, only_rank_zero=True, earlier=earlier)
             return
         chosen, checkpoint = found
         self.chosen = chosen
@@ -294,29 +279,18 @@ class Resume(OfTrainer):
             self._say_inexact(chosen)
         ranks.together(lambda: self._hand_over(checkpoint, chosen))
         if self.named is not None and (error := run_lookup.what_interrupted(self.named)) is not None:
-            say(
-                logging.WARNING,
-                "fit-continued",
+            text = (
                 "{error} ended an earlier fit of this process in {about}. This fit resumes from its last snapshot. If"
-                " it is another training, give it its own dirpath",
-                about=self.named.url,
-                only_rank_zero=True,
-                error=error,
+                " it is another training, give it its own dirpath"
             )
+            say(logging.WARNING, "fit-continued", text, about=self.named.url, only_rank_zero=True, error=error)
 
     def _say_inexact(self, chosen: ResumedFrom) -> None:
         """Log that the run resumes from an approximation."""
-        exact = next((manifest for manifest in self.snapshots if manifest.exact), None)
-        name = exact.name if exact is not None else ""
-        say(
-            logging.WARNING,
-            "resume-inexact",
-            "this run resumes from {about}, which is not exact (lossy='topk'). It will end with other bits. "
-            + ("To be exact, name the file of {exact} in fit(ckpt_path=)" if name else "No tier has an exact one"),
-            about=chosen.name,
-            only_rank_zero=True,
-            exact=name,
-        )
+        name = next((manifest.name for manifest in self.snapshots if manifest.exact), "")
+        text = "this run resumes from {about}, which is not exact (lossy='topk'). It will end with other bits. "
+        text += "To be exact, name the file of {exact} in fit(ckpt_path=)" if name else "No tier has an exact one"
+        say(logging.WARNING, "resume-inexact", text, about=chosen.name, only_rank_zero=True, exact=name)
 
     def _hand_over(self, checkpoint: dict[str, Any], chosen: ResumedFrom) -> None:
         """Have Lightning load the checkpoint, once it is known to fit this model."""
@@ -326,16 +300,12 @@ class Resume(OfTrainer):
         if not is_sharded(trainer):  # whose model has been loaded already
             check_model(trainer, checkpoint, f"{chosen.name} ({chosen.url})")
             check_optimizers(trainer, f"{chosen.name} ({chosen.url})", self._patches)
-        if others := other_hyperparameters(trainer, checkpoint):
-            say(
-                logging.WARNING,
-                "hyperparameters-changed",
+        if others := format_names(other_hyperparameters(trainer, checkpoint)):
+            text = (
                 "the snapshot had other hyperparameters: {names}. Optimizers and schedulers keep the settings of the"
-                " snapshot. If it is another training, give it a dirpath of its own",
-                about=chosen.url,
-                only_rank_zero=True,
-                names=format_names(others),
+                " snapshot. If it is another training, give it a dirpath of its own"
             )
+            say(logging.WARNING, "hyperparameters-changed", text, about=chosen.url, only_rank_zero=True, names=others)
         home = namespaces.of(trainer, "utilities.migration")
         migrated, _ = compat.MIGRATE.of(home)(checkpoint)
         compat.LOADED_CHECKPOINT.set(compat.RESUMING_CONNECTOR.of(trainer), migrated)
@@ -363,37 +333,24 @@ class Resume(OfTrainer):
         self._has_trained = True
         chosen, location = self.chosen, self.location
         if chosen is not None and location is not None:
+            text = "run {about!r}{attempt} resumes at step {step} (epoch {epoch}) from {tier} ({where})"
             where = chosen.url if chosen.name in chosen.url else f"{chosen.url}, {chosen.name}"
-            say(
-                logging.INFO,
-                "resumed",
-                "run {about!r}{attempt} resumes at step {step} (epoch {epoch}) from {tier} ({where})",
-                about=location.name,
-                only_rank_zero=True,
-                attempt=f" attempt {self.attempt}" if self.attempt else "",
-                step=chosen.step,
-                epoch=chosen.epoch,
-                tier=chosen.tier,
-                where=where,
-            )
+            facts: dict[str, Any] = {"step": chosen.step, "epoch": chosen.epoch, "tier": chosen.tier, "where": where}
+            attempt = f" attempt {self.attempt}" if self.attempt else ""
+            say(logging.INFO, "resumed", text, about=location.name, only_rank_zero=True, attempt=attempt, **facts)
 
     def say_if_complete(self) -> None:
         """Say at the end of ``fit`` that nothing was left to train: Lightning trains nothing then, without a word."""
         chosen, location = self.chosen, self.location
         if chosen is None or location is None or self._has_trained:
             return
-        how = "is complete" if chosen.complete else "has come as far as this fit goes"
-        say(
-            logging.INFO,
-            "nothing-to-train",
+        text = (
             "run {about!r} {how} (epoch {epoch}, step {step}): nothing was left to train. Raise max_epochs or max_steps"
-            " to continue, or choose another dirpath for a new run",
-            about=location.name,
-            only_rank_zero=True,
-            how=how,
-            epoch=chosen.epoch,
-            step=chosen.step,
+            " to continue, or choose another dirpath for a new run"
         )
+        how = "is complete" if chosen.complete else "has come as far as this fit goes"
+        facts: dict[str, Any] = {"how": how, "epoch": chosen.epoch, "step": chosen.step}
+        say(logging.INFO, "nothing-to-train", text, about=location.name, only_rank_zero=True, **facts)
 
 
 # -- what other hosts owe ---------------------------------------------------------------------------------------------
@@ -418,14 +375,11 @@ def bring_below(trainer: pl.Trainer, location: Location) -> None:
     everyones = ranks.gather(_late(location) if leads else [])
     for rank, late in enumerate(everyones if ranks.rank == 0 else ()):
         for line in late:
-            say(
-                logging.WARNING,
-                "not-uploaded",
-                "the server on rank {rank}'s host has not uploaded all of an earlier attempt: {about}. The"
-                " run resumes from storage. To use that host's snapshot, fix that and restart",
-                about=line,
-                rank=rank,
+            text = (
+                "the server on rank {rank}'s host has not uploaded all of an earlier attempt: {about}. The run resumes"
+                " from storage. To use that host's snapshot, fix that and restart"
             )
+            say(logging.WARNING, "not-uploaded", text, about=line, rank=rank)
 
 
 def _late(location: Location) -> list[str]:
@@ -642,15 +596,12 @@ def let_config_be_saved_again(trainer: pl.Trainer, *, was_started: bool) -> None
                 text = "this start continues its run: {about} of an earlier start may be overwritten"
                 say(logging.INFO, "config-overwritten", text, about=callback.config_filename, only_rank_zero=True)
         elif trainer.logger is None or isinstance(trainer.logger.version, str):  # the same folder each time
-            say(
-                logging.WARNING,
-                "config-in-the-way",
+            text = (
                 "the next start of this command will fail, because {about} is in {folder} by then. Pass"
-                " save_config_kwargs={{'overwrite': True}} to LightningCLI",
-                about=callback.config_filename,
-                only_rank_zero=True,
-                folder=trainer.log_dir,
+                " save_config_kwargs={{'overwrite': True}} to LightningCLI"
             )
+            file, folder = callback.config_filename, trainer.log_dir
+            say(logging.WARNING, "config-in-the-way", text, about=file, only_rank_zero=True, folder=folder)
 
 
 def _unsaved_configs(trainer: pl.Trainer) -> Iterator[Any]:

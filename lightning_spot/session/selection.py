@@ -146,12 +146,12 @@ class Try:
     """What all ranks are to try.
 
     Attributes:
-        manifest: of the snapshot, as JSON.
+        manifest: of the snapshot.
         holders: URL and tier of the stores that have it, nearest first, or a shard of it; and the manifest of that.
     """
 
-    manifest: str
-    holders: tuple[tuple[str, str, str], ...]
+    manifest: Manifest
+    holders: tuple[tuple[str, str, Manifest], ...]
 
 
 class Restore:
@@ -180,7 +180,7 @@ class Restore:
             manifest: of the snapshot.
             progress: called with the number of bytes just checked.
         """
-        tried = Try(manifest.to_json(), tuple(_holders(found, manifest, source)))
+        tried = Try(manifest, tuple(_holders(found, manifest, source)))
         self._ranks.tell(tried)
         return self.open(tried, source, progress)
 
@@ -209,7 +209,7 @@ class Restore:
             source: where rank 0 has found it; other hosts look for themselves.
             progress: called with the number of bytes just checked.
         """
-        manifest, mine = Manifest.from_json(tried.manifest), list[OpenSnapshot]()
+        manifest, mine = tried.manifest, list[OpenSnapshot]()
         with contextlib.ExitStack() as opened:  # closed where another rank could not
 
             def keep(snapshot: OpenSnapshot) -> None:
@@ -218,7 +218,7 @@ class Restore:
             def lead() -> Exported | None:
                 if self._leader != self._ranks.rank:
                     return None
-                keep(self._open(tried, manifest, source, progress, shared=self._is_shared))
+                keep(self._open(tried, source, progress, shared=self._is_shared))
                 return exported(mine[0])
 
             def follow() -> None:
@@ -228,32 +228,32 @@ class Restore:
                     except NotExportedError as error:
                         text = "{error}; this rank reads the snapshot itself"
                         say(logging.WARNING, "not-imported", text, about=manifest.name, error=error)
-                        keep(self._open(tried, manifest, None, None, shared=False))
+                        keep(self._open(tried, None, None, shared=False))
 
             said = self._ranks.everyones(lead)[self._leader]
             self._ranks.together(follow)
             opened.pop_all()
         return mine[0]
 
-    def _open(
-        self, tried: Try, manifest: Manifest, source: Source | None, progress: Progress | None, *, shared: bool
-    ) -> OpenSnapshot:
+    def _open(self, tried: Try, source: Source | None, progress: Progress | None, *, shared: bool) -> OpenSnapshot:
+        manifest = tried.manifest
         if source is not None:
             return source.open(manifest, progress, shared=shared)
         reasons = []
-        for place in self._places(tried, manifest):
+        for place in self._places(tried):
             try:
                 return place.open(manifest, shared=shared)
             except SpotError as error:
                 reasons.append(str(error))
         raise TierError(f"{manifest.name} cannot be read on the host of rank {self._ranks.rank}: {'; '.join(reasons)}")
 
-    def _places(self, tried: Try, manifest: Manifest) -> Iterator[Source]:
+    def _places(self, tried: Try) -> Iterator[Source]:
         """Where a snapshot may be read on another host than rank 0's: its memory, the stores, or both together."""
+        manifest = tried.manifest
         memory = MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")
         yield memory
         stores = {url: StoreSource(open_tier(url), tier) for url, tier, _ in tried.holders}
-        held = [(stores[url], Manifest.from_json(what)) for url, _, what in tried.holders]
+        held = [(stores[url], what) for url, _, what in tried.holders]
         yield from (store for store, what in held if what == manifest)
         shards: list[tuple[MemorySource | StoreSource, Manifest]] = [each for each in held if each[1] != manifest]
         if shards:
@@ -262,13 +262,13 @@ class Restore:
             yield ScatteredSource(shards)
 
 
-def _holders(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple[str, str, str]]:
+def _holders(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple[str, str, Manifest]]:
     """The stores that hold this very snapshot, first the one it was found at, or shards of it where no tier has all."""
     holders = [(other, held) for held, other in found.candidates if held == manifest]
     holders.sort(key=lambda each: each[0] is not source)
     for holder, held in [*holders, *(source.held(manifest) if isinstance(source, ScatteredSource) else ())]:
         if isinstance(holder, StoreSource):
-            yield holder.store.url, holder.tier, held.to_json()
+            yield holder.store.url, holder.tier, held
 
 
 # -- read on each rank ----------------------------------------------------------------------------------------------
@@ -415,16 +415,9 @@ def without_failed(found: Survey, attempt: int, on_failure: OnResumeFailure) -> 
     way_on = "pass resume=False to start afresh"
     if on_failure == "error" and len(names) > 1:
         way_on += ", or on_resume_failure='older' to try the one before"
-    say(
-        logging.WARNING,
-        "resumes-failing",
-        "{starts} ended without a snapshot since {about}. This one resumes from {again}. If it fails, too, {way_on}",
-        about=names[0],
-        only_rank_zero=True,
-        starts=starts,
-        again=names[gone] if gone else "it again",
-        way_on=way_on,
-    )
+    text = "{starts} ended without a snapshot since {about}. This one resumes from {again}. If it fails, too, {way_on}"
+    facts: dict[str, Any] = {"starts": starts, "again": names[gone] if gone else "it again", "way_on": way_on}
+    say(logging.WARNING, "resumes-failing", text, about=names[0], only_rank_zero=True, **facts)
     left_out = set(names[:gone])
     answers = [
         (source, replace(holdings, manifests=[each for each in holdings.manifests if each.name not in left_out]))

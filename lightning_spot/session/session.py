@@ -143,16 +143,12 @@ class FitSession(PerTrainer):
             return  # the user has named a version: those that a logger counts are numbers
         else:
             where, instead = "in the logger's folder, which changes at each start", "set dirpath, or the version"
-        say(
-            logging.WARNING,
-            "last-not-found",
+        text = (
             "ModelCheckpoint writes {where}: after a notice, fit(ckpt_path='last') finds nothing. Then {instead}; or"
-            " use SpotCheckpoint, which resumes by itself",
-            about=found.dirpath,
-            only_rank_zero=True,
-            where=where,
-            instead=instead,
+            " use SpotCheckpoint, which resumes by itself"
         )
+        facts: dict[str, Any] = {"where": where, "instead": instead}
+        say(logging.WARNING, "last-not-found", text, about=found.dirpath, only_rank_zero=True, **facts)
 
     def warn_of_local_dirpath(self, cloud: str) -> None:
         """Warn, on a VM of a cloud, of a run that is stored on the disk of the VM only.
@@ -164,16 +160,11 @@ class FitSession(PerTrainer):
             return
         url = self.snapshotter.location.url
         if (kind := local_file_system(url)) is not None:
-            say(
-                logging.WARNING,
-                "dirpath-local",
-                "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}), and lost with it. Use a"
-                " bucket, or a disk that outlives the VM",
-                about=url,
-                only_rank_zero=True,
-                kind=kind,
-                cloud=cloud,
+            text = (
+                "dirpath {about} is on a local file system ({kind}) of a VM ({cloud}), and lost with it. Use a bucket,"
+                " or a disk that outlives the VM"
             )
+            say(logging.WARNING, "dirpath-local", text, about=url, only_rank_zero=True, kind=kind, cloud=cloud)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -222,13 +213,11 @@ class FitSession(PerTrainer):
         Raises:
             PreemptedError: always; the process exits with :data:`EXIT_CODE`.
         """
-        say(
-            logging.WARNING,
-            "workers-ended",
+        text = (
             "{notice}. The signal has ended workers of a DataLoader, too, so no snapshot can be taken now. Send signals"
-            " to the main process only",
-            notice=notice.text,
+            " to the main process only"
         )
+        say(logging.WARNING, "workers-ended", text, notice=notice.text)
         raise self._preempted(notice, "") from error
 
     def _preempted(self, notice: Notice, safe: str) -> PreemptedError:
@@ -294,17 +283,10 @@ class FitSession(PerTrainer):
         way_on = ". The same command goes on from the newest one" if can_go_on else ""
         if can_go_on and snapshotter.writing.committed is None and (chosen := self.resume.chosen) is not None:
             way_on = f". The same command goes on from {chosen.name} again, as this start did"
-        say(
-            logging.INFO,
-            "run-interrupted",
-            "{error} has ended run {about!r} at step {step}; {safe}{way_on}",
-            about=snapshotter.location.name,
-            only_rank_zero=True,
-            error=_what(error),
-            step=self._trainer.global_step,
-            safe=snapshotter.writing.what_is_safe(),
-            way_on=way_on,
-        )
+        text = "{error} has ended run {about!r} at step {step}; {safe}{way_on}"
+        step, safe = self._trainer.global_step, snapshotter.writing.what_is_safe()
+        facts: dict[str, Any] = {"error": _what(error), "step": step, "safe": safe, "way_on": way_on}
+        say(logging.INFO, "run-interrupted", text, about=snapshotter.location.name, only_rank_zero=True, **facts)
 
     def _finish(self, *, complete: bool) -> None:
         if (snapshotter := self.snapshotter) is None:
@@ -326,21 +308,13 @@ class FitSession(PerTrainer):
             TierError: if it was not seen, with ``strict``.
         """
         location, step = snapshotter.location, self._trainer.global_step
-        where = (
-            f"step {step}" if step else f"the end of epoch {self._trainer.current_epoch}"
-        )  # steps may not be counted
-        message = f"its last snapshot is {'' if durable else 'not '}in {location.url}"
-        self.emit("finished", message, persisted=durable)
+        # Steps may not be counted.
+        where = f"step {step}" if step else f"the end of epoch {self._trainer.current_epoch}"
+        facts: dict[str, Any] = {"about": location.url, "name": location.name, "where": where}
+        self.emit("finished", f"its last snapshot is {'' if durable else 'not '}in {location.url}", persisted=durable)
         if durable:
-            say(
-                logging.INFO,
-                "run-complete",
-                "run {name!r} is complete at {where}; its last snapshot is in {about}",
-                about=location.url,
-                only_rank_zero=True,
-                name=location.name,
-                where=where,
-            )
+            text = "run {name!r} is complete at {where}; its last snapshot is in {about}"
+            say(logging.INFO, "run-complete", text, only_rank_zero=True, **facts)
             return
         self.summarize()
         text = (
@@ -348,8 +322,8 @@ class FitSession(PerTrainer):
             " what the warnings name, then run the same command again"
         )
         if snapshotter.settings.ring.strict:
-            raise TierError(text.format(about=location.url, name=location.name, where=where), tier=location.url)
-        say(logging.ERROR, "end-not-durable", text, about=location.url, name=location.name, where=where)
+            raise TierError(text.format(**facts), tier=location.url)
+        say(logging.ERROR, "end-not-durable", text, **facts)
 
 
 def _would_come_again(error: BaseException) -> bool:
@@ -430,7 +404,11 @@ def _not_taken_yet(
     is_taken = ranks.everyones(lambda: _has_taken(writing, step, deadline.left_s / 2))[0]
     # Of several files, or several ranks': what places have of the snapshot of a step would get into a second one.
     is_one = (ranks.size > 1 or is_sharded(trainer)) and writing.begun_step == step
-    dump = _newest(snapshotter, ranks, seam) if not is_taken and not is_one else None
+    dump = None
+    if not is_taken and not is_one:  # an error of one rank is an error of all
+        take = partial(snapshotter.newest_state, seam)
+        # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
+        dump = take() if writing.hold_their_own else ranks.together(take)
     return dump if all(ranks.gather(dump is not None)) else None
 
 
@@ -452,13 +430,6 @@ def _take_urgent(writing: Coordinator, ranks: Agreement, dump: Dump, deadline: D
 def _stand_still(snapshotter: Snapshotter) -> None:
     snapshotter.wait_copied()
     snapshotter.writing.schedule.end()  # none comes over which to spread it
-
-
-def _newest(snapshotter: Snapshotter, ranks: Agreement, seam: StepBoundary) -> Dump | None:
-    """The newest state of this rank, see :meth:`Snapshotter.newest_state`; an error of one rank is an error of all."""
-    take = partial(snapshotter.newest_state, seam)
-    # Where ranks wait for each other within their optimizers' states, the others do not come to what would follow.
-    return take() if snapshotter.writing.hold_their_own else ranks.together(take)
 
 
 def _has_taken(writing: Coordinator, step: int, wait_s: float) -> bool:
