@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 import hypothesis
@@ -176,10 +176,8 @@ def runtime_dir(own_folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("LIGHTNING_SPOT_RUNTIME_DIR", str(folder))
     monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(shm))
     monkeypatch.setenv("LIGHTNING_SPOT_CLOUD", "none")  # tests ask nobody beyond loopback
-    monkeypatch.delenv("LIGHTNING_SPOT_TOKEN", raising=False)
-    monkeypatch.delenv("LIGHTNING_SPOT_TOKEN_FILE", raising=False)
-    monkeypatch.delenv("LIGHTNING_SPOT_CA", raising=False)
-    monkeypatch.delenv("LIGHTNING_SPOT_CLIENT_CERT", raising=False)
+    for name in ("TOKEN", "TOKEN_FILE", "CA", "CLIENT_CERT"):
+        monkeypatch.delenv(f"LIGHTNING_SPOT_{name}", raising=False)
     yield folder
     folders.end_servers(folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -289,7 +287,6 @@ def warm_python(request: pytest.FixtureRequest) -> Iterator[str]:
     """A Python to call in ``sys.executable``'s place, see ``support/warm.py``; all workers of a test run share it."""
     shared = getattr(request.config, "workerinput", {}).get("warm")
     python, held = (shared, warm.hold(shared)) if shared else begin_warm()
-    assert held is not None
     with held:
         yield python
 
@@ -320,10 +317,8 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def warm_servers(warm_python: str) -> Iterator[None]:
     """Servers are forked, also the local ones of trainers in this process: each is there in a tenth of the time."""
 
-    def fork(
-        command: list[str], *, stdin: IO[bytes], stdout: IO[bytes], env: dict[str, str], cwd: str, **_: object
-    ) -> warm.Fork:
-        return warm.Fork(warm_python, command[1:], stdin=stdin, stdout=stdout, environment=env, directory=cwd)
+    def fork(command: list[str], **how: Any) -> warm.Fork:
+        return warm.Fork(warm_python, command[1:], **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunningServer, "python", warm_python)

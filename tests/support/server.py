@@ -79,6 +79,14 @@ class Bench:
         image = image_of(step, nbytes)
         return committed(self.server, f"run@{run_id}", manifest, image, destinations, wait_s=wait_s)
 
+    def hold(self, **settings: Any) -> Manifest:
+        """Have the tier be at the first snapshot, until it is open."""
+        self.open(**settings)
+        self.tier().open.clear()
+        first = self.save(1)
+        until(lambda: self.tier().tries, "the tier to be at it")
+        return first
+
     def file(self, name: str, step: int, **more: Any) -> Manifest:
         """Commit a user's file."""
         return self.save(step, name=name, file="", **more)
@@ -92,7 +100,6 @@ class Bench:
     def die(self) -> None:
         """Leave everything as ``kill -9`` does: only the files remain, and nobody holds their lock."""
         area = self.server.ring.area
-        assert area is not None
         self.server.reconciler.close()
         area._lock_file.close()
 
@@ -109,13 +116,14 @@ def committed(
     manifest: Manifest,
     image: bytes | bytearray,
     destinations: list[str] | None = None,
+    floats: Sequence[Floats] = (),
     **lease: Any,
 ) -> Manifest:
     """Have a server commit a snapshot, or a shard of one, as a trainer on its host does."""
     upload = server.uploads.lease(run, manifest.attempt, manifest.nbytes, **lease)
     with upload.slot.view(manifest.nbytes) as view:
         view[:] = image
-    return server.uploads.seal(upload.id, manifest, destinations)
+    return server.uploads.seal(upload.id, manifest, destinations, tuple(floats))
 
 
 def image_of(step: int, nbytes: int) -> bytes:
@@ -306,7 +314,6 @@ def served(
         await runner.setup()
         ends.push_async_callback(runner.cleanup)
         ends.callback(service.close)
-        assert runner.server is not None
         connections = service.connections(runner.server, tls)
         if path is not None:
             listener = await loop.create_unix_server(connections, path, backlog=512)
@@ -352,12 +359,8 @@ class RunningServer:
     def __init__(self, arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.log = log
         with open(log, "wb") as output:
-            self.process = warm.Fork(
-                self.python,
-                ["-m", "lightning_spot", "serve", *arguments],
-                stdout=output,
-                environment={**os.environ, **(environment or {})},
-            )
+            command = ["-m", "lightning_spot", "serve", *arguments]
+            self.process = warm.Fork(self.python, command, stdout=output, env={**os.environ, **(environment or {})})
         self.url = ""
 
     def wait_listening(self) -> RunningServer:

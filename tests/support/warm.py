@@ -120,12 +120,13 @@ class Fork:
         arguments: Sequence[str],
         *,
         stdout: IO[bytes],
-        environment: Mapping[str, str],
-        directory: str = "/",
+        env: Mapping[str, str],
+        cwd: str = "/",
         stdin: IO[bytes] | None = None,
+        **_: object,
     ) -> None:
         self.returncode: int | None = None
-        request = {"arguments": list(arguments), "environment": dict(environment), "directory": directory}
+        request = {"arguments": list(arguments), "environment": dict(env), "directory": cwd}
         text = json.dumps(request).encode()
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(str(Path(python).with_name(SERVERS)))
