@@ -75,27 +75,6 @@ SITUATIONS = {
         ----
         put shards 1 storage @1000.5
     """,
-    "at least one in the interval": """
-        run live every=60
-        destination storage begun=100
-        slot 3
-        ----
-        put 3 storage @160
-    """,
-    "who waits for it does not wait for that": """
-        run live every=60 urgent
-        destination storage begun=100
-        slot 3
-        ----
-        put 3 storage
-    """,
-    "one that comes in a moment after another waits for its turn": """
-        run live
-        destination storage begun=100 took=0.1
-        slot 3 at=102 after=1
-        ----
-        put 3 storage @104
-    """,
     "what failed waits, and nothing else does": """
         run live
         destination storage failed=put:3
@@ -286,6 +265,7 @@ class Situation:
         self.servers = Servers(info) if servers else None
         asked_s = float(fields.get("asked", self.now_s))
         self.desired = Desired(info=info, expires_s=expires_s(info, asked_s, None), urgent="urgent" in words)
+        self.desired = replace(self.desired, is_stuck=lambda _writer: "stuck" in words)
 
     def server(self, words: list[str], fields: dict[str, str]) -> None:
         server = self.servers.find(self.url(words[0]))
@@ -330,10 +310,6 @@ class Situation:
             slot.seen.update(dict.fromkeys((self.url(name) for name in fields[mark].split(",")), MARKS[mark]))
         self.slots.append(slot)
 
-    def committed(self, words: list[str], _: dict[str, str]) -> None:
-        order = manifest_of(int(words[0])).order
-        self.known.committed.setdefault((RUN_ID, "1" * 12), set()).add(order)
-
     def manifest(self, what: str, words: list[str]) -> Manifest:
         step, _, shard = what.partition("/")
         if not shard:
@@ -342,7 +318,6 @@ class Situation:
         if "failed" in words:
             return failed_shard(int(step), int(writer), int(writers))
         manifest = sealed_shard(int(step), int(writer), int(writers))
-        assert manifest.shard is not None
         return replace(manifest, shard=replace(manifest.shard, persist="unkept" not in words))
 
     def url(self, name: str) -> str:
@@ -369,6 +344,27 @@ def test_what_is_to_be_done(name: str) -> None:
     situation = Situation([line.strip() for line in above.strip().splitlines()])
     found = actions(situation.desired, situation.observed(), situation.now_s)
     assert sorted(map(line_of, found)) == sorted(line.strip() for line in below.strip().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("run", "tier", "slot", "due"),
+    [
+        ("live every=60", "", "", "@160"),
+        ("live every=60 urgent", "", "", ""),
+        ("live every=3600", "failed=put:3", "", "@1000.5"),  # it is tried again, not put off
+        ("live", "took=0.1", "at=102 after=1", "@104"),  # in quick succession: its turn comes
+        ("live", "took=10", "at=126 after=1", "@130"),  # but comes at least so often
+        ("live", "took=10", "at=102 after=1", "@107"),  # none follows in time
+        ("live", "took=10", "at=102 after=6", ""),  # after a pause
+        ("live urgent", "took=10", "at=102 after=1", ""),
+        ("live stuck", "took=10", "at=102 after=1", ""),  # the next one has no memory until this one is safe
+        ("", "took=10", "at=102 after=1", ""),  # the trainer has gone: nothing is expected
+    ],
+)
+def test_when_storage_takes_the_next_one(run: str, tier: str, slot: str, due: str) -> None:
+    situation = Situation([f"run {run}", f"destination storage begun=100 {tier}", f"slot 3 {slot}"])
+    found = actions(situation.desired, situation.observed(), situation.now_s)
+    assert [line_of(each) for each in found] == [f"put 3 storage {due}".strip()]
 
 
 def test_what_was_put_off_comes_later() -> None:

@@ -45,7 +45,18 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
 from tests.support.oracle import claim_of
 from tests.support.said import said, said_about
-from tests.support.server import MIB, OTHER_ID, RUN, RUN_ID, Bench, MakeBench, ServerBehind, image_of, manifest_of
+from tests.support.server import (
+    MIB,
+    OTHER_ID,
+    RUN,
+    RUN_ID,
+    Bench,
+    MakeBench,
+    ServerBehind,
+    committed,
+    image_of,
+    manifest_of,
+)
 from tests.support.shards import failed_shard
 from tests.support.waiting import until
 
@@ -54,10 +65,7 @@ from tests.support.waiting import until
 
 def test_back_pressure_when_every_slot_is_needed(make_bench: MakeBench) -> None:
     bench = make_bench(slots=2)
-    bench.open()
-    bench.tier().open.clear()
-    bench.save(1)
-    until(lambda: bench.tier().tries, "the tier to take the first")
+    bench.hold()
     bench.save(2)
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         bench.save(3)  # one is being written, the other is the newest
@@ -68,10 +76,7 @@ def test_back_pressure_when_every_slot_is_needed(make_bench: MakeBench) -> None:
 
 def test_the_end_of_a_run_stays_until_the_tier_has_it(make_bench: MakeBench) -> None:
     bench = make_bench(slots=3)
-    bench.open()
-    bench.tier().open.clear()
-    bench.save(1)
-    until(lambda: bench.tier().tries, "the tier to take the first")
+    bench.hold()
     bench.save(2, complete=True)
     bench.save(3)
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
@@ -106,22 +111,6 @@ def test_one_slot_never_gives_its_only_snapshot_away(make_bench: MakeBench) -> N
     bench.save(1)
     with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
         bench.save(2)
-
-
-def test_a_failing_tier_does_not_stop_snapshots(bench: Bench) -> None:
-    bench.open()
-    bench.tier().fail(TierError("disk full"))
-    for step in range(1, 4):
-        bench.save(step)
-    until(lambda: bench.server.reconciler.failing(bench.tier().url), "the failure to be seen")
-    bench.save(4)
-    bench.save(5)
-    assert bench.committed()[:2] == [5, 4]  # an older one is there while the tier is tried with it
-    (problem,) = bench.flush(0.1)
-    assert "disk full" in problem
-    bench.tier().fail(None)
-    assert bench.flush() == []  # asking for a flush retries soon
-    assert [manifest.step for manifest in bench.tier().survey().manifests] == [5]
 
 
 def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
@@ -160,7 +149,6 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
     assert bench.committed() == [1]
     assert bench.flush() == []
     slot = bench.server.ring.find(RUN_ID, sealed.name)
-    assert slot is not None
     with bench.server.ring.reading(Held((slot,), (sealed,))):
         bench.server.status()
     assert time.monotonic() - began < 60
@@ -414,19 +402,6 @@ def test_an_older_file_never_replaces_a_newer_one(bench: Bench) -> None:
     assert (Path(bench.tier().url) / "last.ckpt").read_bytes() == image_of(9, 1000)
 
 
-def test_a_dead_trainers_file_does_not_replace_a_newer_one(make_bench: MakeBench) -> None:
-    dead, living = make_bench(), make_bench()
-    dead.open(attempt=1)
-    dead.tier().open.clear()
-    dead.file("last.ckpt", 100, attempt=1)
-    living.open(attempt=2)
-    living.file("last.ckpt", 40, attempt=2)
-    assert living.flush() == []
-    dead.tier().open.set()
-    assert dead.flush() == []  # it is refused for good
-    assert (Path(dead.tier().url) / "last.ckpt").read_bytes() == image_of(40, 1000)
-
-
 # -- uploads ----------------------------------------------------------------------------------------------------------
 
 
@@ -444,38 +419,8 @@ def test_parts_must_all_have_arrived(bench: Bench) -> None:
 # -- what readers and tiers see ---------------------------------------------------------------------------------------
 
 
-def test_a_corrupted_slot_goes_nowhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "CHECKED_S", 0.0)  # as if it had waited for the tier
-    bench.open()
-    bench.tier().open.clear()
-    bench.save(1)
-    until(lambda: bench.tier().tries, "the tier to take the first")
-    bench.save(2)
-    slot = bench.server.ring.find(RUN_ID, snapshot_name(2, 1))
-    with slot.view(10) as view:
-        view[3] ^= 0xFF
-    bench.tier().open.set()
-    assert bench.flush() == []
-    assert [manifest.step for manifest in bench.tier().survey().manifests] == [1]
-    assert bench.committed() == [1]
-
-
-def test_what_a_tier_calls_corrupt_stays_in_memory(bench: Bench) -> None:
-    bench.open()
-    bench.tier().fail(CorruptSnapshotError("damaged on its way"))
-    sealed = bench.save(1)
-    until(lambda: bench.server.reconciler.failing(bench.tier().url), "the failure to be seen")
-    assert bench.committed() == [1]
-    bench.tier().fail(None)
-    assert bench.flush() == []
-    assert bench.tier().survey().manifests == [sealed]
-
-
 def test_removal_reaches_the_tier_also_while_it_is_written(bench: Bench) -> None:
-    bench.open()
-    bench.tier().open.clear()
-    first = bench.save(1)
-    until(lambda: bench.tier().tries, "the tier to be at it")
+    first = bench.hold()
     bench.server.remove(RUN, first.name)
     assert bench.committed() == []
     bench.tier().open.set()
@@ -498,7 +443,6 @@ def test_readers_are_safe_from_reuse(make_bench: MakeBench) -> None:
     bench.open()
     first = bench.save(1)
     slot = bench.server.ring.find(RUN_ID, first.name)
-    assert slot is not None
     with bench.server.ring.reading(Held((slot,), (first,))) as image:
         before = bytes(image)
         for step in range(2, 7):
@@ -661,7 +605,6 @@ def test_an_heir_adopts_while_somebody_looks_for_servers(make_bench: MakeBench, 
     threading.Timer(0.2, looks.close).start()
     heir = make_bench(area=killed)
     assert heir.committed() == [2, 1]
-    assert heir.server.ring.area is not None
     assert heir.server.ring.area.path == killed
 
 
@@ -787,11 +730,8 @@ def test_without_a_container_the_limit_is_the_hosts(tmp_path: Path, monkeypatch:
 
 def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
     bench.open(run_id="")
-    upload = bench.server.uploads.lease("run", 1, 100)
-    with upload.slot.view(100) as view:
-        view[:] = image_of(1, 100)
     old = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100)
-    bench.server.uploads.seal(upload.id, old)
+    committed(bench.server, "run", old, image_of(1, 100))
     assert [manifest.name for slot in bench.server.ring.contents("run") if (manifest := slot.manifest)] == [old.name]
 
 
@@ -869,14 +809,6 @@ def test_there_is_one_store_of_a_server_and_a_new_one_of_storage(bench: Bench) -
     reconciler = worker.Reconciler(ring, lambda url: ServerBehind(url, None), bench.server.registry.info)  # type: ignore[arg-type, return-value]
     assert reconciler.store(url) is reconciler.store(url)
     reconciler.close()
-
-
-def test_a_put_that_failed_is_not_put_off_by_the_pace(bench: Bench) -> None:
-    bench.open(min_upload_interval_s=3600.0)
-    failures = iter([TierError("once", tier="x")])
-    bench.tier().errors = lambda kind, _manifest: next(failures, None) if kind == "put" else None
-    sealed = bench.save(1)
-    until(lambda: bench.tier().survey().manifests == [sealed], "the put to be tried again")
 
 
 def test_a_file_whose_replacement_is_killed_has_one_version(
