@@ -30,7 +30,7 @@ from lightning_spot.snapshot.manifest import Manifest, Order, shard_name, snapsh
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store import commit
 from lightning_spot.store.local import LocalStore
-from tests.support.server import RUN, RUN_ID, Bench, MakeBench, manifest_of
+from tests.support.server import RUN, RUN_ID, Bench, MakeBench, committed, manifest_of
 from tests.support.shards import apart_shard, failed_shard, sealed_apart, sealed_shard, shard_image, shard_manifest
 from tests.support.waiting import until
 
@@ -50,7 +50,6 @@ class Slots:
         made = []
         for writer in writers:
             manifest = sealed_shard(step, writer, of)
-            assert manifest.shard is not None
             made.append(self._slot(replace(manifest, shard=replace(manifest.shard, persist=persist)), **fields))
         return made
 
@@ -138,7 +137,6 @@ def test_a_shard_that_failed_gives_the_others_up(slots: Slots, where: str) -> No
         slots.failed(2, 1)
     else:
         shard = failed_shard(2, 1).shard
-        assert shard is not None
         slots.known.seen_registers[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
     assert slots.states()[2] is Status.ABORTED
     assert slots.newest() == {1}
@@ -185,7 +183,6 @@ def test_an_aborted_one_that_storage_refuses_gives_way(slots: Slots) -> None:
     slots.now_s = 101.0
     assert slots.idle() == []  # nobody has said yet that it is aborted
     shard = failed_shard(2, 1).shard
-    assert shard is not None
     slots.known.seen_registers[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
     assert slots.idle() == [2]
 
@@ -271,7 +268,6 @@ def sealed_first(bench: Bench) -> Manifest:
 
 def put(ring: Ring, manifest: Manifest) -> None:
     slot = ring.try_lease(RUN_ID, manifest.nbytes, writer=manifest.shard.writer)
-    assert slot is not None
     ring.commit(slot, manifest)
 
 
@@ -361,7 +357,6 @@ def test_a_writer_waits_for_no_memory_that_only_its_shard_frees(make_bench: Make
 def test_a_rank_that_ends_may_drop_an_older_failure(ring: Ring) -> None:
     """Its failure makes room by dropping the oldest one, which comes later in the list of what is here."""
     slot = ring.try_lease(RUN_ID, 1000)
-    assert slot is not None
     for step in range(2, 18):
         ring.fail(RUN_ID, failed_shard(step, 1))
     ring.commit(slot, sealed_shard(1, 0))
@@ -400,9 +395,7 @@ def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: Mak
     names = [shard_name(snapshot_name(9, 1, complete=True), writer) for writer in (0, 1)]
     first = apart_shard(9, 0, name=names[0], complete=True)
     second = sealed_apart(9, 1, name=names[1], complete=True)
-    upload = bench.server.uploads.lease(RUN, 1, first.nbytes)
-    upload.slot.view(first.nbytes)[:] = shard_image(first)
-    bench.server.uploads.seal(upload.id, first)
+    committed(bench.server, RUN, first, shard_image(first))
     folder = Path(bench.tier().url) / first.snapshot
     until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
     bench.server.end_session("rank 0")

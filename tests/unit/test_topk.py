@@ -29,7 +29,7 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
 from tests.support.filled import check_archive
 from tests.support.said import said
-from tests.support.server import FIRST, MIB, RUN_ID, MakeWithServers, image_of, manifest_of
+from tests.support.server import FIRST, MIB, RUN_ID, MakeWithServers, committed, image_of, manifest_of
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Pair, Sender, floats, pair
 
@@ -51,10 +51,8 @@ def moved(image: bytes, step: int) -> bytes:
 
 def commit(pair: Pair, step: int, image: bytes, numbers: Any = NUMBERS, **fields: Any) -> Manifest:
     """Commit a snapshot at the trainer's server, and wait for nothing."""
-    upload = pair.near.server.uploads.lease(RUN, 1, len(image), wait_s=60)
-    with upload.slot.view(len(image)) as view:
-        view[:] = image
-    return pair.near.server.uploads.seal(upload.id, manifest_of(step, 1, len(image), **fields), floats=numbers)
+    manifest = manifest_of(step, 1, len(image), **fields)
+    return committed(pair.near.server, RUN, manifest, image, floats=numbers, wait_s=60)
 
 
 def at_far(pair: Pair, step: int, *, exact: bool) -> Slot | None:
@@ -111,30 +109,18 @@ def test_one_number_in_a_hundred_is_sent_and_the_rest_is_exact(topk: Pair) -> No
     assert (tier["flushed"], tier["inexact"]) == (1, 3)
 
 
-def test_who_waits_for_safety_gets_the_exact_one(topk: Pair) -> None:
-    image = begun(topk)
-    image = moved(image, 2)
-    commit(topk, 2, image)
-    arrive(topk, 2, exact=False)
-    assert topk.near.flush() == []
-    slot = at_far(topk, 2, exact=True)
+@pytest.mark.parametrize("why", ["who waits for safety", "the end of the run", "the trainer has gone"])
+def test_the_exact_one_comes_when_it_counts(topk: Pair, why: str) -> None:
+    image = moved(begun(topk), 2)
+    last = commit(topk, 2, image, complete=why == "the end of the run")
+    if not last.complete:
+        arrive(topk, 2, exact=False)
+    if why == "who waits for safety":
+        assert topk.near.flush() == []
+    elif not last.complete:
+        topk.near.server.end_session("a trainer that lives")
+    slot = until(lambda: topk.far.server.ring.find(RUN_ID, last.name), "the exact one")
     assert bytes(slot.view()) == image
-
-
-def test_the_end_of_a_run_is_exact(topk: Pair) -> None:
-    image = begun(topk)
-    last = commit(topk, 2, moved(image, 2), complete=True)
-    until(lambda: topk.far.server.ring.find(RUN_ID, last.name), "the end")
-    slot = topk.far.server.ring.find(RUN_ID, last.name)
-    assert bytes(slot.view()) == moved(image, 2)
-
-
-def test_when_the_trainer_has_gone_the_newest_follows_exactly(topk: Pair) -> None:
-    image = begun(topk)
-    commit(topk, 2, moved(image, 2))
-    arrive(topk, 2, exact=False)
-    topk.near.server.end_session("a trainer that lives")
-    until(lambda: at_far(topk, 2, exact=True), "the exact one")
 
 
 def test_where_there_is_room_for_one_snapshot_it_is_exact(topk: Pair) -> None:
@@ -163,8 +149,6 @@ def test_a_server_that_has_something_else_gets_an_exact_one(topk: Pair) -> None:
     image = begun(topk)
     commit(topk, 2, moved(image, 2))
     arrive(topk, 2, exact=False)
-    slot = at_far(topk, 2, exact=False)
-    assert slot is not None
     topk.far.server.remove(RUN, snapshot_name(2, 1, exact=False))  # as a server that was restarted has lost it
     commit(topk, 3, moved(image, 3))
     assert arrive(topk, 3, exact=True) == moved(image, 3)
