@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,11 +13,12 @@ import torch
 from lightning_spot.capture import cuda, device
 from lightning_spot.capture.batch import SlotView
 from lightning_spot.capture.copier import Copier
-from lightning_spot.capture.partitions import Partition, Span
-from lightning_spot.capture.schedule import Schedule, Timetable
+from lightning_spot.capture.partitions import Span
+from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.tensors import Watches
 from lightning_spot.session import snapshotter
 from lightning_spot.snapshot.pieces import Piece
+from tests.support.copies import Fixed
 from tests.support.fake_device import FakeDevice, StreamOfEachThread
 from tests.support.waiting import until
 
@@ -37,12 +38,9 @@ def copiers() -> Iterator[list[Copier]]:
         copier.close()
 
 
-def on_another_thread(call: Any) -> Any:
-    done: list[Any] = []
-    thread = threading.Thread(target=lambda: done.append(call()))
-    thread.start()
-    thread.join()
-    return done[0]
+def late() -> Fixed:
+    """Holds everything until the first place of the iteration."""
+    return Fixed([(1, 0.0, [Span(0, 0, NBYTES)])], limit_s=1e9)
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -54,8 +52,9 @@ def test_a_copy_comes_after_the_step_whoever_orders_it(view: SlotView, copiers: 
     pieces = [Piece(tensor.untyped_storage(), 0, NBYTES)]
     for step in (1, 2, 3):
         device.do(lambda step=step: tensor.fill_(step))
-        job = copier.start(pieces, view, Watches([tensor]), schedule=Late())
-        on_another_thread(lambda job=job: job.release(1))  # held copies, which a gradient's hook orders
+        job = copier.start(pieces, view, Watches([tensor]), schedule=late())
+        with ThreadPoolExecutor(1) as another:
+            another.submit(job.release, 1).result()  # held copies, which a gradient's hook orders
         job.wait_cpu()
         copier.fence()
         job.settle()
@@ -63,16 +62,6 @@ def test_a_copy_comes_after_the_step_whoever_orders_it(view: SlotView, copiers: 
         job.wait()
         assert (view.tensor == step).all()
         device.run()
-
-
-class Late:
-    """Holds everything until the first place of the iteration."""
-
-    def timetable(self, *pieces: Any) -> Any:
-        return Timetable((Partition(1, 0.0, (Span(0, 0, NBYTES),)),), 1e9)
-
-    def attach(self, job: Any) -> None:
-        pass
 
 
 def test_what_is_saved_is_kept_until_it_is_copied(view: SlotView, copiers: list[Copier]) -> None:
@@ -126,7 +115,7 @@ def test_what_is_held_goes_when_its_time_is_up(view: SlotView, buffer_bytes: int
     device.own([tensor])
     copier = Copier(buffer_bytes=buffer_bytes, device=device, clock=lambda: now[0])
     pieces = [Piece(tensor.untyped_storage(), 0, NBYTES)]
-    job = copier.start(pieces, view, Watches([tensor]), Late() if held else Schedule("eager"))
+    job = copier.start(pieces, view, Watches([tensor]), late() if held else Schedule("eager"))
     latest_s = 1e9 if held else 1.0
     now[0] = latest_s - 0.01
     copier._notify()

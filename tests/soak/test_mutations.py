@@ -23,27 +23,10 @@ def run(tests: list[str], mutation: Mutation | None = None) -> subprocess.Comple
     if mutation is not None:
         change = {"module": mutation.module, "old": mutation.old, "new": mutation.new}
         environment |= {"MUTATION": json.dumps(change), "PYTHONPATH": str(ROOT / "tests" / "mutated")}
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not stores",
-            "--seed",
-            "1",
-            *tests,
-        ],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_S if mutation is not None else None,
-    )
+    flags = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not stores", "--seed", "1"]
+    within_s = LONGEST_S if mutation is not None else None
+    command = [sys.executable, "-m", "pytest", *flags, *tests]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=within_s)
 
 
 def test_each_mutation_changes_one_place_and_its_tests_are_there() -> None:
@@ -51,7 +34,6 @@ def test_each_mutation_changes_one_place_and_its_tests_are_there() -> None:
     assert len(names) == len(set(names))
     for mutation in MUTATIONS:
         spec = find_spec(mutation.module)
-        assert spec.origin is not None
         source = Path(spec.origin).read_text()
         assert source.count(mutation.old) == 1, mutation.name
         compile(source.replace(mutation.old, mutation.new), spec.origin, "exec")

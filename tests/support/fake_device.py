@@ -70,7 +70,6 @@ class FakeDevice:
         self.pinned_by: set[str] = set()
         self.unpinned_copies = 0
         self._own: list[torch.Tensor] = []
-        self.now_s = 0.0
         self._lock = threading.RLock()  # nothing is done twice where several threads wait
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:

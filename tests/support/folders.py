@@ -49,7 +49,6 @@ def own_name(process: ProcessId) -> str:
 def kept() -> Iterator[list[Path]]:
     """The folders of this process, one in each of :func:`homes`."""
     process = ProcessId.of(os.getpid())
-    assert process is not None
     made = [home / f"{prefix}{own_name(process)}" for home, prefix in homes()]
     for folder in made:
         folder.mkdir(mode=0o700)
@@ -63,7 +62,6 @@ def kept() -> Iterator[list[Path]]:
 def clear_up() -> None:
     """Remove what dead test processes left, and end their servers."""
     here = ProcessId.of(os.getpid())
-    assert here is not None
     for home, prefix in homes():
         for folder in home.glob(f"{prefix}*"):
             named = _NAME.fullmatch(folder.name.removeprefix(prefix))

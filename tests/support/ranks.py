@@ -75,7 +75,6 @@ class Sharded:
             torch.empty(0, device="meta"), mesh, placements, run_check=False, shape=shape, stride=stride
         )
         coordinate = mesh.get_coordinate()
-        assert coordinate is not None
         sizes, offsets = box_of(on_meta, coordinate)
         local = self.whole
         for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):

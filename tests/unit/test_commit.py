@@ -52,7 +52,6 @@ def ranges_of(*writers: int) -> list[Shard]:
     for writer in writers:
         own = sealed_apart(1, writer, WRITERS)
         manifest = sealed_shard(1, writer, WRITERS - 1) if writer < WRITERS - 1 else own
-        assert manifest.shard is not None
         manifest = replace(manifest, shard=replace(manifest.shard, writers=WRITERS))
         found.append((manifest, memoryview(shard_image(manifest))))
     return found

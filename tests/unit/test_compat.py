@@ -134,10 +134,6 @@ def test_training_goes_on_without_a_part(part: str, tmp_path: Path, monkeypatch:
     assert all(any(name in text for name in hidden) for text in said), said
 
 
-def test_all_names_are_there(tmp_path: Path) -> None:
-    assert fit(tmp_path) == []
-
-
 def test_a_name_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = compat.Name.of
     shape = "_callback_metrics"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import json
 import re
 import shlex
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import lightning as L
 import pytest
@@ -20,6 +18,7 @@ import lightning_spot
 from lightning_spot import config
 from lightning_spot.cli.command import command_parser
 from lightning_spot.http.metrics import METRICS
+from scripts import diagrams, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,14 +31,6 @@ COMMAND = re.compile(r"^lightning-spot .*?(?=\s+#|$)|(?<=`)lightning-spot [^`]+"
 VARIABLE = re.compile(r"LIGHTNING_SPOT_[A-Z_]+")
 MOST_WORDS = {"docs/understand/guarantees.md": 2500, "docs/operate/security.md": 1850}
 MOST_WORDS_IN_ALL = 23_000
-
-
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_code_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +111,9 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_the_documented_variables_are_those_that_are_read() -> None:
     read = set(VARIABLE.findall(inspect.getsource(config)))
-    assert set(VARIABLE.findall(_script("reference").environment())) == read
-    recipes = "".join(path.read_text() for path in (ROOT / "examples/restart").iterdir())
+    assert set(VARIABLE.findall(reference.environment())) == read
+    files = [*(ROOT / "examples/restart").iterdir(), *(path for path in (ROOT / "deploy").rglob("*") if path.is_file())]
+    recipes = "".join(path.read_text() for path in files)
     assert set(VARIABLE.findall(recipes + "".join(TEXTS.values()))) <= read
 
 
@@ -145,7 +137,6 @@ def test_settings_in_the_text_are_there() -> None:
 
 
 def test_generated_parts_are_generated() -> None:
-    reference = _script("reference")
     marks = {name for text in TEXTS.values() for name in re.findall(r"<!-- generated: ([a-z-]+) -->", text)}
     assert marks == reference.GENERATED.keys()
     assert all(write() for write in reference.GENERATED.values())
@@ -154,7 +145,7 @@ def test_generated_parts_are_generated() -> None:
 def test_each_guarantee_is_enforced_by_tests() -> None:
     given = re.findall(r"^\*\*(G\d+)\.", TEXTS["docs/understand/guarantees.md"], re.MULTILINE)
     assert given == [f"G{number}" for number in range(1, len(given) + 1)]
-    assert re.findall(r"^\| (G\d+) \|", _script("reference").guarantees(), re.MULTILINE) == given
+    assert re.findall(r"^\| (G\d+) \|", reference.guarantees(), re.MULTILINE) == given
 
 
 def test_the_table_of_packages_is_that_of_the_layers() -> None:
@@ -170,10 +161,9 @@ def test_metrics_are_documented() -> None:
     for name in ("goodput", "last_committed_step", "last_persisted_step", "snapshot_blocked_ms", "badput_"):
         assert name in source
         assert f"`spot/{name}" in page
-    assert re.findall(r"^\| `lightning_spot_(\w+)` \|", _script("reference").metrics(), re.MULTILINE) == [*METRICS]
+    assert re.findall(r"^\| `lightning_spot_(\w+)` \|", reference.metrics(), re.MULTILINE) == [*METRICS]
 
 
 def test_diagrams_are_as_drawn() -> None:
     drawn = {path.name: path.read_text() for path in (ROOT / "docs" / "assets").glob("*.svg")}
-    diagrams = _script("diagrams").DIAGRAMS
-    assert {name: draw() for name, draw in diagrams.items()} == drawn
+    assert {name: draw() for name, draw in diagrams.DIAGRAMS.items()} == drawn

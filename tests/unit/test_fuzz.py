@@ -357,7 +357,6 @@ def over_unix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     start(str(tmp_path), "run", slots=4, memory_bytes=64 * MIB, server_idle_timeout_s=900.0).disconnect()
     record = find_record(str(tmp_path))
     process = record.process()
-    assert process is not None
     return Target(Address(socket_path=str(record.http)), process.pid, record.log)
 
 

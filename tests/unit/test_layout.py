@@ -18,10 +18,8 @@ import pytest
 import torch
 
 from lightning_spot.errors import SpotError
-from lightning_spot.snapshot import layout as layouts
-from lightning_spot.snapshot.layout import Layout, filled, lay_out, lay_out_first, lay_out_in_any_case
+from lightning_spot.snapshot.layout import Layout, filled, lay_out, lay_out_first
 from tests.support.filled import check_archive, fill
-from tests.support.said import said
 
 pytestmark = pytest.mark.guarantee("G12")
 
@@ -255,16 +253,6 @@ def test_a_tensor_that_is_made_anew_each_time_and_there_twice() -> None:
     found = loaded(fill(lay_out({"w": torch.zeros(2), "made": Renewed()})), weights_only=False)
     assert found["made"][0] is found["made"][1]
     assert torch.equal(found["made"][0], torch.ones(3))
-
-
-def test_what_torch_names_otherwise_one_day_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(layouts, "reduced", None)
-    state = {"w": torch.randn(7), "words": "x"}
-    for _ in range(2):
-        assert torch.equal(loaded(fill(lay_out_in_any_case(state)))["w"], state["w"])
-    assert len(said(caplog, "saved-slowly")) == 1
 
 
 def test_no_storage_is_kept_alive() -> None:

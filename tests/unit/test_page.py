@@ -168,7 +168,6 @@ def test_the_cookie_is_for_the_page_only(bench: Bench, browser: Browser) -> None
     browser.enter()
     got = {}
     for route in Service(bench.server, TOKEN).application().router.routes():
-        assert route.resource is not None
         path = re.sub(r"{path[^}]*}", "step-000000001-attempt-0001/model.ckpt", route.resource.canonical)
         path = path.replace("{run}", "run").replace("{upload}", "0" * 32).replace("{id}", "0" * 32)
         got[route.method, path] = browser.ask(path.replace("{link}", "x"), route.method, accept="*/*").status
@@ -264,7 +263,6 @@ def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browse
     browser.enter()
     assert shown() == ("incomplete", [1, 2])
     (slot,) = bench.server.ring.contents(RUN_ID)
-    assert slot.manifest is not None
     bench.server.ring.mark(Held.of([slot]), str(bench.root / f"tier-{RUN_ID}"), Mark.SAFE)
     bench.server.ring.mark_committed(RUN_ID, one.lineage, one.order)
     until(lambda: shown() == ("replicated", [1, 2]), "the page to show it")
@@ -330,7 +328,6 @@ def test_nothing_is_read_where_the_attempt_may_not(tmp_path: Path, make_bench: C
     record = AttemptRecord(attempt=1, begun_unix_s=1000.0, trained_unix_s=1000.0, step=50, unix_s=1100.0)
     write_record(url, record)
     info = bench.server.registry.info(RUN_ID)
-    assert info is not None
     with pytest.raises(SpotError):
         bench.server.storage(info)
 

@@ -225,7 +225,6 @@ def test_auto_keeps_the_mode_that_costs_least_in_all(cheapest: Mode, every: int)
         own_s = 0.0
         if not step % every:
             schedule.timetable(*PIECES_OF)
-            assert schedule._used is not None
             used.append(schedule._used)
             own_s, next_s = costs[used[-1]]
         training.works(0.5 * own_s + left_s)  # in the hook: the snapshot is part of the iteration that it begins

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -152,10 +152,6 @@ def made_by(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     return made
 
 
-def idle(desk: Desk) -> None:
-    until(lambda: desk.writer.ready and desk.writer._slots._thread is None, "nothing is being made")
-
-
 def slots_of(desk: Desk) -> list[str]:
     return [slot["state"] for slot in desk.host._server.status()["slots"]]
 
@@ -176,24 +172,28 @@ LARGE = pytest.mark.parametrize("least", [1000, 2**30], ids=["large", "small"])
 """Whether slots count as large, so that training makes none itself."""
 
 
+def skipped(writer: SnapshotWriter, sizes: Iterable[int]) -> list[int]:
+    """Take a snapshot of each size; the steps of those that found no slot."""
+    found = []
+    writer.warm(700_000)
+    for step, size in enumerate(sizes, 1):
+        until(lambda: writer.ready and writer._slots._thread is None, "nothing is being made")
+        try:
+            writer.begin({"more": torch.ones(size)}, manifest_of(step, run_id=""), owned={}).result(120)
+        except SnapshotFailedError as error:
+            if error.reason is not FailureReason.RING_FULL:
+                raise
+            found.append(step)
+    return found
+
+
 @LARGE
 def test_a_state_that_goes_on_growing_is_not_skipped_each_time(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, made_by: list[threading.Thread], least: int
 ) -> None:
     """As with a metric that keeps all it has seen: each slot that was made in the background was too small again."""
     monkeypatch.setattr(slot_pool, "LEAST_BYTES", least)
-    desk.writer.warm(700_000)
-    skipped = []
-    for step in range(1, 6):
-        idle(desk)
-        try:
-            state = desk.checkpoint(more=torch.ones(500_000 * step))
-            desk.writer.begin(state, manifest_of(step, run_id="")).result(120)
-        except SnapshotFailedError as error:
-            if error.reason is not FailureReason.RING_FULL:
-                raise
-            skipped.append(step)
-    assert skipped == [1]
+    assert skipped(desk.writer, [150_000 + 500_000 * step for step in range(1, 6)]) == [1]
     assert least > 1000 or threading.current_thread() not in made_by
 
 
@@ -204,22 +204,11 @@ def test_a_state_that_grew_once_has_superseded_slots_replaced(monkeypatch: pytes
     host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
     host.open_run(named_run("run"))
     writer = SnapshotWriter(host)
-    skipped = []
     try:
-        writer.warm(700_000)
-        for step in range(1, 12):
-            until(lambda: writer.ready and writer._slots._thread is None, "nothing is being made")
-            state = {"more": torch.ones(3_000_000 if step > 4 else 100_000)}
-            try:
-                writer.begin(state, manifest_of(step, run_id=""), owned={}).result(120)
-            except SnapshotFailedError as error:
-                if error.reason is not FailureReason.RING_FULL:
-                    raise
-                skipped.append(step)
+        assert skipped(writer, [100_000] * 4 + [3_000_000] * 7) == [5]
     finally:
         writer.close()
         host.leave(complete=True)
-    assert skipped == [5]
 
 
 def test_a_larger_state_than_expected_gets_a_slot_in_background(desk: Desk, made_by: list[threading.Thread]) -> None:

@@ -298,6 +298,3 @@ def test_machines_are_lost_as_they_would_be_without_crashes() -> None:
         lost = kinds[:, run] != Failure.PROCESS
         between = np.diff(np.cumsum(ups[:, run])[lost], prepend=0.0)
         assert between[:60] == pytest.approx(alone[:, run])
-
-
-# -- the command ------------------------------------------------------------------------------------------------------

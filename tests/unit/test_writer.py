@@ -71,17 +71,14 @@ def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk) -> Non
 def test_what_cannot_be_laid_out_is_saved_plainly(
     desk: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> bytes:
-        raise AttributeError("another torch")
-
     for step in range(3):
         with monkeypatch.context() as patch:
             if step < 2:
-                patch.setattr(layout, "lay_out", fails)
+                patch.setattr(layout, "reduced", None)  # which torch may name otherwise one day
             desk.begin(step, desk.checkpoint()).result(120)
         assert same(desk.saved(step), desk.weights, desk.buffer)
     (about,) = said_about(caplog, "saved-slowly")
-    assert "another torch" in about
+    assert "NoneType" in about
 
 
 def test_what_torch_refuses_is_refused(desk: Desk) -> None:
