@@ -17,26 +17,22 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from lightning_spot.errors import FailureReason, ServerRefusedError, SnapshotFailedError, TierReason
-from lightning_spot.protocol.listening import CountedLog
+from lightning_spot.protocol.listening import CountedLog, open_files
 from lightning_spot.protocol.ownership import is_own_user, peer_of
 
 THIS_HOST = "this host"
 """Address of those who come by a Unix socket."""
 
 
-def request_logger(counted: CountedLog) -> logging.Logger:
+class RequestLogger(logging.Logger):
     """A logger for aiohttp's server. It belongs to one server, and no settings of logging reach it."""
-    made = logging.Logger("aiohttp.server", logging.DEBUG)  # aiohttp logs what is no HTTP at all at that level
-    made.addHandler(_Counting(counted))
-    return made
 
-
-class _Counting(logging.Handler):
     def __init__(self, counted: CountedLog) -> None:
-        super().__init__()
+        super().__init__("aiohttp.server", logging.DEBUG)  # aiohttp logs what is no HTTP at all at that level
         self._counted = counted
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord) -> None:
+        """Count it."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             address = record.args[0] if isinstance(record.args, tuple) and record.args else None
@@ -63,6 +59,22 @@ MOST_CONNECTIONS = 4096
 MOST_STRANGERS = 512
 """Connections by TLS that have shown no token, each of which costs about 0.3 MB."""
 
+RUNNER: dict[str, Any] = {
+    "access_log": None,
+    "read_bufsize": 256 * 1024,
+    "auto_decompress": False,
+    "max_line_size": LONGEST_FIELD_BYTES,
+    "max_field_size": LONGEST_FIELD_BYTES,
+    "max_headers": MOST_HEADERS,
+    "lingering_time": HEAD_TIMEOUT_S,
+    "keepalive_timeout": KEEPALIVE_S,
+}
+"""What bounds the cost of a connection before its token is looked at."""
+
+BACKLOG = 512
+"""Of a socket that is listened to."""
+
+AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _SHUTDOWN_S = 5.0  # of TLS: what is written still is sent, and the end is acknowledged
 _HELLO = b"\x16"  # begins a connection by TLS, and no request
 
@@ -75,9 +87,9 @@ class Connections:
 
     Args:
         make_handler: makes the HTTP protocol of one connection.
-        most: connections at most.
-        most_strangers: by TLS, connections at most that have shown no token. A new one takes the place of the oldest
-            one of the address that has most of them.
+        most: connections at most; default: a quarter of the files that may be open, see :data:`MOST_CONNECTIONS`.
+        most_strangers: by TLS, connections at most that have shown no token; default: half of them, since they displace
+            those with a token. A new one takes the place of the oldest one of the address that has most of them.
         head_timeout_s: see :data:`HEAD_TIMEOUT_S`.
         tls: how to speak TLS, asked for each connection; ``None`` for plain connections.
         counted: what strangers do.
@@ -89,16 +101,17 @@ class Connections:
         *,
         tls: Callable[[], ssl.SSLContext] | None = None,
         counted: CountedLog | None = None,
-        most: int = MOST_CONNECTIONS,
-        most_strangers: int = MOST_STRANGERS,
+        most: int | None = None,
+        most_strangers: int | None = None,
         head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
         self.head_timeout_s = head_timeout_s
         self.tls, self.counted = tls, counted
         self._make_handler = make_handler
-        self._most, self._most_strangers = most, most_strangers
+        self._most = most or min(MOST_CONNECTIONS, open_files() // 4)
+        self._most_strangers = most_strangers or min(MOST_STRANGERS, self._most // 2)
         self._open: set[Accepted] = set()
-        self._strangers: dict[str, dict[Accepted, None]] = {}  # by address, in the order in which they came
+        self._strangers: dict[Accepted, None] = {}  # in the order in which they came
 
     def __call__(self) -> Accepted:
         """The protocol of a new connection, as ``loop.create_server`` wants it."""
@@ -111,20 +124,17 @@ class Connections:
         """A connection was made; if there are too many now, the one that has been idle longest goes."""
         self._open.add(accepted)
         if self.tls is not None:
-            self._strangers.setdefault(accepted.client, {})[accepted] = None
-            if sum(map(len, self._strangers.values())) > self._most_strangers:
-                of_greediest = max(self._strangers.values(), key=len)
-                next(iter(of_greediest)).drop()
+            self._strangers[accepted] = None
+            if len(self._strangers) > self._most_strangers:
+                ((greediest, _),) = Counter(each.client for each in self._strangers).most_common(1)
+                next(each for each in self._strangers if each.client == greediest).drop()
         if len(self._open) > self._most:
             idle = [each for each in self._open if not each.busy]
             min(idle, key=lambda each: each.idle_since_s, default=accepted).drop()
 
     def admitted(self, accepted: Accepted) -> None:
         """A connection has shown a token, or has ended: it is no stranger's any more."""
-        of_client = self._strangers.get(accepted.client, {})
-        of_client.pop(accepted, None)
-        if not of_client:
-            self._strangers.pop(accepted.client, None)
+        self._strangers.pop(accepted, None)
 
     def closed(self, accepted: Accepted) -> None:
         """A connection has ended."""
@@ -153,14 +163,13 @@ class Accepted(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.client, self.is_near = "", False
         self._timer: asyncio.TimerHandle | None = None
-        self._head_begun = False
         self.busy = False
         self.idle_since_s = self._loop.time()
         self.gone: asyncio.Future[None] = self._loop.create_future()
 
     def begin_request(self) -> None:
         """The headers of a request are there: its handler keeps the time now."""
-        self.busy, self._head_begun = True, False
+        self.busy = True
         self._stop_timer()
 
     def end_request(self) -> None:
@@ -233,7 +242,7 @@ class Accepted(asyncio.Protocol):
         if not self._is_handled:
             self._early += data
             return
-        if not (self.busy or self._head_begun):
+        if not self.busy and self._timer is None:
             self._begin_head()
             if data.startswith(_HELLO):
                 data += b"\r\n\r\n"  # else the client would wait for an answer
@@ -268,7 +277,6 @@ class Accepted(asyncio.Protocol):
         return getattr(self._handler, name)
 
     def _begin_head(self) -> None:
-        self._head_begun = True
         self._timer = self._loop.call_later(self._connections.head_timeout_s, self.drop)
 
     def _stop_timer(self) -> None:

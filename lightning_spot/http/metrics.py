@@ -20,6 +20,7 @@ from lightning_spot.server.tier import TierHealth
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LONGEST_LABEL = 256
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 class Metric(NamedTuple):
@@ -81,7 +82,7 @@ class _Exposition:
             le: upper bound of a bucket.
         """
         pairs = [*zip(METRICS[name].labels, labels, strict=True), *([("le", le)] if le else [])]
-        inner = ",".join(f'{label}="{_escaped(text[:_LONGEST_LABEL])}"' for label, text in pairs)
+        inner = ",".join(f'{label}="{text[:_LONGEST_LABEL].translate(_ESCAPES)}"' for label, text in pairs)
         series = f"lightning_spot_{name}{suffix}" + (f"{{{inner}}}" if inner else "")
         self._samples[name][series] = value
 
@@ -93,10 +94,6 @@ class _Exposition:
                 lines += [f"# HELP lightning_spot_{name} {metric.help}", f"# TYPE lightning_spot_{name} {metric.kind}"]
                 lines += [f"{series} {value!r}" for series, value in samples.items()]
         return "\n".join([*lines, ""])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def exposition(server: SnapshotServer, covers: Callable[[str], bool] | None = None) -> bytes:
@@ -128,7 +125,7 @@ def _add_ring(found: _Exposition, server: SnapshotServer) -> None:
     for state in (*(each.value for each in SlotState), "pending"):
         found.add("ring_slots", states[state], state)
     found.add("ring_limit_bytes", ring.memory_bytes)
-    found.add("ring_full", int(ring.full))
+    found.add("ring_full", int(ring.is_full()))
 
 
 def _add_run(found: _Exposition, server: SnapshotServer, run: Run) -> None:
@@ -136,11 +133,11 @@ def _add_run(found: _Exposition, server: SnapshotServer, run: Run) -> None:
     found.add("run_live", int(server.registry.state(run) == "training"), name)
     found.add("attempt", run.info.attempt, name)
     for state in newest.keys() & {"committed", "persisted"}:
-        step, unix_s = newest[state]
-        found.add(f"last_{state}_step", step, name)
-        found.add(f"last_{state}_timestamp_seconds", unix_s, name)
+        found.add(f"last_{state}_step", newest[state]["step"], name)
+        found.add(f"last_{state}_timestamp_seconds", newest[state]["unix_s"], name)
     if newest.keys() >= {"committed", "persisted"}:
-        found.add("persist_lag_seconds", max(0.0, newest["committed"][1] - newest["persisted"][1]), name)
+        lag_s = newest["committed"]["unix_s"] - newest["persisted"]["unix_s"]
+        found.add("persist_lag_seconds", max(0.0, lag_s), name)
 
 
 def _add_uploads(found: _Exposition, server: SnapshotServer, run: Run, health: dict[str, TierHealth]) -> None:

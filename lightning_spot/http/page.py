@@ -107,7 +107,10 @@ class Page:
     ) -> None:
         self._links, self._sessions = Passes(LINK_S, clock), Passes(SESSION_S, clock)
         self._cookie = f"spot-page-{secrets.token_hex(4)}"  # other servers at this host are sent it, too
-        self._server, self._not_ready, self._history = server, not_ready, GoodputHistory(server)
+        self._server, self._not_ready = server, not_ready
+        self._figures: dict[str, dict[str, Any]] = {}  # of the goodput of runs, by their keys
+        self._asking: Future[None] | None = None
+        self._asked_s = -math.inf
         self._made, self._made_s, self._making = "", -math.inf, asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -168,12 +171,14 @@ class Page:
         server, ring = self._server, self._server.ring
         with ring.changed:
             slots = [(slot.state, slot.capacity) for slot in ring.slots]
-        listed, known = server.listed(), self._history.all()
+        is_free = self._asking is None or self._asking.done()
+        if is_free and time.monotonic() - self._asked_s > FIGURES_S:
+            self._asking = in_background(self._ask, "spot-figures")
         return {
             "host": socket.gethostname(),
             "not_ready": self._not_ready(),
             "unix_s": time.time(),
-            "runs": [self._run(run, known) for run in listed],
+            "runs": [self._run(run) for run in server.listed()],
             "uploads": [{**each, "name": plain(each["name"])} for each in server.uploads.status()],
             "memory_bytes": ring.memory_bytes,
             "slots": {
@@ -190,7 +195,7 @@ class Page:
             ],
         }
 
-    def _run(self, run: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def _run(self, run: dict[str, Any]) -> dict[str, Any]:
         key, ring = run["id"] or run["name"], self._server.ring
         with ring.changed:
             view = ring.view(key)
@@ -204,8 +209,20 @@ class Page:
             "state": run["state"],
             "storage": plain(without_password(run["durable_url"] or "")),
             "snapshots": snapshots,
-            "figures": known.get(key, {}),
+            "figures": self._figures.get(key, {}),
         }
+
+    def _ask(self) -> None:
+        """Ask storage for the goodput of runs: on a thread of its own, and only while a browser polls."""
+        with self._server.registry.lock:
+            runs = [run.info for run in self._server.registry.runs.values()]
+        for info in runs:
+            try:
+                self._figures[info.key] = figures(self._server, info)
+            except Exception as error:  # a tier that fails, of which its uploader tells, or what a writer forged
+                logger.debug("%s", error)
+        self._figures = {info.key: self._figures.get(info.key, {}) for info in runs}
+        self._asked_s = time.monotonic()
 
 
 @functools.cache
@@ -227,7 +244,7 @@ def _snapshot(group: Group, view: View) -> dict[str, Any]:
         "step": manifest.step,
         "attempt": manifest.attempt,
         "unix_s": manifest.created_unix_s,
-        "nbytes": sum(slot.manifest.nbytes for slot in group.slots if slot.manifest is not None),
+        "nbytes": sum(slot.held.nbytes for slot in group.slots),
         "state": _state(group, view),
         "shards": [len(group.slots), shard.writers] if shard is not None else None,
     }
@@ -250,38 +267,6 @@ def _tier(url: str, health: TierHealth) -> dict[str, Any]:
         "flushed_bytes": health.flushed_bytes,
         "bytes_per_s": health.flushed_bytes / health.flush_s if health.flush_s > 0 else None,
     }
-
-
-class GoodputHistory:
-    """What storage has of the goodput of runs. It is asked on a thread of its own, and only while a browser polls.
-
-    Args:
-        server: whose runs.
-    """
-
-    def __init__(self, server: SnapshotServer) -> None:
-        self._server = server
-        self._known: dict[str, dict[str, Any]] = {}
-        self._asking: Future[None] | None = None
-        self._asked_s = -math.inf
-
-    def all(self) -> dict[str, dict[str, Any]]:
-        """Those that are known of each run, by its key."""
-        is_free = self._asking is None or self._asking.done()
-        if is_free and time.monotonic() - self._asked_s > FIGURES_S:
-            self._asking = in_background(self._ask, "spot-figures")
-        return self._known
-
-    def _ask(self) -> None:
-        with self._server.registry.lock:
-            runs = [run.info for run in self._server.registry.runs.values()]
-        for info in runs:
-            try:
-                self._known[info.key] = figures(self._server, info)
-            except Exception as error:  # a tier that fails, of which its uploader tells, or what a writer forged
-                logger.debug("%s", error)
-        self._known = {info.key: self._known.get(info.key, {}) for info in runs}
-        self._asked_s = time.monotonic()
 
 
 def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:

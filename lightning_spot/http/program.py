@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from aiohttp import web
-
 from lightning_spot.client.stores import open_store, open_tier
 from lightning_spot.config import (
     SERVER_IDLE_TIMEOUT_S,
@@ -38,7 +36,7 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.events import CLOSE_S, Events
-from lightning_spot.http.limits import DESCRIPTORS
+from lightning_spot.http.limits import BACKLOG, DESCRIPTORS
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import Reloaded, current_secrets, server_context
 from lightning_spot.protocol.listening import allow_descriptors
@@ -63,10 +61,7 @@ UNCONNECTED_S = 15.0
 
 _THREADS = 64
 _HOLD_S = 1.0
-_BACKLOG = 512
-_AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _QUIET_S = 3.0  # a snapshot server's trainers have left, or moved on, when none asked for a slot for so long
-_SHUTDOWN_S = 5.0
 _SILENT_S = 20.0
 
 
@@ -155,24 +150,20 @@ def _bind(host: str, port: int) -> socket.socket:
     """
     try:
         if host == "::" and socket.has_dualstack_ipv6():  # all interfaces, as elsewhere
-            return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-        return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
+            return socket.create_server((host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+        known_by = {each[0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        family = socket.AF_INET if socket.AF_INET in known_by else socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise SettingsError(f"{host}:{port} cannot be bound: {error.strerror or error}") from error
-
-
-def _family(host: str) -> socket.AddressFamily:
-    """The version of IP that a host is known by; of both, 4."""
-    found = {each[0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
 async def _serve(
     settings: ServerSettings, listener: socket.socket | None = None, tls: Reloaded[ssl.SSLContext] | None = None
 ) -> int:
-    environment = read_environment()
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
-    is_lent = settings.record is None
+    environment, loop, signals = read_environment(), asyncio.get_running_loop(), _Signals()
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS))
+    record, is_lent = settings.record, settings.record is None
     beneath = [*settings.allow, *filter(None, [settings.flush_to])] if is_lent else None
     server = SnapshotServer(
         slots=settings.slots,
@@ -186,33 +177,26 @@ async def _serve(
     events = Events(webhook=environment.webhook if is_lent else None)  # a trainer tells its own
     # A local server asks for no token: whoever reaches its sockets is the same user.
     service = Service(server, current_secrets if is_lent and environment.secrets else None)
-    runner = service.runner()
-    await runner.setup()
-    assert runner.server is not None
-    connections = service.connections(runner.server, tls)
-    loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.counted.on_loop_error)
-    ends = AsyncExitStack()
-    if listener is not None:
-        accepting = await loop.create_server(connections, sock=listener, backlog=_AT_ONCE)
-        listener.listen(_BACKLOG)
-        _announce(settings, listener)
-    else:
-        assert settings.record is not None
-        listener = ends.enter_context(own_socket(settings.record.http))  # whoever finds it may connect
-        accepting = await loop.create_unix_server(connections, sock=listener, backlog=_AT_ONCE)
-        listener.listen(_BACKLOG)
-        await _serve_metrics(server, environment, ends)
-    signals = _Signals()
-    if settings.record is not None:
-        await _until_unneeded(server, service, settings.server_idle_timeout_s, signals)
-    else:
-        await signals.first.wait()
-    left = await _drain(server, service, settings.drain_timeout_s, signals)
-    accepting.close()
-    await ends.aclose()
-    await _end(server, service, runner, settings.record, keep_files=bool(left))
-    await asyncio.to_thread(events.close, CLOSE_S)
+    async with AsyncExitStack() as ends:
+        ends.push_async_callback(asyncio.to_thread, events.close, CLOSE_S)
+        # What could not be flushed stays in tmpfs; the next server of this run takes it over.
+        ends.push_async_callback(asyncio.to_thread, server.close, keep_unsafe=True)
+        if record is None:
+            assert listener is not None
+            await service.accept(listener, ends, tls)
+            _announce(settings, listener)
+            await signals.first.wait()
+        else:
+            await service.accept(ends.enter_context(own_socket(record.http)), ends)  # whoever finds it may connect
+            ends.callback(record.http.unlink, missing_ok=True)
+            await _serve_metrics(server, environment, ends)
+            await _until_unneeded(server, service, settings.server_idle_timeout_s, signals)
+        left = await _drain(server, service, settings.drain_timeout_s, signals)
+    if record is not None:
+        if not left:
+            record.log.unlink(missing_ok=True)
+        record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new server
     return 1 if left else 0
 
 
@@ -227,15 +211,7 @@ async def _serve_metrics(server: SnapshotServer, environment: Environment, ends:
         say(logging.WARNING, "metrics-not-served", text, error=error)
         return
     service = Service(server, current_secrets if environment.secrets else None, only_metrics=True)
-    runner = service.runner(_SHUTDOWN_S)
-    await runner.setup()
-    ends.push_async_callback(runner.cleanup)
-    ends.callback(service.close)
-    assert runner.server is not None
-    connections = service.connections(runner.server)
-    accepting = await asyncio.get_running_loop().create_server(connections, sock=listener, backlog=_AT_ONCE)
-    ends.callback(accepting.close)
-    listener.listen(_BACKLOG)
+    await service.accept(listener, ends)
 
 
 def _check_storage(flush_to: str | None) -> None:
@@ -244,19 +220,16 @@ def _check_storage(flush_to: str | None) -> None:
     Raises:
         SettingsError: if it cannot.
     """
-    if flush_to is not None and (why := _why_not_usable(flush_to)):
+    if flush_to is None:
+        return
+    why = "" if scheme_of(flush_to) else why_not_writable(directory_of(flush_to))
+    if scheme_of(flush_to):
+        try:
+            unless_silent(partial(try_writing, flush_to), threading.Event(), _SILENT_S, flush_to)
+        except SpotError as error:
+            why = f"cannot be used ({error})"
+    if why:
         raise SettingsError(f"--storage {flush_to} {why}; nothing would be durable there")
-
-
-def _why_not_usable(url: str) -> str:
-    """Why this server cannot write below a directory or URL, ``""`` if it can."""
-    if not scheme_of(url):
-        return why_not_writable(directory_of(url))
-    try:
-        unless_silent(partial(try_writing, url), threading.Event(), _SILENT_S, url)
-    except SpotError as error:
-        return f"cannot be used ({error})"
-    return ""
 
 
 def _announce(settings: ServerSettings, listener: socket.socket) -> None:
@@ -352,29 +325,6 @@ async def _flush(server: SnapshotServer, wait_s: float) -> list[str]:
 async def _wait(event: asyncio.Event, within_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), within_s)
-
-
-async def _end(
-    server: SnapshotServer,
-    service: Service,
-    runner: web.AppRunner,
-    record: ServerRecord | None,
-    *,
-    keep_files: bool,
-) -> None:
-    """Let go of everything. What could not be flushed stays in tmpfs; the next server of this run takes it over."""
-    if record is not None:
-        record.http.unlink(missing_ok=True)
-    for upload in list(server.uploads):
-        server.uploads.abort(upload)
-    service.close()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(runner.cleanup(), _SHUTDOWN_S)
-    await asyncio.to_thread(lambda: server.close(keep_unsafe=True))
-    if record is not None:
-        if not keep_files:
-            record.log.unlink(missing_ok=True)
-        record.alive.unlink(missing_ok=True)  # last: who finds it gone may start a new server
 
 
 def _area(settings: ServerSettings, shm_dir: Path | None) -> Path | None:

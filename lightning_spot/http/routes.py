@@ -42,11 +42,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -74,25 +75,22 @@ from lightning_spot.http.fields import (
 )
 from lightning_spot.http.limits import (
     ACCEPTED,
-    HEAD_TIMEOUT_S,
-    KEEPALIVE_S,
-    LONGEST_FIELD_BYTES,
-    MOST_CONNECTIONS,
-    MOST_HEADERS,
-    MOST_STRANGERS,
+    AT_ONCE,
+    BACKLOG,
+    RUNNER,
     THIS_HOST,
     Accepted,
     Connections,
     Handler,
     Quota,
-    request_logger,
+    RequestLogger,
 )
 from lightning_spot.http.metrics import CONTENT_TYPE, exposition
 from lightning_spot.http.page import HEADERS, Page
 from lightning_spot.http.sessions import Sessions
 from lightning_spot.http.upload_requests import UploadRequests
 from lightning_spot.protocol.credentials import Rights, Scope, scope_of
-from lightning_spot.protocol.listening import CountedLog, open_files
+from lightning_spot.protocol.listening import CountedLog
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
     DIGEST_HEADER,
@@ -123,7 +121,7 @@ logger = logging.getLogger(__name__)
 def not_ready(server: SnapshotServer) -> list[str]:
     """Why a run would not be well at a server now, in words that tell a stranger nothing; empty if it would."""
     reasons = ["shutting down"] if server.draining or server.uploads.closing else []
-    if server.ring.full:
+    if server.ring.is_full():
         slots, most = server.ring.files
         enough = slots < most
         reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
@@ -143,7 +141,6 @@ _SHOW_WHAT_IS_COVERED = (
     "/v1/runs",
     "/v1/flush",
 )  # by themselves, of what a scoped token covers
-_READ_BUFFER_BYTES = 256 * 1024
 
 FLUSH_TURN_S = 5.0
 """A flush waits so long for a thread's turn, and then asks again whether its client is still there."""
@@ -183,15 +180,13 @@ class Service:
         self.last_request_s = time.monotonic()
         self.counted = CountedLog(logger)
         self._secrets = secrets
-        self._uploads, self._sessions = UploadRequests(server), Sessions(server)
+        self._runs, self._uploads, self._sessions = RunRequests(server), UploadRequests(server), Sessions(server)
         self._page = Page(server, functools.partial(not_ready, server), clock)
         self._flushing = Quota(MOST_FLUSHES, "flushes")
         self._flush_threads = ThreadPoolExecutor(MOST_FLUSHES, "spot-flush")
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        looking = Quota(MOST_LOOKS, "requests to storage")
-        files, runs = Files(self.server, looking), RunRequests(self.server, looking)
         app = web.Application(middlewares=[self._guard])
         app[BODIES] = Quota(BODIES_BYTES, "requests")
         app.on_response_prepare.append(_name_protocol)
@@ -202,45 +197,43 @@ class Service:
             [
                 web.get("/readyz", self._ready),
                 web.get("/v1/status", self._status),
-                *runs.routes(),
+                *self._runs.routes(),
                 *self._uploads.routes(),
                 *self._page.routes(),
                 web.post("/v1/sessions", self._sessions.begin),
                 web.post("/v1/flush", self._flush),
-                web.get("/v1/files/{run}/{path:.+}", files.read, allow_head=False),
-                web.delete("/v1/files/{run}/{path:.+}", files.remove),
             ]
         )
         return app
 
-    def connections(
-        self, make_handler: Callable[[], asyncio.Protocol], tls: Callable[[], ssl.SSLContext] | None = None
-    ) -> Connections:
-        """What makes the protocol of each connection, with its limits."""
-        most = min(MOST_CONNECTIONS, open_files() // 4)
-        strangers = min(
-            MOST_STRANGERS, most // 2
-        )  # else, where few files may be open, they displace those with a token
-        return Connections(make_handler, tls=tls, counted=self.counted, most=most, most_strangers=strangers)
+    async def accept(
+        self,
+        listener: socket.socket,
+        ends: AsyncExitStack,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        shutdown_timeout_s: float = 5.0,
+    ) -> None:
+        """Answer who connects to a socket, until ``ends``.
 
-    def runner(self, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
-        """What runs the application, with bounds on what a connection may cost before its token is looked at."""
-        return web.AppRunner(
-            self.application(),
-            access_log=None,
-            logger=request_logger(self.counted),
-            shutdown_timeout=shutdown_timeout_s,
-            read_bufsize=_READ_BUFFER_BYTES,
-            auto_decompress=False,
-            max_line_size=LONGEST_FIELD_BYTES,
-            max_field_size=LONGEST_FIELD_BYTES,
-            max_headers=MOST_HEADERS,
-            lingering_time=HEAD_TIMEOUT_S,
-            keepalive_timeout=KEEPALIVE_S,
-        )
+        Args:
+            listener: the socket, which is bound.
+            ends: with it, nobody is answered any more.
+            tls: how to speak TLS, see :class:`~lightning_spot.http.limits.Connections`.
+            shutdown_timeout_s: how long requests under way may take then.
+        """
+        logged = RequestLogger(self.counted)
+        runner = web.AppRunner(self.application(), logger=logged, shutdown_timeout=shutdown_timeout_s, **RUNNER)
+        await runner.setup()
+        assert runner.server is not None
+        ends.push_async_callback(runner.cleanup)
+        ends.callback(self.close)
+        connections = Connections(runner.server, tls=tls, counted=self.counted)
+        accepting = await asyncio.get_running_loop().create_server(connections, sock=listener, backlog=AT_ONCE)
+        ends.callback(accepting.close)
+        listener.listen(BACKLOG)
 
     def close(self) -> None:
-        """End sessions, and stop receiving parts. Call it once the uploads were given up."""
+        """End sessions, and give up what is being received."""
         self._sessions.close()
         self._uploads.close()
         self.counted.write()
@@ -299,11 +292,12 @@ class Service:
         if request.path not in _OPEN_TO_ALL:
             if request.path != _METRICS:  # which nobody waits for: a local server that is only watched ends
                 self.last_request_s = time.monotonic()
-            if not is_admitted:
-                self._check_token(request)
+            if not is_admitted and self._secrets is not None:
+                given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
+                if (scope := scope_of(given, self._secrets())) is not None:
+                    request[SCOPE] = scope
             request[ACCEPTED].admit()
-            _check_protocol(request)
-            _check_target(request)
+            _check_wire(request)
             self._check_scope(request)
             self._check_attempt(request)
         return await handler(request)
@@ -323,13 +317,6 @@ class Service:
             token="" if self._secrets is None else _TOKEN_LINE, scheme="spots" if request.secure else "spot"
         )
         return web.Response(text=page, content_type="text/html", status=401, headers=HEADERS)
-
-    def _check_token(self, request: web.Request) -> None:
-        if self._secrets is None:
-            return
-        given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
-        if (scope := scope_of(given, self._secrets())) is not None:
-            request[SCOPE] = scope
 
     def _check_scope(self, request: web.Request) -> None:
         """Refuse what a scoped token does not cover. What names no run or upload is refused but for a few requests.
@@ -352,17 +339,16 @@ class Service:
 
     def _check_covers(self, scope: Scope, run: str) -> None:
         """A run is found by its identity, whatever name stands before that: both names must be covered."""
-        _check_name(scope, parse_run(run)[0])
-        self._check_key(scope, self.server.registry.key(run))
+        self._check_key(scope, self.server.registry.key(run), parse_run(run)[0])
 
-    def _check_key(self, scope: Scope, key: str) -> None:
-        """Each name that is known of what lies under a key must be covered."""
+    def _check_key(self, scope: Scope, key: str, *names: str) -> None:
+        """Each name, and each that is known of what lies under a key, must be covered."""
         info = self.server.registry.info(key)
-        for slot in self.server.ring.contents(key):
-            if slot.manifest is not None:
-                _check_name(scope, slot.manifest.run)
-        if info is not None:
-            _check_name(scope, info.name)
+        held = (slot.held.run for slot in self.server.ring.contents(key))
+        for name in (*names, *held, *([info.name] if info is not None else [])):
+            if not scope.covers(name):
+                why = f"this token is for runs {scope.prefix}… only: it does not cover {name}"
+                raise ServerRefusedError(why, status=403)
 
     def _check_attempt(self, request: web.Request) -> None:
         """Refuse to change a run for another attempt than its own; processes of this user's on this host may.
@@ -450,11 +436,6 @@ class Service:
                     return web.json_response({"unreached": left})
 
 
-def _check_name(scope: Scope, name: str) -> None:
-    if not scope.covers(name):
-        raise ServerRefusedError(f"this token is for runs {scope.prefix}… only: it does not cover {name}", status=403)
-
-
 def _is_of_a_person(request: web.Request) -> bool:
     """Whether somebody has opened an address of this server in a browser, as he would a page."""
     shown = (hdrs.AUTHORIZATION, PROTOCOL_HEADER, hdrs.ORIGIN)
@@ -470,18 +451,15 @@ async def _name_protocol(_request: web.Request, response: web.StreamResponse) ->
     response.headers[PROTOCOL_HEADER] = str(PROTOCOL_VERSION)
 
 
-def _check_protocol(request: web.Request) -> None:
-    spoken = request.headers.get(PROTOCOL_HEADER)
+def _check_wire(request: web.Request) -> None:
+    """Refuse what another protocol says, and what was damaged on its way."""
+    spoken, target = request.headers.get(PROTOCOL_HEADER), target_of(request.method, request.path)
     if spoken is not None and spoken != str(PROTOCOL_VERSION):
         raise ServerRefusedError(
             f"this server speaks protocol {PROTOCOL_VERSION}, the client {spoken[:16]}: install the same version of"
             " lightning_spot on both hosts",
             reason=TierReason.PROTOCOL,
         )
-
-
-def _check_target(request: web.Request) -> None:
-    target = target_of(request.method, request.path)
     if request.headers.get(TARGET_HEADER, target) != target:
         raise ServerRefusedError("the request was damaged on its way", status=400)
 
@@ -491,16 +469,20 @@ OPEN_PATH = "/v1/runs/{run}/open"
 _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
 
 
+SEND_TIMEOUT_S = 60.0
+"""A client has so long to take each block of a file."""
+_SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
+
+
 class RunRequests:
-    """Handlers over the runs of a server.
+    """Handlers over the runs of a server, and what it holds of each.
 
     Args:
         server: whose.
-        looking: what may ask storage at once.
     """
 
-    def __init__(self, server: SnapshotServer, looking: Quota) -> None:
-        self._server, self._looking = server, looking
+    def __init__(self, server: SnapshotServer) -> None:
+        self._server, self._looking = server, Quota(MOST_LOOKS, "requests to storage")
 
     def routes(self) -> list[web.RouteDef]:
         """Where they are asked."""
@@ -510,6 +492,8 @@ class RunRequests:
             web.post("/v1/runs/{run}/close", self.close),
             web.post("/v1/runs/{run}/figures", self.figures),
             web.get("/v1/runs/{run}/snapshots", self.snapshots),
+            web.get("/v1/files/{run}/{path:.+}", self.read, allow_head=False),
+            web.delete("/v1/files/{run}/{path:.+}", self.remove),
         ]
 
     async def listing(self, request: web.Request) -> web.Response:
@@ -564,34 +548,18 @@ class RunRequests:
         run = request.match_info["run"]
         key = self._server.registry.key(run)
         listed = [
-            {"manifest": slot.manifest.to_dict(), "dirty": self._server.ring.owed([slot]), "safe": slot.safe}
+            {"manifest": slot.held.to_dict(), "dirty": self._server.ring.owed([slot]), "safe": slot.safe}
             for slot in self._server.ring.contents(key)
-            if slot.manifest is not None
         ]
         refused = [manifest.to_dict() for manifest in self._server.reconciler.refused(key)]
         claimed = await asyncio.to_thread(self._server.claimed, run)
-        newest = self._server.ring.newest_committed(key, elsewhere=True)
+        newest = self._server.ring.newest_committed(key)
         return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})
 
-
-SEND_TIMEOUT_S = 60.0
-"""A client has so long to take each block of a file."""
-_SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
-
-
-class Files:
-    """Handlers of ``/v1/files/RUN/PATH``.
-
-    Args:
-        server: whose runs these are.
-        looking: what may ask storage at once.
-    """
-
-    def __init__(self, server: SnapshotServer, looking: Quota) -> None:
-        self._server, self._looking = server, looking
+    # -- files ---------------------------------------------------------------------------------------------------------
 
     async def read(self, request: web.Request) -> web.StreamResponse:
-        """``GET``."""
+        """Read what is in memory: ``GET /v1/files/RUN/PATH``."""
         path = request.match_info["path"].strip("/")
         held, manifest = self._find(request.match_info["run"], path)
         etag = etag_of(manifest)
@@ -653,10 +621,8 @@ class Files:
                     sending = loop.sendfile(transport, file, place, min(_SENDFILE_BYTES, last - place))
                     await asyncio.wait_for(sending, SEND_TIMEOUT_S)
 
-    # -- removing -------------------------------------------------------------------------------------------------
-
     async def remove(self, request: web.Request) -> web.Response:
-        """``DELETE``: a snapshot or file, in memory and at its tiers.
+        """``DELETE``: remove a snapshot or file, in memory and at its tiers.
 
         With ``unseen`` in its body a file, also if it is not in memory.
         """

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import uuid
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from lightning_spot.protocol.ownership import peer_of
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
 from lightning_spot.say import say
 from lightning_spot.server.runs import RunInfo
+from lightning_spot.server.slots import Slot
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.threads import in_background
 from lightning_spot.untrusted import read_object
@@ -96,10 +98,10 @@ class Sessions:
         with ExitStack() as pins:
             self._server.registry.begin_session(session, process.to_json() if process is not None else "")
             try:
-                lines = _Lines(connection, pidfd)
-                if lines.next():  # by then the answer of HTTP was read, and no more
+                lines = _lines(connection, pidfd)
+                if next(lines, b""):  # by then the answer of HTTP was read, and no more
                     connection.sendall(_line(session=session))
-                while line := lines.next():
+                for line in lines:
                     self._answer(connection, read_object(line), pins)
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 logger.debug("a session ended: %s", error)
@@ -111,14 +113,11 @@ class Sessions:
         """Say what the memory of a slot or a snapshot is, with a descriptor of it."""
         connection.settimeout(_SEND_TIMEOUT_S)
         ring = self._server.ring
-        if "slot" in asked:
-            index = int(asked["slot"])
-        else:
-            index = self._find(self._server.registry.key(str(asked["run"])), str(asked["name"]), pins)
+        run = self._server.registry.key(str(asked["run"])) if "slot" not in asked else ""
         with ring.changed:  # another thread may give the slot other memory
-            slot = ring.slot(index)
+            slot = ring.slot(int(asked["slot"])) if "slot" in asked else self._find(run, str(asked["name"]), pins)
             fd = ring.descriptor(slot) if slot is not None else None
-            told = {"capacity": slot.capacity, "generation": slot.buffer.generation} if slot is not None else {}
+            told = {"capacity": slot.capacity, "generation": slot.generation} if slot is not None else {}
         if fd is None:
             connection.sendall(_line(missing=True))
             return
@@ -127,44 +126,33 @@ class Sessions:
         finally:
             os.close(fd)
 
-    def _find(self, run: str, name: str, pins: ExitStack) -> int:
-        """Slot of a snapshot, shard or file of that name, pinned until the connection closes; -1 if there is none."""
+    def _find(self, run: str, name: str, pins: ExitStack) -> Slot | None:
+        """Slot of a snapshot, shard or file of that name, if any, pinned until the connection closes."""
         ring = self._server.ring
         for held, _ in ring.readable(run, name):
             with suppress(SnapshotNotFoundError):  # it has just left
                 if len(held.slots) == 1:  # of several, each shard is asked for
                     pins.enter_context(ring.reading(held))
-                    return held.slots[0].index
-        return -1
+                    return held.slots[0]
+        return None
 
 
-class _Lines:
-    """Lines that a trainer sends, until it ends."""
+def _lines(connection: socket.socket, pidfd: int | None) -> Iterator[bytes]:
+    """Lines that a trainer sends, until the connection closes, or the trainer's process ends.
 
-    def __init__(self, connection: socket.socket, pidfd: int | None) -> None:
-        self._connection = connection
-        self._fds = [connection.fileno(), *([pidfd] if pidfd is not None else [])]
-        self._pidfd = pidfd
-        self._data = b""
-
-    def next(self) -> bytes:
-        """The next line; ``b""`` when the connection closes, or the trainer's process ends.
-
-        Raises:
-            ValueError: if a line is too long.
-        """
-        while b"\n" not in self._data:
-            if len(self._data) > _LONGEST_LINE:
+    Raises:
+        ValueError: if a line is too long.
+    """
+    fds, data = [connection.fileno(), *([pidfd] if pidfd is not None else [])], b""
+    while True:
+        while b"\n" not in data:
+            if len(data) > _LONGEST_LINE:
                 raise ValueError("a message is too long")
-            ready = wait_readable(self._fds, None)
-            if self._pidfd in ready:
-                return b""
-            piece = self._connection.recv(_LONGEST_LINE)
-            if not piece:
-                return b""
-            self._data += piece
-        line, _, self._data = self._data.partition(b"\n")
-        return line
+            if pidfd in wait_readable(fds, None) or not (piece := connection.recv(_LONGEST_LINE)):
+                return
+            data += piece
+        line, _, data = data.partition(b"\n")
+        yield line
 
 
 def _line(**message: Any) -> bytes:

@@ -50,10 +50,10 @@ from lightning_spot.protocol.wire import (
     PartKind,
 )
 from lightning_spot.say import say
-from lightning_spot.server.runs import key_of, texts
+from lightning_spot.server.runs import key_of, texts, writer_of
 from lightning_spot.server.slots import Making
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.server.uploads import Upload, writer_of
+from lightning_spot.server.uploads import Upload
 from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum
@@ -126,11 +126,12 @@ class PartReceiver:
         """Make a part of what the base holds at its place, and of a delta to it; its checksum, or ``NO_DIGEST``."""
         from lightning_spot.snapshot.delta import decode, part_of  # numpy is not needed before
 
-        base, stop, needed = self._upload.base, frame.start + frame.nbytes, 0
-        if base is not None:  # the delta, and a copy of the base where that is not as it was
-            needed += frame.content_bytes + _DECODING_BYTES if frame.kind is PartKind.DELTA else 0
-            needed += frame.nbytes if stop > base.manifest.nbytes else 0
-        if base is None or frame.start >= base.manifest.nbytes or not self._scratch.take(self._client, needed):
+        base, stop = self._upload.base, frame.start + frame.nbytes
+        base_bytes = base.manifests[0].nbytes if base is not None else 0
+        # The delta, and a copy of the base where that is not as it was.
+        needed = frame.content_bytes + _DECODING_BYTES if frame.kind is PartKind.DELTA else 0
+        needed += frame.nbytes if stop > base_bytes else 0
+        if base is None or frame.start >= base_bytes or not self._scratch.take(self._client, needed):
             self._fill(frame, memoryview(bytearray(SEND_BYTES)))
             return NO_DIGEST
         try:
@@ -138,7 +139,7 @@ class PartReceiver:
             self._fill(frame, memoryview(content))
             self._check_goes_on()
             with self._upload.slot.view(self._upload.nbytes) as view, view[frame.start : stop] as part:
-                with part_of(base.image, frame.start, stop) as earlier:
+                with part_of(base.image(), frame.start, stop) as earlier:
                     if frame.kind is PartKind.SAME:
                         part[:] = earlier
                     else:
@@ -280,7 +281,9 @@ class UploadRequests:
         ]
 
     def close(self) -> None:
-        """Stop receiving parts. Call it once the uploads were given up."""
+        """Give up what is being received."""
+        for upload in self._server.uploads:
+            self._server.uploads.abort(upload)
         for threads in (self._stream_threads, self._waiting_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -377,7 +380,7 @@ def base_info(upload: Upload) -> dict[str, Any] | None:
     """What a sender has to know of the snapshot from which parts of an upload can be made; ``None`` for none."""
     if upload.base is None:
         return None
-    manifest = upload.base.manifest
+    manifest = upload.base.manifests[0]
     return asdict(BaseInfo(manifest.name, manifest.nbytes, manifest.part_bytes, manifest.checksums, can_pack()))
 
 
@@ -388,9 +391,9 @@ def leased(server: SnapshotServer, upload: Upload) -> dict[str, Any]:
     return {
         "upload": upload.id,
         "slot": slot.index,
-        "generation": slot.buffer.generation,
+        "generation": slot.generation,
         "capacity": slot.capacity,
         "nbytes": upload.nbytes,
         "backing": slot.memory.backing if slot.memory else "",
-        "generations": {item.index: item.buffer.generation for item in mapped if item.memory},
+        "generations": {item.index: item.generation for item in mapped if item.memory},
     }

@@ -32,7 +32,7 @@ from lightning_spot.protocol.record import AREA_LOCK, is_held
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.retry import retried
 from lightning_spot.say import recovered, say
-from lightning_spot.server.runs import Run, RunInfo, key_of
+from lightning_spot.server.runs import Run, RunInfo, key_of, writer_of
 from lightning_spot.server.slots import Mark, Slot, SlotState, file_order
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, decoded, read_sealed, sealed_json
@@ -174,9 +174,8 @@ class SlotArea:
         """Of slots that hold a file of one name, or the same snapshot, the newest; the others are removed."""
         newest: dict[tuple[str, str], Slot] = {}
         for slot in sorted(slots, key=lambda slot: (file_order(slot.manifest), slot.commit.sequence)):
-            assert slot.manifest is not None
-            older = newest.get((slot.run, slot.manifest.name))
-            newest[slot.run, slot.manifest.name] = slot
+            older = newest.get((slot.run, slot.held.name))
+            newest[slot.run, slot.held.name] = slot
             if older is not None and older.memory is not None:
                 self.forget(older)
                 older.memory.close()
@@ -217,7 +216,7 @@ class SlotArea:
             record = read_sealed(read_file(record_path, LARGE_JSON_BYTES, linked=True), LARGE_JSON_BYTES)
             manifest = Manifest.from_dict(record["manifest"])
             if not manifest.why_failed:
-                slot.buffer.memory = SlotMemory.reopen(self.image(slot))
+                slot.memory = SlotMemory.reopen(self.image(slot))
                 if manifest.nbytes > slot.capacity:
                     raise CorruptSnapshotError(f"{where} is shorter than its manifest says")
                 with slot.view(manifest.nbytes) as view:
@@ -226,7 +225,7 @@ class SlotArea:
             for mark in (Mark.REFUSED, Mark.SAFE):
                 slot.seen.update(dict.fromkeys((str(url) for url in record[mark.value]), mark))
             slot.durable_or_superseded = bool(record.get("settled"))
-            slot.commit.sequence, slot.buffer.generation = int(record["sequence"]), 1
+            slot.commit.sequence, slot.generation = int(record["sequence"]), 1
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
             text = "{about} of an earlier server is damaged. It is dropped; the snapshot before it counts: {error}"
             say(logging.WARNING, "leftover-damaged", text, about=where, error=error)
@@ -239,8 +238,7 @@ class SlotArea:
                 slot.memory.close()
             raise
         slot.manifest, slot.run, slot.state = manifest, key_of(manifest), SlotState.HELD
-        slot.writer = manifest.shard.writer if manifest.shard is not None else 0
-        slot.commit.at_s = time.monotonic()
+        slot.writer, slot.commit.at_s = writer_of(manifest), time.monotonic()
         text = "took over snapshot {about} of run {run} from an earlier server"
         say(logging.INFO, "leftover-taken", text, about=manifest.name, run=manifest.run)
         return slot

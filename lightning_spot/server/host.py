@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.server.runs import Figures, Opened, RunInfo
+from lightning_spot.server.runs import Figures, Opened, RunInfo, writer_of
 from lightning_spot.server.slots import Making
 from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
 from lightning_spot.server.tier import Tier, TierHealth
-from lightning_spot.server.uploads import writer_of
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Status, failed
@@ -178,17 +177,14 @@ def newest_safe_step(
         attempt: its number.
         committed: the newest snapshot that counts, as far as the ring knows: a shard says nothing of the others.
     """
-    own = (
-        manifest
+    steps = [
+        manifest.step
         for manifest, safe in held
-        if safe and manifest.attempt == attempt and not manifest.is_file and counts(manifest, committed)
-    )
-    return max((manifest.step for manifest in own), default=None)
-
-
-def counts(manifest: Manifest, committed: Order | None) -> bool:
-    """Whether what a ring holds is a snapshot, or a shard of one that is known to count."""
-    return manifest.shard is None or (committed is not None and manifest.order <= committed)
+        if safe and manifest.attempt == attempt and not manifest.is_file
+        # A shard counts as soon as its snapshot is known to.
+        if manifest.shard is None or (committed is not None and manifest.order <= committed)
+    ]
+    return max(steps, default=None)
 
 
 class InProcessHost:
@@ -279,7 +275,7 @@ class InProcessHost:
         """See :meth:`Host.safe_step`."""
         key, ring = self._server.registry.key(self.run), self._server.ring
         held = ((manifest, held.safe) for held, manifest in ring.readable(key))
-        return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key, elsewhere=True)))
+        return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key)))
 
     def report(self, figures: Figures) -> None:
         """See :meth:`Host.report`."""

@@ -33,7 +33,7 @@ from lightning_spot.server.reconcile import (
 )
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, key_of
-from lightning_spot.server.slots import Held, Mark, Slot
+from lightning_spot.server.slots import Held, Mark
 from lightning_spot.server.tier import Listed, ServerTier, Tier, TierHealth, as_storage
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Status, by_snapshot
@@ -50,15 +50,17 @@ class Observations:
     Args:
         ring: where snapshots come from.
         open_store: makes the store of a tier's URL.
-        info_of: tells what is known of a run, by its key; ``None`` if nothing is.
+        info: tells what is known of a run, by its key; ``None`` if nothing is.
 
     Attributes:
         servers: that each run may be kept at, by its key.
+        info: see above.
     """
 
-    def __init__(self, ring: Ring, open_store: Callable[[str], Tier], info_of: Callable[[str], RunInfo | None]) -> None:
+    def __init__(self, ring: Ring, open_store: Callable[[str], Tier], info: Callable[[str], RunInfo | None]) -> None:
         self.servers: dict[str, Servers] = {}
-        self._ring, self._open_store, self._info_of = ring, open_store, info_of
+        self.info = info
+        self._ring, self._open_store = ring, open_store
         self._stores: dict[str, Tier] = {}
         self._destinations: dict[str, Destination] = {}
         self._waited_for: Counter[str | None] = Counter()  # runs (None: all) that somebody waits for
@@ -74,10 +76,6 @@ class Observations:
     def leaves(self) -> bool:
         """Whether this server is about to end."""
         return self._leaves_s is not None
-
-    def info(self, run: str) -> RunInfo | None:
-        """What is known of a run."""
-        return self._info_of(run)
 
     def desired(self, run: str) -> Desired:
         """What a run is to have now. Call it under the lock."""
@@ -120,13 +118,16 @@ class Observations:
         with self._ring.changed:
             return url in self._destinations and bool(self._destinations[url].failing)
 
-    def hear(self, servers: Servers, server: Server, why: str) -> None:
-        """Take note of how something went at a server: why it failed, ``""`` if it did not."""
+    def hear(self, run: str, url: str, why: str) -> None:
+        """Take note of how something went at a server, if it is one: why it failed, ``""`` if it did not."""
         with self._ring.changed:
+            servers = self.servers.get(run)
+            if servers is None or (server := servers.find(url)) is None:
+                return
             was_used = server.used
             servers.heard(server, why, time.monotonic())
             is_lost = was_used and not server.used
-            self._ring.touch(servers.info.key)
+            self._ring.touch(run)
         if is_lost:
             say_lost(servers, server)
 
@@ -136,7 +137,7 @@ class Observations:
         with self._ring.changed:
             desired, durable = self.desired(run), newest_durable(self.observed(run))
             server = self.servers[run].find(url) if run in self.servers else None
-            committed = self._ring.newest_committed(run, elsewhere=True)
+            committed = self._ring.newest_committed(run)
         return replace(
             info,
             servers=(),
@@ -156,25 +157,7 @@ class Observations:
         trimming = {run for destination in known for run in destination.newest}
         return {*self._ring.slots.runs, *deleting, *trimming, *self.servers}
 
-
-def say_lost(servers: Servers, server: Server) -> None:
-    """Log that a server is lost, and how many are left."""
-    text = "{about} fails ({why}). Run {run} has {used} of {wanted} servers until it works again. Check it."
-    facts: dict[str, Any] = {"why": server.why, "run": servers.info.text}
-    facts |= {"used": len(servers.used), "wanted": servers.replicas}
-    say(logging.WARNING, "server-lost", text, about=server.url, **facts)
-
-
-class Questions:
-    """Asks a server what an action says. Called by the worker that asks each server.
-
-    Args:
-        seen: what was seen; more is noted there.
-        ring: holds the runs' snapshots.
-    """
-
-    def __init__(self, seen: Observations, ring: Ring) -> None:
-        self._seen, self._ring = seen, ring
+    # -- questions to servers --------------------------------------------------------------------------------------
 
     def ask(self, action: Action, servers: Servers) -> None:
         """Ask, and note what was seen."""
@@ -193,7 +176,7 @@ class Questions:
         Raises:
             ServerUnreachableError: if it is no server.
         """
-        store = self._seen.store(server.url)
+        store = self.store(server.url)
         if not isinstance(store, ServerTier):
             raise ServerUnreachableError(f"{server.url} is no server", tier=server.url)
         return store
@@ -202,7 +185,7 @@ class Questions:
         """Open the run there, or ask once more how things are."""
         ring = self._ring
         try:
-            opened = self._tier(server).open_run(self._seen.told(servers.info, server.url))
+            opened = self._tier(server).open_run(self.told(servers.info, server.url))
             if opened.leaves:
                 raise TierError("it is shutting down", tier=server.url)
             self._find_lost(run, servers, server)
@@ -222,19 +205,10 @@ class Questions:
         if is_news:
             self._say(servers, server)
 
-    def last_word(self, servers: Servers, url: str) -> None:
-        """Let a server know how a run ends here: it would keep what is durable for ever, if it was not told."""
-        server = servers.find(url)
-        try:
-            if server is not None and server.used:
-                self._tier(server).open_run(self._seen.told(servers.info, url))
-        except SpotError as error:
-            logger.debug("%s did not hear how run %s has ended: %s", url, servers.info.text, error)
-
     def _find_lost(self, run: str, servers: Servers, server: Server) -> None:
         """Have the newest snapshots sent again that were safe there, and that it has no more."""
         with self._ring.changed:
-            seen = self._seen.observed(run)
+            seen = self.observed(run)
             held = Held.of(expected(seen, server, servers.info.durable_url, durable_too=not server.used))
         if not held.slots:
             return
@@ -243,34 +217,23 @@ class Questions:
             if (manifest.name, manifest.checksums) not in listed:
                 self._ring.mark_lost(slot, manifest, server.url)
 
-    def _ask_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str, server: Server) -> None:
-        """A snapshot left the server's memory: because it is durable, or because the server lost it."""
+    def _is_at(self, durable_url: str, manifest: Manifest) -> bool | None:
+        """Whether a snapshot that left a server's memory is at storage, or was lost; ``None`` if that is not known."""
         try:
-            store = as_storage(self._seen.store(durable_url), durable_url)
+            store = as_storage(self.store(durable_url), durable_url)
             if manifest.shard is None:
-                is_durable = store.has(manifest)
-            else:
-                whole = commit.look(store, manifest.snapshot).manifest
-                is_durable = whole is not None and commit.contains(whole, manifest)
+                return store.has(manifest)
+            whole = commit.look(store, manifest.snapshot).manifest
+            return whole is not None and commit.contains(whole, manifest)
         except SpotError as error:  # it is asked again
             logger.debug("%s does not answer (%s)", durable_url, error)
-            return
-        if is_durable:
-            self._mark_durable(run, slot, manifest, durable_url)
-        else:
-            self._ring.mark_lost(slot, manifest, server.url)
-
-    def _mark_durable(self, run: str, slot: Slot, manifest: Manifest, durable_url: str) -> None:
-        self._ring.mark(Held((slot,), (manifest,)), durable_url, Mark.SAFE)
-        if manifest.shard is not None:
-            self._ring.mark_committed(run, manifest.lineage, manifest.order)
-            self._ring.reach(run, manifest, durable_url)
+            return None
 
     def _look(self, run: str, servers: Servers, server: Server) -> None:
         """Look what it has made durable, and whether snapshots of which other hosts have shards are complete."""
         with self._ring.changed:
-            desired = self._seen.desired(run)
-            waiting = Held.of(unknown(desired, self._seen.observed(run), server))
+            desired = self.desired(run)
+            waiting = Held.of(unknown(desired, self.observed(run), server))
         try:
             tier = self._tier(server)
             if desired.urgent and waiting.slots:
@@ -280,15 +243,15 @@ class Questions:
         except SpotError as error:
             logger.debug("%s does not tell what it has: %s", server.url, error)
             if server.used:
-                self._seen.hear(servers, server, str(error))
+                self.hear(run, server.url, str(error))
             else:  # it may have what is missing; it is asked less often
                 with self._ring.changed:
                     server.away_until_s = max(server.away_until_s, time.monotonic() + ASK_AGAIN_S)
             return
         with self._ring.changed:
             server.shown, server.looked_s = by_snapshot(item.manifest for item in listing), time.monotonic()
-            marks = self._ring.known.committed.items()
-            known = {(lineage, order) for (of, lineage), orders in marks if of == run for order in orders}
+            marks = self._ring.known_of(run).committed.items()
+            known = {(lineage, order) for lineage, orders in marks for order in orders}
             for lineage, order in list(servers.committed(known)):
                 self._ring.mark_committed(run, lineage, order)
             for group in self._ring.view(run).groups:
@@ -296,17 +259,19 @@ class Questions:
                     self._ring.see(run, group.manifest.snapshot, found)
 
     def _learn(self, run: str, servers: Servers, server: Server, waiting: Held, listing: Iterable[Listed]) -> None:
-        """Note which snapshots a server has made durable."""
+        """Note which snapshots a server has made durable, or has lost."""
         durable_url = servers.info.durable_url or ""
         listed = {(item.manifest.name, item.manifest.checksums): item.safe for item in listing}
         for slot, manifest in waiting.each():
             safe = listed.get((manifest.name, manifest.checksums))
-            if safe is None:
-                self._ask_durable(run, slot, manifest, durable_url, server)
-            elif durable_url in safe:
-                self._mark_durable(run, slot, manifest, durable_url)
-
-    # -- what is said ---------------------------------------------------------------------------------------------
+            is_durable = durable_url in safe if safe is not None else self._is_at(durable_url, manifest)
+            if is_durable:
+                self._ring.mark(Held((slot,), (manifest,)), durable_url, Mark.SAFE)
+                if manifest.shard is not None:
+                    self._ring.mark_committed(run, manifest.lineage, manifest.order)
+                    self._ring.reach(run, manifest, durable_url)
+            elif safe is None and is_durable is not None:
+                self._ring.mark_lost(slot, manifest, server.url)
 
     def _say(self, servers: Servers, server: Server) -> None:
         facts: dict[str, Any] = {"about": server.url, "run": servers.info.text}
@@ -319,3 +284,11 @@ class Questions:
             who = "This host does" if servers.is_nobody else "Another server is asked"
             text = "{about} does not upload run {run} to its storage: {why}. {who}."
             say(logging.WARNING, "server-not-uploading", text, why=server.why_not, who=who, **facts)
+
+
+def say_lost(servers: Servers, server: Server) -> None:
+    """Log that a server is lost, and how many are left."""
+    text = "{about} fails ({why}). Run {run} has {used} of {wanted} servers until it works again. Check it."
+    facts: dict[str, Any] = {"why": server.why, "run": servers.info.text}
+    facts |= {"used": len(servers.used), "wanted": servers.replicas}
+    say(logging.WARNING, "server-lost", text, about=server.url, **facts)

@@ -260,7 +260,7 @@ class Destination:
     """
 
     url: str
-    health: TierHealth = field(init=False)
+    health: TierHealth = field(default_factory=TierHealth)
     tried: dict[Key, Tried] = field(default_factory=dict)
     whole: Tried = field(default_factory=Tried)
     worker_error: str = ""
@@ -269,9 +269,6 @@ class Destination:
     newest: dict[str, Manifest] = field(default_factory=dict)
     begun_s: dict[str, float] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.health = TierHealth.of(self.url)
 
     @property
     def error(self) -> str:
@@ -741,7 +738,7 @@ def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
 def owed_files(view: View, url: str) -> dict[str, int]:
     """Name and commit of each file of a run that is owed at a destination."""
     owed = [slot for slot, urls in view.owed.items() if slot.snapshot is None and url in urls]
-    return {slot.manifest.name: slot.commit.sequence for slot in owed if slot.manifest is not None}
+    return {slot.held.name: slot.commit.sequence for slot in owed}
 
 
 # -- questions to servers ---------------------------------------------------------------------------------------------
@@ -802,8 +799,7 @@ def expected(seen: Observed, server: Server, durable_url: str | None, *, durable
         slot
         for slot in seen.view.newest
         if slot.seen.get(server.url) is Mark.SAFE
-        and slot.manifest is not None
-        and not slot.manifest.why_failed
+        and not slot.held.why_failed
         and (durable_too or not (slot.durable_or_superseded or slot.seen.get(durable_url or "") is Mark.SAFE))
     ]
 

@@ -92,8 +92,9 @@ class Registry:
                 elif other.info.attempt < info.attempt:  # the one that came second has taken the other's identity
                     former = key
         if known is not None:
-            self._check_free(known.info, info)
-            self._check_same_places(known.info, info)
+            self._check_not_live(known.info, info)
+            if known.info.attempt == info.attempt:
+                self._check_same(known.info, info)
         check_fence(info.name, info.attempt, self.highest(info.key))
         forgotten = former or (self._make_room(client) if known is None else "")
         if forgotten:
@@ -240,7 +241,8 @@ class Registry:
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
         for slot in self._ring.contents():
-            if (manifest := slot.manifest) is not None and slot.run not in runs:
+            if slot.run not in runs:
+                manifest = slot.held
                 left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")
                 runs[slot.run] = (Run(left), False)
         return [
@@ -302,21 +304,18 @@ class Registry:
                 " trainer another dirpath, or end the other one first"
             )
 
-    def _check_same_places(self, current: RunInfo, info: RunInfo) -> None:
-        """Refuse to bring an attempt's snapshots elsewhere: only the next one may move its run."""
-        for name in ("location", "durable_url"):
-            here, there = getattr(current, name), getattr(info, name)
-            if current.attempt == info.attempt and here and there and here != there:
-                raise SettingsError(
-                    f"attempt {info.attempt} of run {current.name!r} goes to {here}, not to {there}: it stays there."
-                    " Start the trainer again to store it elsewhere"
-                )
-
-    def _check_free(self, current: RunInfo, info: RunInfo) -> None:
-        self._check_not_live(current, info)
-        if current.attempt == info.attempt and current.token and current.token != info.token:
+    def _check_same(self, current: RunInfo, info: RunInfo) -> None:
+        """Refuse another trainer's attempt, and to bring one's snapshots elsewhere: only the next may move its run."""
+        if current.token and current.token != info.token:
             raise FencedError(
                 f"attempt {info.attempt} of run {current.name!r} is another trainer's (on"
                 f" {current.host or 'another host'}): two were started at once. Stop one of them",
                 current=current.attempt,
             )
+        for name in ("location", "durable_url"):
+            here, there = getattr(current, name), getattr(info, name)
+            if here and there and here != there:
+                raise SettingsError(
+                    f"attempt {info.attempt} of run {current.name!r} goes to {here}, not to {there}: it stays there."
+                    " Start the trainer again to store it elsewhere"
+                )

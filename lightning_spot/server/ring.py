@@ -24,13 +24,12 @@ meanwhile is not used, and would not have the right checksum.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ from lightning_spot.protocol.listening import open_files
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.say import say
 from lightning_spot.server.area import SlotArea
+from lightning_spot.server.runs import writer_of
 from lightning_spot.server.slot_choice import (
     MOST_SLOTS,
     Limits,
@@ -59,7 +59,6 @@ from lightning_spot.server.slot_choice import (
 )
 from lightning_spot.server.slots import (
     MOST_ABORTED,
-    Group,
     Held,
     Known,
     Making,
@@ -106,7 +105,7 @@ class Ring:
         begun_s: when the ring was made (monotonic); what was left in the area may be asked for soon.
         opened_s: when each run was opened last, or was asked for by the host of its trainer, as long as that lives
             (monotonic); minus infinity once its trainer on this host has gone.
-        known: of snapshots, beyond what is in the slots.
+        known: of the snapshots of each run, beyond what is in the slots; see :meth:`known_of`.
         stale: keys of runs of which something changed that nobody has looked at since.
     """
 
@@ -125,7 +124,7 @@ class Ring:
         self.changes = 0
         self.begun_s = time.monotonic()
         self.opened_s: dict[str, float] = {}
-        self.known = Known()
+        self.known: dict[str, Known] = {}
         self.stale = set(self.slots.runs)
         # Two files for each, one of them in its mapping: half is left for connections and tiers.
         self._limits = Limits(slots, memory_bytes, run_memory_bytes, min(MOST_SLOTS, open_files() // 4))
@@ -180,16 +179,16 @@ class Ring:
 
     def reach(self, run: str, manifest: Manifest, url: str) -> None:
         """Note that a tier has a snapshot, as :meth:`newest` tells."""
-        key = run, Reached.REPLICATED if names_server(url) else Reached.PERSISTED
+        reached = Reached.REPLICATED if names_server(url) else Reached.PERSISTED
         with self.changed:
-            known = self.known.reached.get(key)
-            if not manifest.is_file and (known is None or known.order < manifest.order):
-                self.known.reached[key] = manifest
+            newest = self.known.setdefault(run, Known()).reached
+            if not manifest.is_file and (reached not in newest or newest[reached].order < manifest.order):
+                newest[reached] = manifest
 
     def newest(self, run: str) -> dict[str, Manifest]:
         """The newest snapshot of a run that is committed, replicated and persisted, as far as known here."""
         with self.changed:
-            found = [(reached, manifest) for (of, reached), manifest in self.known.reached.items() if of == run]
+            found = list(self.known_of(run).reached.items())
             found += [(each.reached, each.manifest) for each in self.view(run).groups if each.reached is not None]
         found.sort(key=lambda each: each[1].order)
         return {least.name.lower(): manifest for least in Reached for reached, manifest in found if reached >= least}
@@ -229,13 +228,13 @@ class Ring:
     def registers(self, run: str, name: str) -> dict[int, Slot]:
         """The slots that hold shards of a snapshot, or why there will be none, by the number of the writer."""
         with self.changed:
-            found = self.slots.of(run).snapshots.get(name, ())
+            found = self.slots.snapshots.get((run, name), ())
             return {slot.writer: slot for slot in found if slot.shard is not None}
 
     def view(self, run: str) -> View:
         """The snapshots of a run that are here, whole or not, and what is owed of it. Call it under the lock."""
         if (view := self._views.get(run)) is None:
-            view = View(self.slots.of(run).slots, self.tiers(run), self.known)
+            view = View(self.slots.runs.get(run, ()), self.tiers(run), self.known_of(run))
             if run in self.slots.runs:  # anybody may ask for runs that are not here, by any name
                 self._views[run] = view
         return view
@@ -250,30 +249,35 @@ class Ring:
             urls = (url for slot in slots if slot.run for url in self.view(slot.run).owed.get(slot, ()))
             return list(dict.fromkeys(urls))
 
+    def known_of(self, run: str) -> Known:
+        """What is known of a run's snapshots, to be read only. Call it under the lock."""
+        return self.known.get(run) or Known()
+
     def status_of(self, run: str, name: str) -> tuple[Status, str]:
         """What has become of a snapshot, as far as is known here, and why it is aborted, for people."""
         with self.changed:
             for group in self.view(run).groups:
                 if group.manifest.snapshot == name:
                     return group.state, group.why
-            order, committed = snapshot_order(name) or (0, 0, 0), self._committed_orders(run, elsewhere=False)
+            order, committed = snapshot_order(name) or (0, 0, 0), self._committed_elsewhere(run)
+            committed += [group.manifest.order for group in self.view(run).groups if group.is_here]
             if order in committed:
                 return Status.COMMITTED, ""
-            return status_of(self.known, (run, name), "", order, {}, max(committed, default=None))
+            return status_of(self.known_of(run), name, "", order, {}, max(committed, default=None))
 
     def mark_committed(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is committed over snapshot servers, or at storage: it makes older ones superfluous."""
         with self.changed:
-            orders = self.known.committed.setdefault((run, lineage), set())
+            known = self.known.setdefault(run, Known())
+            orders = known.committed.setdefault(lineage, set())
             if order in orders or (len(orders) >= _MOST_MARKS and order < min(orders)):
                 return
             orders.add(order)
             while len(orders) > _MOST_MARKS:
                 orders.remove(min(orders))
             newest = max(orders)
-            for key in [key for key in self.known.seen_registers if key[0] == run]:
-                if (snapshot_order(key[1]) or newest) < newest:
-                    del self.known.seen_registers[key]
+            for name in [name for name in known.seen_registers if (snapshot_order(name) or newest) < newest]:
+                del known.seen_registers[name]
             self.touch(run)
 
     def raise_watermark(self, run: str, name: str) -> None:
@@ -281,31 +285,25 @@ class Ring:
         if (order := snapshot_order(name)) is None:
             return
         with self.changed:
-            for slot in self.slots.of(run).slots:  # an attempt is of one lineage
+            for slot in self.slots.runs.get(run, ()):  # an attempt is of one lineage
                 if slot.snapshot is not None and slot.snapshot.attempt == order[0]:
                     self.mark_committed(run, slot.snapshot.lineage, order)
                     return
 
-    def newest_committed(self, run: str, *, elsewhere: bool = False) -> str:
-        """Name of the newest snapshot that is known to be committed, ``""`` for none.
-
-        Args:
-            run: key of the run.
-            elsewhere: whether only what is committed over snapshot servers, or at storage, counts.
-        """
+    def newest_committed(self, run: str) -> str:
+        """Name of the newest snapshot known to be committed over snapshot servers, or at storage; ``""`` for none."""
         with self.changed:
-            return order_name(max(self._committed_orders(run, elsewhere=elsewhere), default=None))
+            return order_name(max(self._committed_elsewhere(run), default=None))
 
-    def _committed_orders(self, run: str, *, elsewhere: bool) -> list[Order]:
-        found = [order for (of, _), orders in self.known.committed.items() if of == run for order in orders]
-        here = [] if elsewhere else [group.manifest.order for group in self.view(run).groups if group.is_here]
-        return found + here
+    def _committed_elsewhere(self, run: str) -> list[Order]:
+        return [order for orders in self.known_of(run).committed.values() for order in orders]
 
     def see(self, run: str, name: str, registers: Mapping[int, ShardOf]) -> None:
         """Note which registers of a snapshot other places have shown."""
         with self.changed:
-            if self.known.seen_registers.get((run, name)) != registers:
-                self.known.seen_registers[run, name] = dict(registers)
+            seen = self.known.setdefault(run, Known()).seen_registers
+            if seen.get(name) != registers:
+                seen[name] = dict(registers)
                 self.touch(run)
 
     # -- what slots hold ------------------------------------------------------------------------------------------
@@ -315,16 +313,15 @@ class Ring:
         with self.changed:
             slots: Iterable[Slot] = self.slots
             if run is not None:
-                of_run = self.slots.of(run)
-                slots = of_run.slots if writer is None else of_run.writers.get(writer, ())
+                of_run = self.slots.runs.get(run, ())
+                slots = of_run if writer is None else self.slots.writers.get((run, writer), ())
             found = [slot for slot in slots if slot.manifest is not None]
             return sorted(found, key=lambda slot: slot.commit.sequence, reverse=True)
 
     def highest_attempt(self, run: str) -> int:
         """Highest attempt of what is here of a run; 0 if nothing is."""
         with self.changed:
-            manifests = [next(iter(slots)).manifest for slots in self.slots.of(run).snapshots.values()]
-            return max((each.attempt for each in manifests if each is not None), default=0)
+            return self.slots.attempts.get(run, 0)
 
     def readable(self, run: str, name: str | None = None) -> list[tuple[Held, Manifest]]:
         """What anybody may read of a run, newest first; a snapshot whose shards are all here as one.
@@ -336,28 +333,21 @@ class Ring:
             name: of a snapshot, a shard or a file, if only that is meant.
         """
         with self.changed:
-            found: dict[Held, Manifest] = {}
-            slots = [slot for slot in self.contents(run) if slot.manifest is not None]
             together: dict[Slot, tuple[Held, Manifest]] = {}
             for group in self.view(run).groups:
-                if group.is_here and group.manifest.shard is not None and (whole := self._as_one(group)) is not None:
-                    together.update(dict.fromkeys(group.slots, whole))
-            for slot in slots:
-                assert slot.manifest is not None
-                alone = Held.of([slot]), slot.manifest
-                shown = together.get(slot, alone) if name != slot.manifest.name else alone
-                if name in (None, shown[1].name):
-                    found[shown[0]] = shown[1]
+                if group.is_here and group.manifest.shard is not None:
+                    held = Held.of(group.slots)
+                    try:
+                        together |= dict.fromkeys(held.slots, (held, self._whole(run, held.manifests)))
+                    except CorruptSnapshotError as error:  # they do not fit each other
+                        logger.debug("%s: %s", group.manifest.snapshot, error)
+            found: dict[Held, Manifest] = {}
+            for slot in self.contents(run):
+                alone = Held.of([slot]), slot.held
+                held, manifest = together.get(slot, alone) if name != slot.held.name else alone
+                if name in (None, manifest.name):
+                    found[held] = manifest
             return list(found.items())
-
-    def _as_one(self, group: Group) -> tuple[Held, Manifest] | None:
-        """A snapshot of which all shards are here; ``None`` if they do not fit each other."""
-        manifests = tuple(slot.manifest for slot in group.slots if slot.manifest is not None)
-        try:
-            return Held(group.slots, manifests), self._whole(group.slots[0].run, manifests)
-        except CorruptSnapshotError as error:
-            logger.debug("%s: %s", group.manifest.snapshot, error)
-            return None
 
     def _whole(self, run: str, shards: tuple[Manifest, ...]) -> Manifest:
         """The manifest of a snapshot, of those of its shards."""
@@ -370,21 +360,25 @@ class Ring:
         return known[1]
 
     def check_fits(self, run: str, manifest: Manifest) -> None:
-        """Refuse a shard that was forged: a snapshot of which all registers are here can be put together.
+        """Refuse a shard that is there as another one, or was forged: who saw a register is not to be wrong.
 
-        While others are missing, it is enough that it fits one of those that are here: they fit each other.
+        A snapshot of which all registers are here can be put together. While others are missing, it is enough that a
+        shard fits one of those that are here: they fit each other.
 
         Raises:
             SnapshotFailedError: if the shards of its snapshot that are here, and it, can never be one image.
         """
+        if manifest.shard is None:
+            return
         with self.changed:
-            of_it = self.slots.of(run).snapshots.get(manifest.snapshot, {})
-            others = (each.manifest for each in of_it if each.manifest and each.manifest.name != manifest.name)
-            is_last = manifest.shard is None or len(of_it) + 1 >= manifest.shard.writers
-            fits = itertools.islice(others, None if is_last else 1)
-            shards = tuple(sorted([*fits, manifest], key=lambda each: each.shard.writer if each.shard else 0))
+            of_it = [slot.held for slot in self.slots.snapshots.get((run, manifest.snapshot), ())]
+            others = [each for each in of_it if each.name != manifest.name]
+            is_last = len(of_it) + 1 >= manifest.shard.writers
+            shards = tuple(sorted([*(others if is_last else others[:1]), manifest], key=writer_of))
             state = status(registers_of(shards), manifest.order)
             try:
+                if any(each.name == manifest.name and each != manifest for each in of_it):
+                    raise CorruptSnapshotError("it is there already, and is another one")
                 if state is Status.COMMITTED:
                     self._whole(run, shards)
                 elif state is Status.PENDING:
@@ -413,9 +407,8 @@ class Ring:
         with self.changed:
             return os.dup(slot.memory.fd) if slot.memory is not None else None
 
-    @contextmanager
-    def reading(self, held: Held) -> Iterator[Image]:
-        """Pin what can be read here, and hand out its bytes.
+    def pin(self, held: Held) -> None:
+        """Keep what can be read here as it is, until :meth:`unpin`.
 
         Raises:
             SnapshotNotFoundError: if the slots hold something else by now.
@@ -425,13 +418,33 @@ class Ring:
                 raise SnapshotNotFoundError(f"snapshot {held.manifests[0].snapshot!r} has just left memory")
             for slot in held.slots:
                 slot.readers += 1
+
+    def unpin(self, held: Held) -> None:
+        """Let go of what was pinned. Nobody may read it any more."""
+        with self.changed:
+            for slot in held.slots:
+                slot.readers -= 1
+            self.notify()
+
+    @contextmanager
+    def reading(self, held: Held) -> Iterator[Image]:
+        """Pin what can be read here, and hand out its bytes; see :meth:`pin`."""
+        self.pin(held)
         try:
             yield held.image()
         finally:
-            with self.changed:
-                for slot in held.slots:
-                    slot.readers -= 1
-                self.notify()
+            self.unpin(held)
+
+    def pin_base(self, run: str, writer: int | None) -> Held | None:
+        """Pin the snapshot of a run that was committed last, or the shard of a writer; ``None`` if there is none."""
+        with self.changed:
+            for slot in self.contents(run, writer):
+                manifest, shard = slot.snapshot, slot.shard
+                is_meant = (shard.writer if shard is not None else None) == writer
+                if manifest is not None and is_meant and not manifest.why_failed:
+                    self.pin(base := Held.of([slot]))
+                    return base
+        return None
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -485,17 +498,17 @@ class Ring:
                 return None
             if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
                 return None
-            mine = self.slots.of(run).writers.get(writer, ())
+            mine = self.slots.writers.get((run, writer), ())
             if found.is_spare and (reuse or spare) and any(slot.is_prefault for slot in mine):
                 return None
             for other in found.forget:
                 self._forget(other)
-            released = [memory for other in found.release if (memory := self._take_memory(other)) is not None]
+            released = [memory for other in found.release for memory in self._take_memory(other)]
             slot = found.slot or self.slots.new()
             if slot.state is SlotState.HELD:
                 self._forget(slot)
             slot.is_prefault = spare
-            slot.buffer.reserved_bytes = capacity if slot.memory is None else 0
+            slot.reserved_bytes = capacity if slot.memory is None else 0
             self._take(slot, run, writer)
             if found.forget:
                 self.notify()
@@ -516,12 +529,8 @@ class Ring:
         with self.changed:
             return why_full(self.slots, run, self._limits, self.views(), time.monotonic())
 
-    @property
-    def full(self) -> bool:
+    def is_full(self, run: str = "", writer: int = 0) -> bool:
         """Whether there is no room now for one more snapshot as large as those that are here."""
-        return self._is_full("")
-
-    def _is_full(self, run: str, writer: int = 0) -> bool:
         with self.changed:
             nbytes = max((slot.manifest.nbytes for slot in self.slots if slot.manifest is not None), default=1)
             # One that a larger server has left here may fit no bound of this one.
@@ -538,7 +547,7 @@ class Ring:
         """Whether a writer has no room for one more, and none is on its way that would leave room: as with one slot."""
         with self.changed:
             is_filling = any(slot.state is SlotState.FILLING for slot in self.slots)
-            return not is_filling and self._is_full(run, writer)
+            return not is_filling and self.is_full(run, writer)
 
     def is_jammed(self, run: str, writer: int) -> bool:
         """Whether shards that wait for that of a writer have all the memory: none of them will ever leave it some."""
@@ -562,16 +571,12 @@ class Ring:
         with self.changed:
             older = self._named(slot.run, manifest.name)
             for other in older:
-                if other.manifest is not None and file_order(other.manifest) > file_order(manifest):
-                    raise FencedError(
-                        f"{manifest.name} of attempt {manifest.attempt} is older than the one that is there",
-                        current=other.manifest.attempt,
-                    )
+                if file_order(other.held) > file_order(manifest):
+                    why = f"{manifest.name} of attempt {manifest.attempt} is older than the one that is there"
+                    raise FencedError(why, current=other.held.attempt)
                 if other.manifest == manifest:  # its sender never heard that it had arrived
-                    slot.seen, slot.durable_or_superseded = (
-                        dict.fromkeys(other.safe, Mark.SAFE),
-                        other.durable_or_superseded,
-                    )
+                    slot.seen = dict.fromkeys(other.safe, Mark.SAFE)
+                    slot.durable_or_superseded = other.durable_or_superseded
             slot.writer = manifest.shard.writer if manifest.shard is not None else slot.writer
             slot.commit.destinations = destinations
             self._commit(slot, manifest)
@@ -598,10 +603,9 @@ class Ring:
             slot = next(free, None) or self.slots.new()
             self._take(slot, run, manifest.shard.writer)
             self._commit(slot, manifest)
-            mine = [each.manifest for each in self.contents(run)]
-            failures = [each for each in mine if each is not None and each.why_failed]
-            for each in failures[MOST_ABORTED:]:
-                for other in self.registers(run, each.snapshot).values():  # without it, they would be waiting for it
+            failures = [each.held for each in self.contents(run) if each.held.why_failed]
+            for failure in failures[MOST_ABORTED:]:
+                for other in self.registers(run, failure.snapshot).values():  # without it, they would be waiting for it
                     self._forget(other)
             self.notify()
 
@@ -653,16 +657,16 @@ class Ring:
             if not (slots := self._named(run, name) or list(self.registers(run, name).values())):
                 raise SnapshotNotFoundError(f"no snapshot {name!r} of run {run!r} in memory")
             found = self.readable(run, name)
-            first = slots[0].manifest
-            assert first is not None
-            manifest = found[0][1] if found else replace(first, name=name, shard=None, files=(), checksums=())
+            none = replace(slots[0].held, name=name, shard=None, files=(), checksums=())
+            manifest = found[0][1] if found else none
             own = slots[0].commit.destinations
             below = own if own is not None else self.tiers(run).all
             urls = list(dict.fromkeys([*below, *(url for slot in slots for url in slot.safe)]))
             for slot in slots:
                 self._forget(slot)
-            for key in [key for key, each in self.known.reached.items() if key[0] == run and each.snapshot == name]:
-                del self.known.reached[key]
+            reached = self.known_of(run).reached
+            for key in [key for key, each in reached.items() if each.snapshot == name]:
+                del reached[key]
             self.notify()
             return manifest, urls
 
@@ -678,10 +682,7 @@ class Ring:
         with self.changed:
             for slot in self.view(run).reusable(time.monotonic()):
                 self._forget(slot)
-            of_runs: list[dict[Any, Any]] = [self.known.committed, self.known.reached, self.known.seen_registers]
-            for of_run in of_runs:
-                for key in [key for key in of_run if key[0] == run]:
-                    del of_run[key]
+            self.known.pop(run, None)
             self.touch(run)
 
     # -- the whole ------------------------------------------------------------------------------------------------
@@ -689,30 +690,37 @@ class Ring:
     def status(self, covers: Callable[[str], bool] | None = None) -> dict[str, Any]:
         """The slots, as JSON-ready values; only those of runs whose names are covered."""
         with self.changed:
+            slots = [each for each in self.slots if covers is None or (each.manifest and covers(each.manifest.run))]
             shown = [
-                slot.status(self.owed([slot]))
-                for slot in self.slots
-                if covers is None or (slot.manifest is not None and covers(slot.manifest.run))
+                {
+                    "index": slot.index,
+                    "state": slot.state.value,
+                    "capacity_bytes": slot.capacity,
+                    "backing": slot.memory.backing if slot.memory else None,
+                    "run": slot.manifest.run if slot.manifest else None,
+                    "snapshot": slot.manifest.name if slot.manifest else None,
+                    "dirty": self.owed([slot]),
+                    "safe": slot.safe,
+                }
+                for slot in slots
             ]
             return {"memory_bytes": self.memory_bytes, "slots": shown}
 
     def close(self, *, keep_unsafe: bool) -> None:
         """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""
-        released, left = list[SlotMemory | None](), list[Manifest]()
+        released, left = list[SlotMemory](), list[Manifest]()
         with self.changed:
             unsafe = {slot for view in self.views() for slot in view.only_here} if keep_unsafe else set()
             for slot in self.slots:
                 if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
-                    assert slot.manifest is not None
-                    left.append(slot.manifest)
+                    left.append(slot.held)
                     slot.memory.path = None
-                    continue
-                self._forget(slot)
-                released.append(self._take_memory(slot))
+                else:
+                    self._forget(slot)
+                    released += self._take_memory(slot)
             self.notify()
         for memory in released:
-            if memory is not None:
-                memory.close()
+            memory.close()
         if self.area is not None:
             for manifest in left:
                 text = "{about} stays in {path} for the next server on this host"
@@ -722,7 +730,7 @@ class Ring:
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
     def _named(self, run: str, name: str) -> list[Slot]:
-        return list(self.slots.of(run).names.get(name, ()))
+        return list(self.slots.names.get((run, name), ()))
 
     def _stale(self, run: str) -> None:
         self._views.pop(run, None)
@@ -733,11 +741,11 @@ class Ring:
 
         Its snapshot is as incomplete as it was, and another shard of it is still owed wherever this one is.
         """
-        of_it, shard = self.slots.of(run).snapshots.get(manifest.snapshot, {}), manifest.shard
+        of_it, shard = self.slots.snapshots.get((run, manifest.snapshot), {}), manifest.shard
         other = next(iter(of_it))
         if shard is None or other.manifest in (None, manifest) or len(of_it) >= shard.writers:
             return False
-        is_known = manifest.order in self.known.committed.get((run, manifest.lineage), ())
+        is_known = manifest.order in self.known_of(run).committed.get(manifest.lineage, ())
         is_alike = status(shards_in([other]) | {shard.writer: shard}, manifest.order) is Status.PENDING
         return is_alike and not (other.seen or other.durable_or_superseded or is_known)
 
@@ -747,7 +755,7 @@ class Ring:
 
     def _take(self, slot: Slot, run: str, writer: int) -> None:
         """A run fills a slot from now on."""
-        slot.run, slot.writer, slot.state = run, writer, SlotState.FILLING
+        slot.run, slot.writer, slot.state, slot.checked_s = run, writer, SlotState.FILLING, float("-inf")
         self.slots.note(slot)
 
     def _commit(self, slot: Slot, manifest: Manifest) -> None:
@@ -756,7 +764,7 @@ class Ring:
         A view is dropped with every change of what is held; a plan is made again, unless what it would have more is
         one more slot of an action that it has. That takes what is there when it is done, or is planned again then.
         """
-        now_s, of_writer = time.monotonic(), self.slots.of(slot.run).writers.get(slot.writer, ())
+        now_s, of_writer = time.monotonic(), self.slots.writers.get((slot.run, slot.writer), ())
         before_s = max((each.commit.at_s for each in of_writer if each.snapshot is not None), default=float("-inf"))
         self._sequence += 1
         slot.manifest, slot.state = manifest, SlotState.HELD
@@ -780,13 +788,13 @@ class Ring:
         self.slots.note(slot)
         self._stale(run)
 
-    def _take_memory(self, slot: Slot) -> SlotMemory | None:
-        """Take a slot's memory from it, to be closed outside the lock; its file's name is free at once."""
-        memory, slot.buffer.memory = slot.buffer.memory, None
+    def _take_memory(self, slot: Slot) -> list[SlotMemory]:
+        """Take a slot's memory, if it has any, to be closed outside the lock; its file's name is free at once."""
+        taken, slot.memory = [slot.memory] if slot.memory is not None else [], None
         self.slots.note(slot)
-        if memory is not None:
+        for memory in taken:
             memory.unlink()
-        return memory
+        return taken
 
     # -- outside the lock -----------------------------------------------------------------------------------------
 
@@ -795,53 +803,14 @@ class Ring:
             memory = SlotMemory.create(capacity, self.area.image(slot) if self.area is not None else None)
         except BaseException:
             with self.changed:
-                slot.buffer.reserved_bytes = 0
+                slot.reserved_bytes = 0
                 self._forget(slot)
                 self.notify()
             raise
         with self.changed:
-            slot.buffer.memory, slot.buffer.reserved_bytes = memory, 0
-            slot.buffer.generation += 1
+            slot.memory, slot.reserved_bytes = memory, 0
+            slot.generation += 1
             self.slots.note(slot)
-
-
-@dataclass(slots=True)
-class Base:
-    """A snapshot or shard that a slot holds, pinned so that it stays as it is.
-
-    Attributes:
-        manifest: of it.
-        image: its bytes, until it is let go.
-        pin: that keeps it.
-    """
-
-    manifest: Manifest
-    image: Image
-    pin: ExitStack
-
-    @classmethod
-    def newest(cls, ring: Ring, run: str, writer: int | None = None) -> Base | None:
-        """Pin the snapshot of a run that was committed last; ``None`` if there is none.
-
-        Args:
-            ring: that holds it.
-            run: key of the run.
-            writer: if the shard of a writer is meant, its number.
-        """
-        with ring.changed:
-            for slot in ring.contents(run, writer):
-                manifest, shard = slot.snapshot, slot.shard
-                if manifest is None or (shard.writer if shard is not None else None) != writer:
-                    continue
-                if not manifest.why_failed:
-                    pin = ExitStack()
-                    return cls(manifest, pin.enter_context(ring.reading(Held.of([slot]))), pin)
-        return None
-
-    def let_go(self) -> None:
-        """Pin it no longer. Nobody may read :attr:`image` any more."""
-        self.image = memoryview(b"")
-        self.pin.close()
 
 
 @dataclass(frozen=True, slots=True)

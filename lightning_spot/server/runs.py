@@ -33,6 +33,11 @@ def key_of(manifest: Manifest) -> str:
     return manifest.run_id or manifest.run
 
 
+def writer_of(manifest: Manifest) -> int:
+    """Number of the rank that writes a snapshot, file or shard; 0 where one writes all."""
+    return manifest.shard.writer if manifest.shard is not None else 0
+
+
 def check_name(name: str) -> str:
     """Return the name of a run if it can be one, in URLs and as a directory.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_spot.config import format_bytes
@@ -46,7 +46,7 @@ class Limits:
 
     def has_share(self, slots: Slots, run: str, writer: int) -> bool:
         """Whether a writer of a run has fewer slots than it may have."""
-        used = sum(slot.capacity > 0 for slot in slots.of(run).writers.get(writer, ()))
+        used = sum(slot.capacity > 0 for slot in slots.writers.get((run, writer), ()))
         return used < (self.slots or MOST_OF_A_WRITER)
 
     def allow_one_more(self, slots: Slots, run: str, writer: int = 0) -> bool:
@@ -63,7 +63,7 @@ class Limits:
         if len(slots) < self.files // 2:
             return True
         used = len(slots) - sum(map(len, slots.free.values()))
-        return len(slots) < self.files and len(slots.of(run).slots) < self.files - used
+        return len(slots) < self.files and len(slots.runs.get(run, ())) < self.files - used
 
     def are_alike_for_all(self, slots: Slots, run: str, writer: int) -> bool:
         """Whether no bound of its own keeps a writer of a run from a slot: where it has no room, no other has any."""
@@ -105,7 +105,7 @@ def bound(slots: Slots, run: str, writer: int, limits: Limits) -> Limits:
     one is sealed. With two on the way, one more slot is of use. With three, snapshots are sealed more slowly than they
     come, or the host is too far ahead: more slots would only hold older ones.
     """
-    mine = slots.of(run).writers.get(writer, ())
+    mine = slots.writers.get((run, writer), ())
     on_the_way = sum(slot.state is SlotState.FILLING and not slot.is_prefault for slot in mine)
     if limits.slots is None or on_the_way != _OVERLAPPING:
         return limits
@@ -177,10 +177,15 @@ def find_room(
     if not has_share:  # those made beyond ``slots=`` are its own still: its process has them mapped
         mine = (slot for slot in _each(free) if slot.writer == writer)
         free = _by_capacity(mine if limits.slots is not None else ())
+
+    def room(candidates: Iterable[Slot | None], idle: Sequence[Slot] = ()) -> SlotChoice | None:
+        found = (_try(slots, request, limits, candidate, free, idle) for candidate in candidates)
+        return next((each for each in found if each is not None), None)
+
     if not request.reuse and limits.run_memory_bytes is None:
-        room = _without_loss(slots, request, limits, free, [], can_be_new=can_be_new)
-        if room is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
-            return room
+        found = room(_free_first(request, free, [], can_be_new=can_be_new))
+        if found is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
+            return found
     idle = [slot for slot in reusable(views(), now_s) if slot.capacity]
     forget = _within_quota(slots, request, limits, idle)
     if forget is None:
@@ -190,13 +195,10 @@ def find_room(
     own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
     superseded = _superseded(own, views()) if request.reuse and not forget else []
     fitting = [slot for slot in superseded if slot.takes(request.nbytes)]
-    room = _without_loss(slots, request, limits, free, fitting, can_be_new=can_be_new)
-    if room is not None:
-        return SlotChoice(room.slot, forget, room.release)
-    for candidate in own:
-        if (room := _try(slots, request, limits, candidate, free, idle)) is not None:
-            outgrown = candidate in superseded and not candidate.takes(request.nbytes) and not room.forget
-            return SlotChoice(room.slot, [*forget, *room.forget], room.release, outgrown)
+    found = room(_free_first(request, free, fitting, can_be_new=can_be_new)) or room(own, idle)
+    if found is not None:
+        is_outgrown = found.slot in superseded and found.slot not in fitting
+        return replace(found, forget=[*forget, *found.forget], outgrown=is_outgrown and not found.forget)
     return None
 
 
@@ -227,7 +229,7 @@ def _within_quota(slots: Slots, request: SlotRequest, limits: Limits, idle: list
     """Snapshots of the run itself that must go for it to stay within its own bound; ``None`` if that is not enough."""
     if limits.run_memory_bytes is None:
         return []
-    used = sum(slot.capacity for slot in slots.of(request.run).slots)
+    used = sum(slot.capacity for slot in slots.runs.get(request.run, ()))
     over = used + min(request.capacity, limits.run_memory_bytes) - limits.run_memory_bytes
     forget = []
     for slot in idle:
@@ -253,15 +255,6 @@ def _by_capacity(slots: Iterable[Slot]) -> Free:
 def _each(free: Free) -> Iterator[Slot]:
     """Free slots that nobody reads any more."""
     return (slot for slots in free.values() for slot in slots if not slot.readers)
-
-
-def _without_loss(
-    slots: Slots, request: SlotRequest, limits: Limits, free: Free, superseded: list[Slot], *, can_be_new: bool
-) -> SlotChoice | None:
-    """Room that costs no snapshot which anybody would miss."""
-    candidates = _free_first(request, free, superseded, can_be_new=can_be_new)
-    rooms = (_try(slots, request, limits, candidate, free, []) for candidate in candidates)
-    return next((room for room in rooms if room is not None), None)
 
 
 def _free_first(request: SlotRequest, free: Free, superseded: list[Slot], *, can_be_new: bool) -> list[Slot | None]:
@@ -292,7 +285,7 @@ def _is_much_larger(slot: Slot, nbytes: int) -> bool:
 
 
 def _try(
-    slots: Slots, request: SlotRequest, limits: Limits, candidate: Slot | None, free: Free, idle: list[Slot]
+    slots: Slots, request: SlotRequest, limits: Limits, candidate: Slot | None, free: Free, idle: Sequence[Slot]
 ) -> SlotChoice | None:
     """Room in a slot, or in a new one (``None``); by memory of free and idle ones where it does not fit."""
     if candidate is not None and candidate.takes(request.nbytes):

@@ -97,23 +97,6 @@ class Mark(enum.Enum):
     """The place refuses it for good (a fence), or will never have the rest of the snapshot."""
 
 
-@dataclass(eq=False, slots=True)
-class Buffer:
-    """The memory of a slot, and what is known of its bytes.
-
-    Attributes:
-        memory: once it is made.
-        reserved_bytes: size of the memory that is being made.
-        generation: counts its memories, so that a peer knows when to map again.
-        checked_s: when its bytes were read last, and had the checksums of the manifest (monotonic).
-    """
-
-    memory: SlotMemory | None = None
-    reserved_bytes: int = 0
-    generation: int = 0
-    checked_s: float = float("-inf")
-
-
 @dataclass(slots=True)
 class Commit:
     """How what a slot holds was committed.
@@ -140,7 +123,10 @@ class Slot:
     Attributes:
         index: place in the ring.
         state: what it is doing.
-        buffer: its memory.
+        memory: its memory, once that is made.
+        reserved_bytes: size of the memory that is being made.
+        generation: counts its memories, so that a peer knows when to map again.
+        checked_s: when its bytes were read last, and had the checksums of the manifest (monotonic).
         run: key of the run that fills or holds it.
         writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
         manifest: of what it holds. A shard that failed is of no bytes, and needs no memory.
@@ -153,7 +139,10 @@ class Slot:
 
     index: int
     state: SlotState = SlotState.FREE
-    buffer: Buffer = field(default_factory=Buffer)
+    memory: SlotMemory | None = None
+    reserved_bytes: int = 0
+    generation: int = 0
+    checked_s: float = float("-inf")
     run: str = ""
     writer: int = 0
     manifest: Manifest | None = None
@@ -168,14 +157,15 @@ class Slot:
         return self.capacity >= nbytes
 
     @property
-    def memory(self) -> SlotMemory | None:
-        """Its memory, once it has any."""
-        return self.buffer.memory
-
-    @property
     def capacity(self) -> int:
         """Bytes of memory the slot holds, or is about to hold."""
-        return self.memory.capacity if self.memory is not None else self.buffer.reserved_bytes
+        return self.memory.capacity if self.memory is not None else self.reserved_bytes
+
+    @property
+    def held(self) -> Manifest:
+        """The manifest of what it holds; it holds something."""
+        assert self.manifest is not None
+        return self.manifest
 
     @property
     def snapshot(self) -> Manifest | None:
@@ -211,23 +201,6 @@ class Slot:
         """Those of some URLs that have it not, and do not refuse it."""
         return [url for url in urls if self.seen.get(url) not in (Mark.SAFE, Mark.REFUSED)]
 
-    def status(self, owed: Sequence[str]) -> dict[str, Any]:
-        """The slot, as JSON-ready values.
-
-        Args:
-            owed: URLs at which what it holds is owed.
-        """
-        return {
-            "index": self.index,
-            "state": self.state.value,
-            "capacity_bytes": self.capacity,
-            "backing": self.memory.backing if self.memory else None,
-            "run": self.manifest.run if self.manifest else None,
-            "snapshot": self.manifest.name if self.manifest else None,
-            "dirty": list(owed),
-            "safe": self.safe,
-        }
-
     def view(self, nbytes: int | None = None) -> memoryview:
         """The slot's bytes; by default those of its snapshot. The caller must have it leased or pinned."""
         wanted = nbytes if nbytes is not None else self.manifest.nbytes if self.manifest else 0
@@ -246,23 +219,6 @@ SlotSet = dict[Slot, None]
 """Slots in the order in which they came to it."""
 
 
-@dataclass(eq=False, slots=True)
-class OfRun:
-    """The slots that a run fills or holds, by what is in them.
-
-    Attributes:
-        slots: all of them.
-        writers: those of each writer, by its number.
-        snapshots: those that hold shards of a snapshot, the whole of it, or a file, by its name.
-        names: likewise, but each shard by its own name; two where one is about to replace the other.
-    """
-
-    slots: SlotSet = field(default_factory=dict)
-    writers: dict[int, SlotSet] = field(default_factory=dict)
-    snapshots: dict[str, SlotSet] = field(default_factory=dict)
-    names: dict[str, SlotSet] = field(default_factory=dict)
-
-
 class Slots(list[Slot]):
     """All slots of a server, and where each of them belongs: with thousands, none looks at all of them for one.
 
@@ -272,30 +228,31 @@ class Slots(list[Slot]):
     Attributes:
         nbytes: capacity of all of them.
         free: those that are free, by their capacity.
-        runs: those of each run, by its key.
+        runs: those that each run fills or holds.
+        writers: likewise those of each of its writers, by the run and the number.
+        snapshots: those that hold shards of a snapshot, the whole of it, or a file, by the run and its name.
+        names: likewise, but each shard by its own name; two where one is about to replace the other.
+        attempts: highest attempt that each run has had here, since it had nothing last.
     """
 
     def __init__(self, slots: Iterable[Slot] = ()) -> None:
         super().__init__(slots)
         self.nbytes = 0
         self.free: dict[int, SlotSet] = {}
-        self.runs: dict[str, OfRun] = {}
+        self.runs: dict[str, SlotSet] = {}
+        self.writers: dict[tuple[str, int], SlotSet] = {}
+        self.snapshots: dict[tuple[str, str], SlotSet] = {}
+        self.names: dict[tuple[str, str], SlotSet] = {}
+        self.attempts: dict[str, int] = {}
         self._noted: dict[Slot, tuple[int, str, list[tuple[dict[Any, SlotSet], Any]]]] = {}
-        self._indices = {slot.index for slot in self}
-        self._next = 0
+        self._next = max((slot.index for slot in self), default=-1) + 1
         for slot in self:
             self.note(slot)
 
-    def of(self, run: str) -> OfRun:
-        """The slots of a run."""
-        return self.runs.get(run) or OfRun()
-
     def new(self) -> Slot:
         """One more, which is free and has no memory yet."""
-        while self._next in self._indices:
-            self._next += 1
         slot = Slot(self._next)
-        self._indices.add(slot.index)
+        self._next += 1
         self.append(slot)
         self.note(slot)
         return slot
@@ -307,21 +264,16 @@ class Slots(list[Slot]):
             del index[key][slot]
             if not index[key]:
                 del index[key]
-        if run in self.runs:
-            del self.runs[run].slots[slot]
-            if not self.runs[run].slots:
-                del self.runs[run]
-        entries = []
-        if slot.state is SlotState.FREE:
-            entries.append((self.free, slot.capacity))
-        else:
-            of_run = self.runs.setdefault(slot.run, OfRun())
-            of_run.slots[slot] = None
-            entries.append((of_run.writers, slot.writer))
-            if slot.manifest is not None:
-                entries += [(of_run.snapshots, slot.manifest.snapshot), (of_run.names, slot.manifest.name)]
+        entries = [(self.free, slot.capacity)]
+        if slot.state is not SlotState.FREE:
+            entries = [(self.runs, slot.run), (self.writers, (slot.run, slot.writer))]
+            if (held := slot.manifest) is not None:
+                entries += [(self.snapshots, (slot.run, held.snapshot)), (self.names, (slot.run, held.name))]
+                self.attempts[slot.run] = max(held.attempt, self.attempts.get(slot.run, 0))
         for index, key in entries:
             index.setdefault(key, {})[slot] = None
+        if run not in self.runs:
+            self.attempts.pop(run, None)
         self.nbytes += slot.capacity - nbytes
         self._noted[slot] = slot.capacity, slot.run, entries
 
@@ -377,18 +329,18 @@ class Held:
 
 @dataclass(slots=True)
 class Known:
-    """What is known of snapshots beyond what the slots here hold.
+    """What is known of a run's snapshots beyond what the slots here hold.
 
     Attributes:
         committed: orders of the newest snapshots that are known to be committed over snapshot servers, or at storage,
-            by run and lineage. What the rings of hosts hold does not count: it is lost sooner.
-        reached: the newest snapshot of a run that is known to have come so far, by run.
-        seen_registers: that other places have shown, by run and name of the snapshot.
+            by lineage. What the rings of hosts hold does not count: it is lost sooner.
+        reached: the newest snapshot that is known to have come so far.
+        seen_registers: that other places have shown, by name of the snapshot.
     """
 
-    committed: dict[tuple[str, str], set[Order]] = field(default_factory=dict)
-    reached: dict[tuple[str, Reached], Manifest] = field(default_factory=dict)
-    seen_registers: dict[tuple[str, str], dict[int, ShardOf]] = field(default_factory=dict)
+    committed: dict[str, set[Order]] = field(default_factory=dict)
+    reached: dict[Reached, Manifest] = field(default_factory=dict)
+    seen_registers: dict[str, dict[int, ShardOf]] = field(default_factory=dict)
 
 
 ORPHANED_S = 3600.0
@@ -422,9 +374,7 @@ class Group:
     @property
     def manifest(self) -> Manifest:
         """That of the snapshot, or of the first of the shards that are here."""
-        manifest = self.slots[0].manifest
-        assert manifest is not None
-        return manifest
+        return self.slots[0].held
 
     @property
     def reached(self) -> Reached | None:
@@ -476,53 +426,47 @@ class Group:
 
 
 def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
-    """The snapshots that slots hold, or hold shards of."""
-    found: dict[tuple[str, str], list[Slot]] = {}
+    """The snapshots that slots of a run hold, or hold shards of."""
+    found: dict[str, list[Slot]] = {}
     for slot in slots:
-        if (manifest := slot.snapshot) is not None:
-            found.setdefault((slot.run, manifest.snapshot), []).append(slot)
-    marks: dict[tuple[str, str], list[Order]] = {key: list(orders) for key, orders in known.committed.items()}
-    whole: dict[tuple[str, str], bool] = {}
-    for key, held in found.items():
-        first = held[0].snapshot
-        assert first is not None
-        whole[key] = status(shards_in(held), first.order) is Status.COMMITTED if first.shard is not None else True
-        if whole[key]:
-            marks.setdefault((key[0], first.lineage), []).append(first.order)
-    return [_group(key, held, whole[key], marks, known) for key, held in found.items()]
-
-
-def _group(
-    key: tuple[str, str], held: list[Slot], is_here: bool, marks: dict[tuple[str, str], list[Order]], known: Known
-) -> Group:
-    first = held[0].snapshot
-    assert first is not None
-    orders = marks.get((key[0], first.lineage), [])
-    newest = max(orders, default=None)
-    newest_exact = max((order for order in orders if order[2]), default=None)
-    state, why = Status.COMMITTED, ""
-    if not is_here:  # else no register that is elsewhere says anything new
-        state, why = status_of(known, key, first.lineage, first.order, shards_in(held), newest)
-    held.sort(key=lambda slot: slot.writer)
-    return Group(tuple(held), state, why, is_here, newest, newest_exact)
+        if slot.snapshot is not None:
+            found.setdefault(slot.snapshot.snapshot, []).append(slot)
+    marks, here = {lineage: list(orders) for lineage, orders in known.committed.items()}, set[str]()
+    for name, held in found.items():
+        first = held[0].held
+        if first.shard is None or status(shards_in(held), first.order) is Status.COMMITTED:
+            here.add(name)
+            marks.setdefault(first.lineage, []).append(first.order)
+    groups = []
+    for name, held in found.items():
+        first = held[0].held
+        orders = marks.get(first.lineage, [])
+        newest = max(orders, default=None)
+        newest_exact = max((order for order in orders if order[2]), default=None)
+        state, why = Status.COMMITTED, ""
+        if name not in here:  # else no register that is elsewhere says anything new
+            state, why = status_of(known, name, first.lineage, first.order, shards_in(held), newest)
+        by_writer = tuple(sorted(held, key=lambda slot: slot.writer))
+        groups.append(Group(by_writer, state, why, name in here, newest, newest_exact))
+    return groups
 
 
 def status_of(
-    known: Known, key: tuple[str, str], lineage: str, order: Order, here: dict[int, ShardOf], watermark: Order | None
+    known: Known, name: str, lineage: str, order: Order, here: dict[int, ShardOf], watermark: Order | None
 ) -> tuple[Status, str]:
     """What has become of a snapshot, and why it is aborted.
 
     Args:
         known: beyond what is here.
-        key: of the run, and name of the snapshot.
+        name: of the snapshot.
         lineage: of it.
         order: of it.
         here: registers that are here. It counts where all of them are, here or elsewhere: not some here and some there.
         watermark: see :func:`~lightning_spot.snapshot.shards.status`.
     """
-    if order in known.committed.get((key[0], lineage), ()):
+    if order in known.committed.get(lineage, ()):
         return Status.COMMITTED, ""
-    seen = {**known.seen_registers.get(key, {}), **here}
+    seen = {**known.seen_registers.get(name, {}), **here}
     if why := why_aborted(seen):
         return Status.ABORTED, why
     state = status(here, order, watermark)
@@ -531,7 +475,7 @@ def status_of(
 
 def shards_in(slots: Iterable[Slot]) -> dict[int, ShardOf]:
     """What slots hold of a snapshot, by the number of the writer."""
-    return registers_of(slot.manifest for slot in slots if slot.manifest is not None)
+    return registers_of(slot.held for slot in slots)
 
 
 class View:
@@ -542,7 +486,7 @@ class View:
     Args:
         slots: of the run, committed ones and others.
         tiers: where its snapshots go.
-        known: of snapshots, beyond what is in the slots.
+        known: of its snapshots, beyond what is in the slots.
 
     Attributes:
         slots: those that hold something.
@@ -634,8 +578,7 @@ def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterat
     for group in groups:
         wanted = _wanted(group, groups, tiers)
         for slot in group.slots:
-            failed = slot.manifest is not None and bool(slot.manifest.why_failed)
-            yield slot, slot.lacks((() if group.is_superseded else told) if failed else wanted)
+            yield slot, slot.lacks((() if group.is_superseded else told) if slot.held.why_failed else wanted)
 
 
 def _wanted(group: Group, groups: Sequence[Group], tiers: Tiers) -> Sequence[str]:

@@ -63,11 +63,11 @@ class SnapshotServer:
         self.ring = Ring(slots=slots, memory_bytes=memory_bytes, area=area, run_memory_bytes=run_memory_bytes)
         self.registry = Registry(self.ring, self._claimed)
         self._not_needed = False  # a trainer has come and gone whose attempt could not begin
-        self.uploads = Uploads(self.ring, self.registry, self._committed)
+        self.reconciler = Reconciler(self.ring, open_store, self.registry.info, self._standing)
+        self.uploads = Uploads(self.ring, self.registry, self.reconciler.cancel_deletions)
         self._open_store, self._lock = open_store, self.registry.lock
         self.flush_to = flush_to.rstrip("/") if flush_to else None
         self._allow = [check_prefix(prefix) for prefix in allow] if allow is not None else None
-        self.reconciler = Reconciler(self.ring, open_store, self.registry.info, self._standing)
         self._take_over()
 
     # -- runs -----------------------------------------------------------------------------------------------------
@@ -149,13 +149,13 @@ class SnapshotServer:
         """Every run known here, as JSON-ready values."""
         return self.registry.listed(self._carries)
 
-    def newest(self, info: RunInfo) -> dict[str, tuple[int, float]]:
+    def newest(self, info: RunInfo) -> dict[str, dict[str, float]]:
         """Step and time (Unix) of the newest snapshot of a run in each state, see :meth:`Ring.newest`."""
-        found = {state: (each.step, each.created_unix_s) for state, each in self.ring.newest(info.key).items()}
-        _, unix_s = found.get("persisted", (-1, 0.0))
-        told = info.figures  # shards of other hosts are in storage, too
-        if told is not None and told.persisted_step >= 0 and told.persisted_unix_s > unix_s:
-            found["persisted"] = told.persisted_step, told.persisted_unix_s
+        newest = self.ring.newest(info.key).items()
+        found = {state: {"step": each.step, "unix_s": each.created_unix_s} for state, each in newest}
+        told, known = info.figures, found.get("persisted", {"unix_s": 0.0})  # shards of other hosts are stored, too
+        if told is not None and told.persisted_step >= 0 and told.persisted_unix_s > known["unix_s"]:
+            found["persisted"] = {"step": told.persisted_step, "unix_s": told.persisted_unix_s}
         return found
 
     def wait_for(
@@ -218,13 +218,10 @@ class SnapshotServer:
         """
         runs = list(self.registry.runs.values())
         needed = not all(run.complete for run in runs) if runs else not self._not_needed
-        return not (needed or self.registry.sessions or self._owes_an_end) and self.settled
-
-    @property
-    def _owes_an_end(self) -> bool:
         with self.ring.changed:
             owed = [slot for view in self.ring.views() for slot in view.owed]
-            return any(slot.manifest is not None and slot.manifest.complete and not slot.is_durable for slot in owed)
+            owes_an_end = any(slot.held.complete and not slot.is_durable for slot in owed)
+        return not (needed or self.registry.sessions or owes_an_end) and self.settled
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -276,16 +273,16 @@ class SnapshotServer:
         with self.ring.changed:
             found = (each for servers in self.reconciler.servers.values() for each in servers.all)
             wrong = {each.url: each.why for each in found if each.failures and not each.used}
-        unused = {url: TierHealth.of(url) for url in wrong}
         return {
             url: replace(
                 health,
+                kind="server" if names_server(url) else "durable",
                 carried=url in carried,
                 error=health.error or wrong.get(url, ""),
                 refused=self._refused(health),
                 silent=fsspec_client.silent(url),
             )
-            for url, health in {**unused, **self.reconciler.health}.items()
+            for url, health in {**{each: TierHealth() for each in wrong}, **self.reconciler.health}.items()
         }
 
     def _refused(self, health: TierHealth) -> str:
@@ -320,11 +317,8 @@ class SnapshotServer:
                     "pid": run.info.pid,
                     "live": bool(run.info.session),
                     "state": self.registry.state(run),
-                    "newest": {
-                        state: {"step": step, "unix_s": unix_s}
-                        for state, (step, unix_s) in self.newest(run.info).items()
-                    },
-                    "slots": len(self.ring.slots.of(run.info.key).slots),
+                    "newest": self.newest(run.info),
+                    "slots": len(self.ring.slots.runs.get(run.info.key, ())),
                     **self.route(run.info.key),
                 }
                 for run in runs
@@ -339,7 +333,10 @@ class SnapshotServer:
         """Decide where a run goes, and begin to look for its trainer's servers. Call it under the lock."""
         key = info.key
         if info.carry and info.servers:
-            info, known = _placed(info), self._servers(key)
+            if info.apart is not None and info.apart < info.hosts:  # each host's shards go to servers of their own
+                order = placed_apart(info.servers, info.id, info.hosts, info.replicas)[info.apart]
+                info = replace(info, servers=order)
+            known = self._servers(key)
             if known is None or not _same(known.info, info):
                 self.reconciler.set_servers(key, Servers(info))
             return
@@ -475,9 +472,6 @@ class SnapshotServer:
                 self.ring.touch(key)
             self.ring.notify()  # also those who wait for a slot for it
 
-    def _committed(self, key: str, manifest: Manifest) -> None:
-        self.reconciler.cancel_deletions(key, manifest.name)  # a file of that name may have been removed just before
-
     def _forget(self, key: str) -> None:
         """Others need the place of a run: keep nothing of it."""
         self.ring.set_tiers(key, None)
@@ -509,10 +503,3 @@ def _same(known: RunInfo, info: RunInfo) -> bool:
     nothing: dict[str, Any] = {"session": "", "pid": 0, "host": "", "left": False, "figures": None}
     nothing |= {"committed": "", "persisted": "", "lineage": ""}
     return replace(known, **nothing) == replace(info, **nothing)
-
-
-def _placed(info: RunInfo) -> RunInfo:
-    """The run, with its servers in the order in which this host's shards go to them."""
-    if info.apart is None or info.apart >= info.hosts:
-        return info
-    return replace(info, servers=placed_apart(info.servers, info.id, info.hosts, info.replicas)[info.apart])

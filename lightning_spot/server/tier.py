@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from lightning_spot.config import names_server
 from lightning_spot.errors import FencedError, SettingsError
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of
@@ -197,11 +196,6 @@ class TierHealth:
     flushed_bytes: int = 0
     flush_s: float = 0.0
     drain_s: float = 0.0
-
-    @classmethod
-    def of(cls, url: str) -> TierHealth:
-        """Of a tier at which nothing was done yet."""
-        return cls(kind="server" if names_server(url) else "durable")
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> TierHealth:

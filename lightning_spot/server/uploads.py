@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import socket
 import threading
@@ -25,14 +26,13 @@ from lightning_spot.errors import (
     SettingsError,
     SnapshotFailedError,
     SnapshotNotFoundError,
-    SpotError,
     TierError,
 )
 from lightning_spot.say import say
 from lightning_spot.server.registry import Registry
-from lightning_spot.server.ring import Base, Ring
-from lightning_spot.server.runs import is_own_folder, key_of
-from lightning_spot.server.slots import Making, Slot
+from lightning_spot.server.ring import Ring
+from lightning_spot.server.runs import is_own_folder, key_of, writer_of
+from lightning_spot.server.slots import Held, Making, Slot
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import Floats
@@ -162,7 +162,7 @@ class Upload:
     writer: int = 0
     announced: Manifest | None = None
     received: Received = field(default_factory=Received)
-    base: Base | None = None
+    base: Held | None = None
     state: UploadState = UploadState.OPEN
     streams: set[socket.socket] = field(default_factory=set)
     sealing: bool = False
@@ -176,11 +176,6 @@ class Upload:
     def in_use(self) -> bool:
         """Whether something still writes into the slot."""
         return self.sealing or bool(self.streams)
-
-
-def writer_of(manifest: Manifest) -> int:
-    """Number of the rank that writes a snapshot, file or shard; 0 where one writes all."""
-    return manifest.shard.writer if manifest.shard is not None else 0
 
 
 class Uploads:
@@ -273,12 +268,10 @@ class Uploads:
             if (announced.nbytes, key_of(announced)) != (nbytes, key):
                 raise SettingsError(f"{announced.name} is not what is asked for a slot: {nbytes} bytes of {key!r}")
             writer = writer_of(announced)
-        slot = self._slot(key, nbytes, wait_s, gone, reuse=bool(session), making=making, writer=writer)
+        ask = functools.partial(self._ring.try_lease, key, nbytes, reuse=bool(session), making=making, writer=writer)
+        slot = self._slot(ask, key, writer, wait_s, gone)
         try:
             upload = Upload(upload_id, key, attempt, slot, nbytes, session, time.monotonic(), writer, announced)
-            slot.buffer.checked_s = float("-inf")
-            if announced is not None and not announced.is_file:
-                upload.base = Base.newest(self._ring, key, writer if announced.shard is not None else None)
         except BaseException:  # nobody knows of the slot yet
             self._ring.abort(slot)
             raise
@@ -294,21 +287,13 @@ class Uploads:
         return known.info.key
 
     def _slot(
-        self,
-        key: str,
-        nbytes: int,
-        wait_s: float,
-        cancelled: Callable[[], bool],
-        *,
-        reuse: bool,
-        making: Making,
-        writer: int,
+        self, ask: Callable[[], Slot | None], key: str, writer: int, wait_s: float, gone: Callable[[], bool]
     ) -> Slot:
-        """Take a slot and mark it as being filled; see :meth:`lease`."""
+        """Take the slot that the ring is asked for, waiting until it has one; see :meth:`lease`."""
         ring, deadline_s = self._ring, time.monotonic() + wait_s
         while True:
             seen = ring.changes
-            if (slot := ring.try_lease(key, nbytes, reuse=reuse, making=making, writer=writer)) is not None:
+            if (slot := ask()) is not None:
                 return slot
             if ring.is_jammed(key, writer):
                 raise SnapshotFailedError(
@@ -319,7 +304,7 @@ class Uploads:
             with ring.changed:
                 while seen == ring.changes:
                     left_s = deadline_s - time.monotonic()
-                    if left_s <= 0 or cancelled():
+                    if left_s <= 0 or gone():
                         raise SnapshotFailedError(ring.why_full(key), reason=FailureReason.RING_FULL)
                     ring.changed.wait(min(left_s, LOOK_S))
 
@@ -332,7 +317,11 @@ class Uploads:
         with self._lock:
             known, highest = self._uploads.get(upload.id), self._registry.highest(upload.run)
             if known is None and highest <= upload.attempt and not gone():
-                self._uploads[upload.id] = upload
+                self._uploads[upload.id], announced = upload, upload.announced
+                if announced is not None and not announced.is_file:
+                    upload.base = self._ring.pin_base(
+                        upload.run, upload.writer if announced.shard is not None else None
+                    )
                 return upload
         upload.state = UploadState.ABORTED
         self._let_go(upload)
@@ -397,23 +386,23 @@ class Uploads:
         Returns:
             the sealed manifest.
         """
-        with self._lock:
-            upload = self.find(upload_id)
-            self._check(upload, manifest)
-            if manifest.nbytes > upload.slot.capacity:
-                raise CorruptSnapshotError(
-                    f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}"
-                )
-            upload.sealing, upload.slot.commit.floats = True, floats
-        try:
-            began_s = time.monotonic()
-            sealed = manifest.sealed(upload.slot.view(manifest.nbytes))
-            upload.slot.buffer.checked_s = began_s
-            self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
-        finally:
+        with self._or_abort(upload_id) as upload:
             with self._lock:
-                upload.sealing = False
-                self._let_go(upload)
+                self._check(upload, manifest)
+                if manifest.nbytes > upload.slot.capacity:
+                    raise CorruptSnapshotError(
+                        f"{manifest.name} has {manifest.nbytes} bytes, its slot {upload.slot.capacity}"
+                    )
+                upload.sealing, upload.slot.commit.floats = True, floats
+            try:
+                began_s = time.monotonic()
+                sealed = manifest.sealed(upload.slot.view(manifest.nbytes))
+                upload.slot.checked_s = began_s
+                self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
+            finally:
+                with self._lock:
+                    upload.sealing = False
+                    self._let_go(upload)
         return sealed
 
     def commit(self, upload_id: str, manifest: Manifest) -> Manifest:
@@ -426,24 +415,22 @@ class Uploads:
             SettingsError: if it is not what the upload was opened for.
             SnapshotFailedError: if it is a shard that has failed, or is there as another one.
         """
-        upload = self.find(upload_id)
-        if manifest.nbytes != upload.nbytes:
-            self.abort(upload_id)
-            raise SettingsError(
-                f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
-            )
-        received = upload.received.close()
-        ranges = list(part_ranges(manifest.nbytes, manifest.part_bytes))
-        if not manifest.checksums:
-            checksums = tuple(received.get(start, (0, ""))[1] for start, _ in ranges)
-            manifest = replace(manifest, checksums=checksums)
-        for index, ((start, stop), noted) in enumerate(zip(ranges, manifest.checksums, strict=True)):
-            if received.get(start) != (stop - start, noted):
-                self.abort(upload_id)
-                raise CorruptSnapshotError(
-                    f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
+        with self._or_abort(upload_id) as upload:
+            if manifest.nbytes != upload.nbytes:
+                raise SettingsError(
+                    f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
                 )
-        self._commit(upload, manifest, None)
+            received = upload.received.close()
+            ranges = list(part_ranges(manifest.nbytes, manifest.part_bytes))
+            if not manifest.checksums:
+                checksums = tuple(received.get(start, (0, ""))[1] for start, _ in ranges)
+                manifest = replace(manifest, checksums=checksums)
+            for index, ((start, stop), noted) in enumerate(zip(ranges, manifest.checksums, strict=True)):
+                if received.get(start) != (stop - start, noted):
+                    raise CorruptSnapshotError(
+                        f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
+                    )
+            self._commit(upload, manifest, None)
         return manifest
 
     def fail(self, run: str, attempt: int, manifest: Manifest) -> None:
@@ -467,55 +454,45 @@ class Uploads:
             self._ring.fail(key, manifest)
         self._committed(key, manifest)
 
+    @contextlib.contextmanager
+    def _or_abort(self, upload_id: str) -> Iterator[Upload]:
+        """Whatever fails of a commit, the slot is freed."""
+        try:
+            yield self.find(upload_id)
+        except BaseException:
+            self.abort(upload_id)
+            raise
+
     def _commit(self, upload: Upload, manifest: Manifest, destinations: tuple[str, ...] | None) -> None:
         with self._lock:
             self.find(upload.id)  # its trainer may have been killed meanwhile
             self._check(upload, manifest)
-            try:
-                with self._ring.changed:
-                    self._check_register(upload, manifest)
-                    self._ring.commit(upload.slot, manifest, destinations)
-            except BaseException:
-                self.abort(upload.id)
-                raise
+            with self._ring.changed:
+                self._ring.check_fits(upload.run, manifest)
+                self._ring.commit(upload.slot, manifest, destinations)
             del self._uploads[upload.id]
             upload.state = UploadState.COMMITTED
             self._let_go(upload)
         self._committed(upload.run, manifest)
 
     def _check(self, upload: Upload, manifest: Manifest) -> None:
-        """Refuse what the upload was not opened for, and a writer that is no longer the latest; its slot is freed."""
-        try:
-            check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
-            if (
-                key_of(manifest) != upload.run
-                or manifest.attempt > upload.attempt
-                or writer_of(manifest) != upload.writer
-                or upload.announced not in (None, _plain(manifest))
-                or manifest.why_failed  # no bytes say so, see :meth:`fail`
-            ):
-                raise SettingsError(
-                    f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
-                    f" opened for: {upload.name} of attempt {upload.attempt} of {upload.run!r}"
-                )
-            if manifest.is_file and is_own_folder(manifest.name):
-                raise SettingsError(
-                    f"{manifest.name!r} cannot name a file: a run has a directory of that name. Save it under another"
-                )
-        except SpotError:
-            self.abort(upload.id)
-            raise
-
-    def _check_register(self, upload: Upload, manifest: Manifest) -> None:
-        """A register is written once, and fits the others: whoever saw it, and counts on it, is not to be wrong."""
-        if manifest.shard is None:
-            return
-        known = self._ring.find(upload.run, manifest.name)
-        if known is not None and known.manifest not in (None, manifest):
-            raise SnapshotFailedError(
-                f"{manifest.name} is there already, and is another one", reason=FailureReason.SHARD_MISSING
+        """Refuse what the upload was not opened for, and a writer that is no longer the latest."""
+        check_fence(manifest.run, upload.attempt, self._registry.highest(upload.run))
+        if (
+            key_of(manifest) != upload.run
+            or manifest.attempt > upload.attempt
+            or writer_of(manifest) != upload.writer
+            or upload.announced not in (None, _plain(manifest))
+            or manifest.why_failed  # no bytes say so, see :meth:`fail`
+        ):
+            raise SettingsError(
+                f"{manifest.name} of attempt {manifest.attempt} of run {manifest.run!r} is not what this upload was"
+                f" opened for: {upload.name} of attempt {upload.attempt} of {upload.run!r}"
             )
-        self._ring.check_fits(upload.run, manifest)
+        if manifest.is_file and is_own_folder(manifest.name):
+            raise SettingsError(
+                f"{manifest.name!r} cannot name a file: a run has a directory of that name. Save it under another"
+            )
 
     # -- they end -------------------------------------------------------------------------------------------------
 
@@ -572,7 +549,7 @@ class Uploads:
         if upload.state is UploadState.OPEN or upload.in_use:
             return
         if upload.base is not None:
-            upload.base.let_go()
+            self._ring.unpin(upload.base)
             upload.base = None
         if upload.state is UploadState.ABORTED:
             self._ring.abort(upload.slot)

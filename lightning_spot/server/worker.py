@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_spot.errors import (
     SpotError,
 )
 from lightning_spot.say import UNEXPECTED, recovered, say
-from lightning_spot.server.observations import Observations, Questions
+from lightning_spot.server.observations import Observations
 from lightning_spot.server.reconcile import (
     LAST_LOOK_S,
     SURPASSED_S,
@@ -88,7 +88,7 @@ class Reconciler(Observations):
     Args:
         ring: where snapshots come from.
         open_store: makes the store of a tier's URL.
-        info_of: tells what is known of a run, by its key; ``None`` if nothing is.
+        info: tells what is known of a run, by its key; ``None`` if nothing is.
         standing: what may be done for a run (its key) at a tier's URL.
     """
 
@@ -96,14 +96,13 @@ class Reconciler(Observations):
         self,
         ring: Ring,
         open_store: Callable[[str], Tier],
-        info_of: Callable[[str], RunInfo | None],
+        info: Callable[[str], RunInfo | None],
         standing: Callable[[str, str], Standing] = lambda _run, _url: Standing(),
     ) -> None:
-        super().__init__(ring, open_store, info_of)
+        super().__init__(ring, open_store, info)
         self._standing = standing
-        self._upload = TierUpload(self, ring)
-        self._questions = Questions(self, ring)
-        self._plans: dict[str, dict[Lane, list[Action]]] = {}
+        self._earlier = functools.partial(glance, ring)
+        self._plans: dict[str, list[Action]] = {}
         self._workers: dict[Lane, _Worker] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
         self._is_planning = self._closed = False
@@ -121,8 +120,9 @@ class Reconciler(Observations):
             self._refused.get(run, {}).pop(manifest.name, None)
             self._ring.touch(run)
 
-    def cancel_deletions(self, run: str, name: str) -> None:
-        """Delete nothing of that name any more: it is committed again, and will be written over."""
+    def cancel_deletions(self, run: str, committed: Manifest) -> None:
+        """Delete nothing of that name any more: it was committed again, and will be written over."""
+        name = committed.name
         with self._ring.changed:
             for deletions in [each.deletions for each in self._destinations.values()]:
                 left = [each for each in deletions if (key_of(each.manifest), each.manifest.name) != (run, name)]
@@ -207,8 +207,7 @@ class Reconciler(Observations):
     def refused(self, run: str) -> list[Manifest]:
         """Files of a run that a tier has refused for good, and that were not saved again since."""
         with self._ring.changed:
-            slots = self._ring.contents(run)
-            refused = [slot.manifest for slot in slots if slot.manifest is not None and slot.refused]
+            refused = [slot.held for slot in self._ring.contents(run) if slot.refused]
             found = {item.name: item for item in [*refused, *self._refused.get(run, {}).values()] if item.is_file}
             return list(found.values())
 
@@ -265,21 +264,18 @@ class Reconciler(Observations):
             self._ring.trim(run, info.keep.newest)
         if (servers := self.servers.get(run)) is not None:
             self._ring.set_tiers(run, servers.tiers())
-        before: dict[Lane, list[Action]] = self._plans.pop(run, {})
-        plan: dict[Lane, list[Action]] = defaultdict(list)
-        for action in actions(self.desired(run), self.observed(run), time.monotonic()):
-            plan[action.lane].append(action)
+        before, plan = self._plans.pop(run, []), actions(self.desired(run), self.observed(run), time.monotonic())
         if plan:
             self._plans[run] = plan
         self._ring.stale.discard(run)
-        return before.keys() | plan.keys()
+        return {each.lane for each in (*before, *plan)}
 
     def _planned(self, lane: Lane) -> list[Action]:
-        return [each for plan in self._plans.values() for each in plan.get(lane, ())]
+        return [each for plan in self._plans.values() for each in plan if each.lane == lane]
 
     def _start(self) -> None:
         """Have a worker for every lane on which something is to be done."""
-        lanes = {lane for plan in self._plans.values() for lane in plan}
+        lanes = {each.lane for plan in self._plans.values() for each in plan}
         for lane in lanes - self._workers.keys() if not self._closed else ():
             url, asks = lane
             if not asks:
@@ -303,7 +299,7 @@ class Reconciler(Observations):
                     break
                 action, servers = found
                 if servers is not None and asks:
-                    self._questions.ask(action, servers)
+                    self.ask(action, servers)
                 elif not asks:
                     store = self._work_on(action, store)
             except Exception as error:  # such as want of memory: there may be some again in a moment
@@ -316,11 +312,15 @@ class Reconciler(Observations):
             self._last_word(url)
 
     def _last_word(self, url: str) -> None:
-        """If this server ends, a server hears how each of its runs has ended here."""
+        """If this server ends, a server hears how each run has ended here: it would keep what is durable for ever."""
         with self._ring.changed:
             served = list(self.servers.values()) if self._closed else []
         for servers in served:
-            self._questions.last_word(servers, url)
+            try:
+                if (server := servers.find(url)) is not None and server.used:
+                    self._tier(server).open_run(self.told(servers.info, url))
+            except SpotError as error:
+                logger.debug("%s did not hear how run %s has ended: %s", url, servers.info.text, error)
 
     def _next(self, lane: Lane) -> tuple[Action, Servers | None] | None:
         """The next thing to do at a destination, its slots pinned; ``None`` when this worker is not needed any more."""
@@ -358,8 +358,8 @@ class Reconciler(Observations):
         if first is None or first.due_s == 0:
             return first
         self._replan(first.run)  # it was put off: things may be different now
-        plan = self._plans.get(first.run, {}).get(lane, ())
-        return next((each for each in plan if each.due_s <= now_s), None)
+        plan = self._plans.get(first.run, ())
+        return next((each for each in plan if each.lane == lane and each.due_s <= now_s), None)
 
     def _begin(self, action: Action, servers: Servers | None, now_s: float) -> None:
         if action.kind is Kind.ASK:
@@ -427,7 +427,7 @@ class Reconciler(Observations):
             owner = standing.owner
             if storage is not None and owner is not None and standing.is_lent and action.about.attempt != owner.attempt:
                 check_claimed(storage, action.about.attempt)
-            put = on_its_behalf(lambda: self._upload.put(store, action, attempt))
+            put = on_its_behalf(lambda: self._bring(store, action, attempt))
             with self._ring.changed:
                 if put is None:
                     self.destination(url).dropped(action)
@@ -438,13 +438,7 @@ class Reconciler(Observations):
         with self._ring.changed:
             self.destination(url).done(action)
         self._say_works(url)
-        self._heard(action)
-
-    def _heard(self, action: Action, error: Exception | None = None) -> None:
-        servers = self.servers.get(action.run)
-        server = servers.find(action.url) if servers is not None else None
-        if servers is not None and server is not None:
-            self.hear(servers, server, str(error) if error is not None else "")
+        self.hear(action.run, action.url, "")
 
     def _say_works(self, url: str) -> None:
         if not self.failing(url):
@@ -460,7 +454,7 @@ class Reconciler(Observations):
             destination = self.destination(action.url)
             destination.failed(action, why, time.monotonic())
             destination.health.failures_total += 1
-        self._heard(action, error)
+        self.hear(action.run, action.url, str(error))
 
     def _put_off(self, store: Tier | None, action: Action, error: PutOff) -> None:
         """An upload waits for the shards that others bring. In the end it is given up there."""
@@ -477,7 +471,7 @@ class Reconciler(Observations):
                 logger.debug("%s does not tell whether it has something newer: %s", action.url, failure)
         if is_over:
             self._give_up(action, error)
-        self._heard(action)
+        self.hear(action.run, action.url, "")
 
     def _give_up(self, action: Action, error: SpotError) -> None:
         """A tier will never have the whole of a snapshot."""
@@ -502,36 +496,11 @@ class Reconciler(Observations):
                 self._ring.mark(Held.of(action.slots), url, Mark.REFUSED)
                 if action.about.is_file:
                     self._refused.setdefault(action.run, {})[action.about.name] = action.about
-        self._heard(action, error)
+        self.hear(action.run, action.url, str(error))
 
+    # -- bytes ---------------------------------------------------------------------------------------------------------
 
-def say_refused(run: str, attempt: int, error: FencedError) -> None:
-    """Log that a later attempt has taken over a run, so that the uploads of this one are refused."""
-    text = "{error}. Snapshots of attempt {attempt} are no longer uploaded. End its trainer."
-    say(logging.WARNING, "attempt-refused", text, about=f"{run} {attempt}", attempt=attempt, error=error)
-
-
-def has_newer(store: Store, than: Manifest) -> bool:
-    """Whether storage has a newer snapshot of that run."""
-    return any(m.run_id == than.run_id and m.order > than.order for m in store.survey().manifests)
-
-
-# -- bytes ------------------------------------------------------------------------------------------------------------
-
-
-class TierUpload:
-    """Brings to a tier what an action says. Called by the worker of each tier.
-
-    Args:
-        seen: what was seen; more is noted there.
-        ring: where snapshots come from.
-    """
-
-    def __init__(self, seen: Observations, ring: Ring) -> None:
-        self._seen, self._ring = seen, ring
-        self._earlier = functools.partial(glance, ring)
-
-    def put(self, store: Tier, action: Action, attempt: int) -> Manifest | None:
+    def _bring(self, store: Tier, action: Action, attempt: int) -> Manifest | None:
         """Bring it; what is at the tier now, ``None`` if there was nothing to bring.
 
         Raises:
@@ -541,7 +510,7 @@ class TierUpload:
         """
         while True:  # one more attempt may claim the run meanwhile
             try:
-                return self._put(store, action, attempt)
+                return self._bring_now(store, action, attempt)
             except FencedError as error:
                 if error.current <= attempt or not self._is_left_over(store, action, error):
                     raise
@@ -557,17 +526,17 @@ class TierUpload:
         Raises:
             PutOff: if that is not known yet.
         """
-        info = self._seen.info(action.run)
+        info = self.info(action.run)
         if action.about.is_file or isinstance(store, ServerTier) or (info is not None and info.session):
             return False
         with self._ring.changed:
-            is_expired = time.monotonic() >= self._seen.desired(action.run).expires_s
+            is_expired = time.monotonic() >= self.desired(action.run).expires_s
         if not is_expired:
             say_refused(action.run, action.about.attempt, fence)
             raise PutOff(f"{fence}, and its trainer may live")
         return not has_newer(store, action.about)
 
-    def _put(self, store: Tier, action: Action, attempt: int) -> Manifest | None:
+    def _bring_now(self, store: Tier, action: Action, attempt: int) -> Manifest | None:
         with self._ring.changed:
             held = Held.of(action.slots)
         if len(held.slots) < len(action.slots) or held.manifests[0].snapshot != action.about.snapshot:
@@ -576,7 +545,7 @@ class TierUpload:
         try:
             if isinstance(store, ServerTier):  # it checks every part that it receives
                 return self._to_server(store, action, held, attempt)
-            if all(slot.buffer.checked_s > fresh_s for slot in held.slots) or self._is_intact(action, held):
+            if all(slot.checked_s > fresh_s for slot in held.slots) or self._is_intact(action, held):
                 return self._to_storage(store, action, held, attempt)
             return None
         except CorruptSnapshotError:
@@ -587,7 +556,7 @@ class TierUpload:
     def _to_server(self, store: ServerTier, action: Action, held: Held, attempt: int) -> Manifest:
         """Bring what slots hold to a snapshot server, one after the other; shards exactly."""
         with self._ring.changed:
-            is_exact = self._seen.desired(action.run).must_be_exact(action.about)
+            is_exact = self.desired(action.run).must_be_exact(action.about)
         is_exact = is_exact or action.about.shard is not None
         nbytes, brought = 0, action.about
         for slot, manifest in held.each():
@@ -623,19 +592,15 @@ class TierUpload:
                 return None
             if whole is None:
                 raise PutOff(f"{action.name} is at {store.url} as far as this server has it", len(found.sizes))
-        self._retain(action, whole)
+        with self._ring.changed:  # older ones are to go there, if nobody else sees to that
+            if not whole.is_file and action.url not in self._ring.tiers(action.run).carried:
+                self.destination(action.url).newest[action.run] = whole
         self._ring.mark(held, action.url, Mark.SAFE)
         if whole.is_file:
             self._sweep_files(store)
         elif action.about.shard is not None:
             self._ring.mark_committed(action.run, whole.lineage, whole.order)
         return whole
-
-    def _retain(self, action: Action, newest: Manifest) -> None:
-        """Older snapshots of the run are to go where it has just come, if nobody else sees to that."""
-        with self._ring.changed:
-            if not newest.is_file and action.url not in self._ring.tiers(action.run).carried:
-                self._seen.destination(action.url).newest[action.run] = newest
 
     def _is_intact(self, action: Action, held: Held) -> bool:
         """Whether slots still hold what was committed; what is not is dropped, never carried further."""
@@ -648,7 +613,7 @@ class TierUpload:
                 say(logging.ERROR, "snapshot-dropped", text, about=manifest.name, error=error)
                 is_intact = False
                 with self._ring.changed:
-                    health = self._seen.destination(action.url).health
+                    health = self.destination(action.url).health
                     health.dropped, health.dropped_name = str(error), manifest.name
                     if slot.manifest is manifest:  # else something newer may be here by its name
                         self._ring.drop(action.run, manifest.name)
@@ -661,3 +626,14 @@ class TierUpload:
         except SpotError as error:
             text = "files that killed writers left at {about} could not be removed. It is retried: {error}"
             say(logging.WARNING, "leftovers-stay", text, about=store.url, error=error)
+
+
+def say_refused(run: str, attempt: int, error: FencedError) -> None:
+    """Log that a later attempt has taken over a run, so that the uploads of this one are refused."""
+    text = "{error}. Snapshots of attempt {attempt} are no longer uploaded. End its trainer."
+    say(logging.WARNING, "attempt-refused", text, about=f"{run} {attempt}", attempt=attempt, error=error)
+
+
+def has_newer(store: Store, than: Manifest) -> bool:
+    """Whether storage has a newer snapshot of that run."""
+    return any(m.run_id == than.run_id and m.order > than.order for m in store.survey().manifests)

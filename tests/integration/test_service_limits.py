@@ -36,7 +36,7 @@ from lightning_spot.errors import (
     SnapshotNotFoundError,
     TierReason,
 )
-from lightning_spot.http import fields, routes, upload_requests
+from lightning_spot.http import fields, limits, routes, upload_requests
 from lightning_spot.http.limits import Connections
 from lightning_spot.protocol.credentials import server_context
 from lightning_spot.protocol.wire import NO_DIGEST, PROTOCOL_HEADER, Frame, PartKind, parse_spot_url
@@ -172,9 +172,9 @@ Connect = Callable[..., Awaitable[asyncio.StreamReader]]
 
 
 @asynccontextmanager
-async def serving(**limits: Any) -> AsyncIterator[tuple[Connections, Connect]]:
+async def serving(**bounds: Any) -> AsyncIterator[tuple[Connections, Connect]]:
     """Serve silently within these limits; what connects from an address of loopback, and waits until that counts."""
-    connections, kept = Connections(Silent, **limits), list[asyncio.StreamWriter]()
+    connections, kept = Connections(Silent, **bounds), list[asyncio.StreamWriter]()
     server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
 
     async def connect(
@@ -248,7 +248,7 @@ def test_each_of_many_that_come_at_once_displaces_another(tls: Callable[[], ssl.
     """Those that came in one turn of the loop displaced the same one, and the others stayed: beyond all limits."""
 
     async def run() -> None:
-        async with serving(tls=tls, most=5, head_timeout_s=60.0) as (connections, connect):
+        async with serving(tls=tls, most=5, most_strangers=50, head_timeout_s=60.0) as (connections, connect):
             readers = [await connect() for _ in range(5)]
             readers += await asyncio.gather(*(connect() for _ in range(20)))
             for reader in readers[:20]:
@@ -259,7 +259,7 @@ def test_each_of_many_that_come_at_once_displaces_another(tls: Callable[[], ssl.
 
 
 def test_silence_between_requests_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "KEEPALIVE_S", 0.5)
+    monkeypatch.setitem(limits.RUNNER, "keepalive_timeout", 0.5)
     with asked(server_of()) as client, _connect(client, request("GET", "/healthz")) as connection:
         while connection.recv(4096):
             pass

@@ -26,9 +26,8 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import why_no_place, without_password
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError, TierReason
-from lightning_spot.http import routes, upload_requests
-from lightning_spot.http.limits import MOST_STRANGERS
-from lightning_spot.http.routes import Service
+from lightning_spot.http import limits, upload_requests
+from lightning_spot.http.limits import MOST_STRANGERS, Connections
 from lightning_spot.protocol.credentials import client_context
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.retry import RetryPolicy
@@ -307,8 +306,8 @@ def test_those_without_a_token_displace_each_other_only(certs: Path) -> None:
 
 
 def test_where_few_files_may_be_open_a_token_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "open_files", lambda: 16)
-    connections = Service(Mock(), None).connections(Silent, Mock())
+    monkeypatch.setattr(limits, "open_files", lambda: 16)
+    connections = Connections(Silent, tls=Mock())
     assert (connections._most, connections._most_strangers) == (4, 2)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from lightning_spot.client.server_client import ServerClient
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SnapshotNotFoundError
 from lightning_spot.http.routes import Service
+from lightning_spot.protocol.ownership import own_socket
 from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo
@@ -310,18 +312,11 @@ def served(
 
     async def begin() -> int:
         service = Service(server, (lambda: secrets) if secrets else None, **service_fields)
-        runner = service.runner(shutdown_timeout_s=0.0)
-        await runner.setup()
-        ends.push_async_callback(runner.cleanup)
-        ends.callback(service.close)
-        connections = service.connections(runner.server, tls)
         if path is not None:
-            listener = await loop.create_unix_server(connections, path, backlog=512)
-            ends.callback(listener.close)
-            return 0
-        listener = await loop.create_server(connections, "127.0.0.1", port)
-        ends.callback(listener.close)
-        return int(listener.sockets[0].getsockname()[1])
+            path.unlink(missing_ok=True)
+        listener = own_socket(path) if path is not None else socket.create_server(("127.0.0.1", port))
+        await service.accept(listener, ends, tls, shutdown_timeout_s=0.0)
+        return int(listener.getsockname()[1]) if path is None else 0
 
     try:
         yield asyncio.run_coroutine_threadsafe(begin(), loop).result(_LAST_S)

@@ -14,7 +14,6 @@ from lightning_spot.server.ring import Ring
 from lightning_spot.server.slot_choice import Limits, SlotRequest, find_room
 from lightning_spot.server.slots import (
     ORPHANED_S,
-    Buffer,
     Commit,
     Held,
     Known,
@@ -60,7 +59,7 @@ class Slots:
         return self._slot(failed_shard(step, writer), nbytes=0)
 
     def _slot(self, manifest: Any, *, at_s: float = 0.0, nbytes: int = 2**20, refused: str = "") -> Slot:
-        slot = Slot(len(self.all), SlotState.HELD, Buffer(None, nbytes), RUN_ID, manifest=manifest)
+        slot = Slot(len(self.all), SlotState.HELD, reserved_bytes=nbytes, run=RUN_ID, manifest=manifest)
         slot.commit = Commit(len(self.all), at_s)
         slot.seen = {refused: Mark.REFUSED} if refused else {}
         slot.writer = manifest.shard.writer if manifest.shard is not None else 0
@@ -70,7 +69,7 @@ class Slots:
     def committed(self, step: int) -> None:
         """Other places show that a snapshot is complete over them."""
         order: Order = (1, step, 2)
-        self.known.committed.setdefault((RUN_ID, LINEAGE), set()).add(order)
+        self.known.committed.setdefault(LINEAGE, set()).add(order)
 
     def states(self) -> dict[int, Status]:
         return {group.manifest.step: group.state for group in self.view().groups}
@@ -137,7 +136,7 @@ def test_a_shard_that_failed_gives_the_others_up(slots: Slots, where: str) -> No
         slots.failed(2, 1)
     else:
         shard = failed_shard(2, 1).shard
-        slots.known.seen_registers[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
+        slots.known.seen_registers[failed_shard(2, 1).snapshot] = {1: shard}
     assert slots.states()[2] is Status.ABORTED
     assert slots.newest() == {1}
     assert set(slots.idle()) == {2}
@@ -183,7 +182,7 @@ def test_an_aborted_one_that_storage_refuses_gives_way(slots: Slots) -> None:
     slots.now_s = 101.0
     assert slots.idle() == []  # nobody has said yet that it is aborted
     shard = failed_shard(2, 1).shard
-    slots.known.seen_registers[RUN_ID, failed_shard(2, 1).snapshot] = {1: shard}
+    slots.known.seen_registers[failed_shard(2, 1).snapshot] = {1: shard}
     assert slots.idle() == [2]
 
 
@@ -323,11 +322,8 @@ def test_where_each_slot_belongs_is_known_at_any_time(ring: Ring) -> None:
         again = AllSlots(ring.slots)
         assert (again.nbytes, again.free.keys()) == (ring.slots.nbytes, ring.slots.free.keys())
         assert all(again.free[size].keys() == slots.keys() for size, slots in ring.slots.free.items())
-        assert again.runs.keys() == ring.slots.runs.keys()
-        for run, of_run in ring.slots.runs.items():
-            for name in ("slots", "writers", "snapshots", "names"):
-                known, wanted = getattr(of_run, name), getattr(again.of(run), name)
-                assert known == wanted
+        for name in ("runs", "writers", "snapshots", "names"):
+            assert getattr(ring.slots, name) == getattr(again, name)
 
 
 def test_shards_that_fail_one_after_the_other_do_not_pile_up(ring: Ring) -> None:

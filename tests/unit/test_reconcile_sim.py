@@ -19,7 +19,7 @@ import pytest
 from lightning_spot.server import reconcile
 from lightning_spot.server.reconcile import Action, Desired, Destination, Kind, Observed, Role, Servers
 from lightning_spot.server.runs import Opened, RunInfo
-from lightning_spot.server.slots import Buffer, Commit, Known, Mark, Slot, SlotState, Tiers, View
+from lightning_spot.server.slots import Commit, Known, Mark, Slot, SlotState, Tiers, View
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_name, shard_name, snapshot_order
 from lightning_spot.snapshot.shards import Status, failed, registers_of, status, why_aborted
 from lightning_spot.store.retention import Keep
@@ -121,7 +121,9 @@ class Place:
     def put(self, manifest: Manifest, now_s: float) -> None:
         if all(slot.manifest.name != manifest.name for slot in self.slots):
             self.sequence += 1
-            slot = Slot(self.sequence, SlotState.HELD, Buffer(None, manifest.nbytes), RUN_ID, manifest.shard.writer)
+            slot = Slot(
+                self.sequence, SlotState.HELD, run=RUN_ID, writer=manifest.shard.writer, reserved_bytes=manifest.nbytes
+            )
             slot.manifest, slot.commit = manifest, Commit(self.sequence, now_s)
             self.slots.append(slot)
 
@@ -136,10 +138,10 @@ class Place:
             self.committed(manifest.order)
 
     def committed(self, order: Order) -> None:
-        self.known.committed.setdefault((RUN_ID, LINEAGE), set()).add(order)
+        self.known.committed.setdefault(LINEAGE, set()).add(order)
 
     def newest_known(self) -> Order | None:
-        return max(self.known.committed.get((RUN_ID, LINEAGE), ()), default=None)
+        return max(self.known.committed.get(LINEAGE, ()), default=None)
 
 
 class World:
@@ -407,12 +409,12 @@ class World:
 
     def put_shards(self, place: Place, action: Action, manifests: tuple[Manifest, ...]) -> Callable[[], None]:
         name, storage = action.about.snapshot, self.storage
-        key, to = (RUN_ID, name), place.destinations[STORAGE]
+        to = place.destinations[STORAGE]
         registers = storage.take(name, manifests)
         self.shown(name, registers)
 
         def note() -> None:
-            place.known.seen_registers[key] = registers
+            place.known.seen_registers[name] = registers
             if name in storage.committed:
                 if STORAGE not in place.tiers.carried:
                     to.newest[RUN_ID] = action.about
@@ -484,7 +486,7 @@ class World:
             for group in place.view().groups:
                 name = group.manifest.snapshot
                 if group.state is Status.PENDING and (found := servers.registers(name)):
-                    place.known.seen_registers[RUN_ID, name] = found
+                    place.known.seen_registers[name] = found
 
         return note
 
@@ -499,7 +501,7 @@ class World:
             if status(registers_of(made_of), (0, 0, 0)) is not Status.COMMITTED:
                 self.problem = self.problem or f"{name} at storage is no whole snapshot of one plan"
         for place in self.all:
-            for order in place.known.committed.get((RUN_ID, LINEAGE), ()):
+            for order in place.known.committed.get(LINEAGE, ()):
                 name = order_name(order)
                 ever = {**self.ever.get(name, {}), **self.storage.ever.get(name, {})}
                 if status(ever, order) is not Status.COMMITTED:

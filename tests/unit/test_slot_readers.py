@@ -58,7 +58,8 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
     nbytes, send, others = slot.capacity, socket.send_fds, []
 
     def replaced_first(connection: socket.socket, lines: list[bytes], fds: list[int]) -> int:
-        ring._take_memory(slot).close()
+        for memory in ring._take_memory(slot):
+            memory.close()
         others.append(open(tmp_path / "other", "wb+"))  # noqa: SIM115 - it is to stay open
         others[0].truncate(nbytes)
         return send(connection, lines, fds)
@@ -66,10 +67,10 @@ def test_a_slot_replaced_while_handed_over_maps_no_other_file(
     monkeypatch.setattr(socket, "send_fds", replaced_first)
     with sessions_of(server, tmp_path / "http") as begin:
         session = begin()
-        mapped = session.map_slot(slot.index, slot.buffer.generation)
+        mapped = session.map_slot(slot.index, slot.generation)
         assert mapped[:4] == b"mine"
         with pytest.raises(ServerUnreachableError, match=rf"\b{slot.index}\b"):
-            session.map_slot(slot.index, slot.buffer.generation)
+            session.map_slot(slot.index, slot.generation)
         session.close()
     others[0].close()
 
@@ -79,9 +80,9 @@ def test_a_slot_with_new_memory_since_its_lease_is_not_mapped(make_bench: MakeBe
     slot = bench.server.ring.try_lease(RUN, 1000)
     with sessions_of(bench.server, tmp_path / "http") as begin:
         session = begin()
-        session.map_slot(slot.index, slot.buffer.generation).close()
+        session.map_slot(slot.index, slot.generation).close()
         with pytest.raises(ServerUnreachableError, match=rf"\b{slot.index}\b"):
-            session.map_slot(slot.index, slot.buffer.generation - 1)
+            session.map_slot(slot.index, slot.generation - 1)
         session.close()
 
 

@@ -23,7 +23,7 @@ from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.slot_choice import Limits, SlotRequest, find_room
-from lightning_spot.server.slots import Buffer, Commit, Making, Mark, Slot, Slots, SlotState, View
+from lightning_spot.server.slots import Commit, Making, Mark, Slot, Slots, SlotState, View
 from lightning_spot.session.snapshotter import Pacing
 from lightning_spot.store.retention import Keep
 from tests.support.ranks import Desk
@@ -346,7 +346,7 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
         manifest = manifest_of(step, nbytes=nbytes, run_id=run)
         state = SlotState.HELD
         seen = {"tier": Mark.SAFE}
-        return Slot(index, state, Buffer(None, nbytes), run, manifest=manifest, commit=Commit(step), seen=seen)
+        return Slot(index, state, reserved_bytes=nbytes, run=run, manifest=manifest, commit=Commit(step), seen=seen)
 
     slots = Slots([slot(0, own, 1, 100), slot(1, own, 2, 100), slot(2, "other@2", 1, 500)])
     more, same = (Limits(slots=2, memory_bytes=nbytes, run_memory_bytes=None) for nbytes in (2000, 800))
@@ -365,7 +365,7 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
 
 def test_a_writer_gets_the_free_slot_that_it_filled_last() -> None:
     """It is mapped, and page-locked, in the process of that writer."""
-    free = [Slot(index, buffer=Buffer(reserved_bytes=400), writer=index) for index in range(3)]
+    free = [Slot(index, reserved_bytes=400, writer=index) for index in range(3)]
     limits = Limits(slots=4, memory_bytes=4000, run_memory_bytes=None)
     for writer, index in ((2, 2), (1, 1), (7, 0)):
         found = find_room(Slots(free), SlotRequest("run", 400, 400, writer), limits)
