@@ -21,6 +21,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from lightning_spot.config import SHORTEST_TOKEN, check_run_name, read_environment, read_secrets, token_file
@@ -257,7 +258,16 @@ def _client_files(ca: str | None, cert: str | None) -> Reloaded[ssl.SSLContext]:
     return Reloaded(filter(None, [ca, cert]), make)
 
 
+def _refuse_pipes(name: str, *paths: str | None) -> None:
+    """A file is read again when it has changed: a pipe brings it once, or keeps who reads it waiting for ever."""
+    for path in filter(None, paths):
+        if Path(path).is_fifo():
+            raise SettingsError(f"{name}: {path} is a pipe, which cannot be read again. Give a file")
+
+
 def _load_pair(context: ssl.SSLContext, name: str, cert: str, key: str | None) -> None:
+    _refuse_pipes(name, cert, key)
+
     def no_password() -> str:
         raise SettingsError(f"{name}: the key has a password, which nobody can be asked for. Store it without")
 
@@ -270,6 +280,7 @@ def _load_pair(context: ssl.SSLContext, name: str, cert: str, key: str | None) -
 
 
 def _load_ca(context: ssl.SSLContext, name: str, ca: str) -> None:
+    _refuse_pipes(name, ca)
     try:
         context.load_verify_locations(ca)
     except (OSError, ValueError) as error:

@@ -28,7 +28,7 @@ from lightning_spot.config import why_no_place, without_password
 from lightning_spot.errors import ServerRefusedError, ServerUnreachableError, SettingsError, TierReason
 from lightning_spot.http import limits, upload_requests
 from lightning_spot.http.limits import MOST_STRANGERS, Connections
-from lightning_spot.protocol.credentials import client_context
+from lightning_spot.protocol.credentials import client_context, server_context
 from lightning_spot.protocol.wire import NO_DIGEST, Address, Frame, PartKind, parse_spot_url
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
@@ -72,6 +72,15 @@ def hasty(monkeypatch: pytest.MonkeyPatch, certs: Path) -> Iterator[tuple[Snapsh
     with asked(server, tls=context_of(certs)) as client:
         open_run(client)
         yield server, client
+
+
+@pytest.mark.parametrize("what", [SERVER, SERVER_KEY, CA])
+def test_a_pipe_is_no_certificate(certs: Path, tmp_path: Path, what: str) -> None:
+    """Nobody may ever write to it: the server would hang."""
+    os.mkfifo(tmp_path / what)
+    cert, key, ca = (str((tmp_path if each == what else certs) / each) for each in (SERVER, SERVER_KEY, CA))
+    with pytest.raises(SettingsError, match="is a pipe"):
+        server_context(cert, key, ca)
 
 
 # -- the whole way -----------------------------------------------------------------------------------------------------
