@@ -471,6 +471,8 @@ _LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows
 
 SEND_TIMEOUT_S = 60.0
 """A client has so long to take each block of a file."""
+LONGEST_READ_S = 3600.0
+"""A reader keeps what it reads from making room for so long at most; one on a slow link reads ranges."""
 _SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
 
 
@@ -586,7 +588,7 @@ class RunRequests:
                 response.headers[DIGEST_HEADER] = checksum(image[start:stop])
             await response.prepare(request)
             with _hanging_up(request):
-                await self._send(request, response, held, image, start, stop)
+                await asyncio.wait_for(self._send(request, response, held, image, start, stop), LONGEST_READ_S)
         await response.write_eof()
         return response
 

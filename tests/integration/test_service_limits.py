@@ -271,6 +271,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SnapshotServer, Ser
     for module, name in (
         (fields, "BODY_TIMEOUT_S"),
         (routes, "SEND_TIMEOUT_S"),
+        (routes, "LONGEST_READ_S"),
         (upload_requests, "FRAME_WAIT_S"),
     ):
         monkeypatch.setattr(module, name, 2.0)
@@ -305,7 +306,11 @@ def test_a_stream_that_goes_quiet_is_hung_up_on(hasty: tuple[SnapshotServer, Ser
     until(lambda: _nobody_holds_a_slot(server), "the slot to be free")
 
 
-def test_a_reader_that_does_not_read_lets_go_of_its_slot(hasty: tuple[SnapshotServer, ServerClient]) -> None:
+@pytest.mark.parametrize("other", ["SEND_TIMEOUT_S", "LONGEST_READ_S"])
+def test_a_reader_that_does_not_read_lets_go_of_its_slot(
+    hasty: tuple[SnapshotServer, ServerClient], monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    monkeypatch.setattr(routes, other, 600.0)  # the other bound does
     server, client = hasty
     nbytes, manifest = 50 * 2**20, manifest_of(1, nbytes=50 * 2**20, run_id="")
     upload = server.uploads.lease("run", 1, nbytes)
