@@ -16,6 +16,7 @@ import ssl
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -191,7 +192,7 @@ async def _serve(
             await service.accept(ends.enter_context(own_socket(record.http)), ends)  # whoever finds it may connect
             ends.callback(record.http.unlink, missing_ok=True)
             await _serve_metrics(server, environment, ends)
-            await _until_unneeded(server, service, settings.server_idle_timeout_s, signals)
+            await _until_unneeded(server, service, settings.server_idle_timeout_s, signals, record.touch)
         left = await _drain(server, service, settings.drain_timeout_s, signals)
     if record is not None:
         if not left:
@@ -268,17 +269,22 @@ class _Signals:
 
 
 async def _until_unneeded(
-    server: SnapshotServer, service: Service, server_idle_timeout_s: float, signals: _Signals
+    server: SnapshotServer,
+    service: Service,
+    server_idle_timeout_s: float,
+    signals: _Signals,
+    note_alive: Callable[[], None] = lambda: None,
 ) -> None:
     """Return when the run has ended, when nobody was there for ``server_idle_timeout_s``, or on a signal.
 
-    It is looked at when something has changed, and seldom else: to look four times a second took more CPU time than all
-    requests of a training.
+    ``note_alive`` is called again and again until then. It is looked at when something has changed, and seldom else: to
+    look four times a second took more CPU time than all requests of a training.
     """
     server.ring.watch(signals.wake)
     last_busy_s, was_busy = time.monotonic(), True
     while not signals.first.is_set():
         signals.woken.clear()
+        note_alive()
         now_s, is_busy = time.monotonic(), server.busy
         if is_busy or was_busy:  # until now
             last_busy_s = now_s

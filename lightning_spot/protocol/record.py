@@ -109,6 +109,11 @@ class ServerRecord:
         os.ftruncate(alive, 0)
         os.pwrite(alive, json.dumps({**(asdict(process) if process is not None else {}), **how}).encode(), 0)
 
+    def touch(self) -> None:
+        """Keep the ``alive`` file from what removes old files: without it, the living server would not be found."""
+        with contextlib.suppress(OSError):
+            os.utime(self.alive)
+
     def settings(self) -> dict[str, Any]:
         """How the last server was run, as :meth:`note` wrote it; empty if nothing of it is left."""
         try:

@@ -57,6 +57,7 @@ from lightning_spot.snapshot.parts import checksum
 from tests.support.answering import Answering
 from tests.support.server import MIB, RunningServer, StartServer, manifest_of, named_run, server_pid
 from tests.support.store import snapshot
+from tests.support.waiting import until
 
 OURS = {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
 
@@ -414,6 +415,14 @@ def test_files_of_a_killed_server_are_removed_after_a_day(tmp_path: Path, runtim
     starting.start(str(tmp_path), "run", **SETTINGS)
     assert not list(runtime_dir.glob("0000*"))
     assert len(list(runtime_dir.glob("1111*"))) == 3
+
+
+def test_what_shows_that_a_server_lives_never_grows_old(tmp_path: Path, runtime_dir: Path) -> None:
+    """What cleans ``/tmp`` of old files would hide it: another server would be started beside it."""
+    starting.start(str(tmp_path), "run", **SETTINGS)
+    (alive,) = runtime_dir.glob("*.alive")
+    os.utime(alive, (0, 0))
+    until(lambda: alive.stat().st_mtime > 0, "the server to note that it lives")
 
 
 class Asked:
