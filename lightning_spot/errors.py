@@ -108,17 +108,12 @@ class CorruptSnapshotError(SpotError):
     Attributes:
         where: tier or URL of the snapshot.
         part: index of the first bad part, or ``None`` when the size or the manifest is wrong.
-        is_newer_format: whether a newer version of this package wrote the manifest: the snapshot may be good, this
-            version cannot tell.
     """
 
-    def __init__(
-        self, message: str, *, where: str = "", part: int | None = None, is_newer_format: bool = False
-    ) -> None:
+    def __init__(self, message: str, *, where: str = "", part: int | None = None) -> None:
         super().__init__(message)
         self.where = where
         self.part = part
-        self.is_newer_format = is_newer_format
 
 
 class SnapshotNotFoundError(SpotError, FileNotFoundError):

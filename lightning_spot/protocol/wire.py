@@ -75,7 +75,7 @@ _STATUS: dict[type[SpotError], int] = {
 }
 KnownReason = TypeVar("KnownReason", bound=errors.Reason)
 
-_FACTS: dict[str, type] = {"current": int, "part": int, "where": str, "is_newer_format": bool}
+_FACTS: dict[str, type] = {"current": int, "part": int, "where": str}
 """Attributes of errors that are sent with them, besides their reason."""
 
 
@@ -131,8 +131,7 @@ _MOST_PARTS = 2**20
 
 
 def _checksums(fields: Mapping[str, Any], name: str, _default: object) -> tuple[str, ...]:
-    checksums = untrusted.items(fields, name, _MOST_PARTS)
-    return tuple(untrusted.text({name: each}, name, None) for each in checksums)
+    return tuple(untrusted.texts(fields, name, _MOST_PARTS))
 
 
 @dataclass(frozen=True, slots=True)

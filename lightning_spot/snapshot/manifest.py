@@ -337,8 +337,7 @@ class Manifest:
         if version > MANIFEST_VERSION:
             raise CorruptSnapshotError(
                 f"a manifest has format {version}; this version of lightning_spot reads up to"
-                f" {MANIFEST_VERSION}: upgrade it",
-                is_newer_format=True,
+                f" {MANIFEST_VERSION}: upgrade it"
             )
         try:
             if not untrusted.unseal(known) and at_rest and version > _LAST_WITHOUT_CHECKSUM:

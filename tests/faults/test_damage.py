@@ -445,7 +445,6 @@ KNOWN: list[SpotError] = [
     *(ServerRefusedError("why", tier="spot://server", status=500, reason=reason) for reason in TierReason),
     ServerUnreachableError("why", tier="spot://server"),
     CorruptSnapshotError("why", where="there", part=3),
-    CorruptSnapshotError("why", is_newer_format=True),
     FencedError("why", current=2),
     RunBusyError("why"),
     SnapshotNotFoundError("why"),
