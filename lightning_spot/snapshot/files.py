@@ -92,14 +92,14 @@ def pieces(files: Sequence[FileSpan], start: int, stop: int) -> Iterator[tuple[F
     """
     for index in range(bisect_right(files, start, key=lambda file: file.stop), len(files)):
         file = files[index]
-        if start < min(file.offset, stop):
-            yield None, start, min(file.offset, stop)
-        start = max(start, file.offset)
-        if start >= stop:
-            return
-        if start < min(file.stop, stop):
-            yield file, start, min(file.stop, stop)
-        start = max(start, file.stop)
+        if file.offset >= stop:
+            break
+        if start < file.offset:
+            yield None, start, file.offset
+        start, end = max(start, file.offset), min(file.stop, stop)
+        if start < end:
+            yield file, start, end
+        start = max(start, end)
     if start < stop:
         yield None, start, stop
 

@@ -87,14 +87,15 @@ def lay_out(checkpoint: Any, first: Sequence[UntypedStorage] = (), early: Contai
     Raises:
         Exception: what :mod:`pickle` raises here, it raises in ``torch.save``, too.
     """
-    storages = _Storages(first)
     data = io.BytesIO()
-    _Pickler(data, storages.persistent_id).dump(checkpoint)
-    met = sorted(range(len(first), len(storages.all)), key=lambda number: storages.all[number].data_ptr() not in early)
+    pickler = _Pickler(data, first)
+    pickler.dump(checkpoint)
+    storages = pickler.storages
+    met = sorted(range(len(first), len(storages)), key=lambda number: storages[number].data_ptr() not in early)
     numbers = (*range(len(first)), *met)
-    places = _places(numbers, tuple([storages.sizes[number] for number in numbers]))
+    places = _places(numbers, tuple([pickler.sizes[number] for number in numbers]))
     tail = _tail(data.getvalue(), places)
-    return Layout(places.end + len(tail), (*places.frame, (places.end, tail)), _pieces(storages.all, numbers, places))
+    return Layout(places.end + len(tail), (*places.frame, (places.end, tail)), _pieces(storages, numbers, places))
 
 
 def lay_out_first(first: Sequence[UntypedStorage]) -> Layout:
@@ -246,56 +247,6 @@ _KINDS = {
 _has_names: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "has_names", lambda _: False)  # until torch 2.12
 
 
-class _Storages:
-    """The storages of one checkpoint, by the numbers under which they are filed.
-
-    Args:
-        first: those that are filed first; each once.
-
-    Attributes:
-        all: the storages, by number.
-        sizes: of each, when it was met.
-    """
-
-    def __init__(self, first: Sequence[UntypedStorage]) -> None:
-        self.all = list(first)  # kept alive meanwhile: what is made while it is pickled would have its identity again
-        self.sizes = [storage.nbytes() for storage in first]
-        self._numbers = {storage._cdata: number for number, storage in enumerate(first)}
-        self._dtypes: dict[int, torch.dtype] = {}  # by address
-
-    def persistent_id(self, storage: _OfPlain | TypedStorage | UntypedStorage) -> tuple[Any, ...]:
-        """How a storage is named in the pickle, as ``torch.save`` does it."""
-        kind: Any
-        if isinstance(storage, _OfPlain):
-            untyped, dtype = storage
-            kind = _KINDS[dtype]
-            count = untyped.nbytes() // dtype.itemsize
-        elif isinstance(storage, TypedStorage):
-            untyped, dtype = storage._untyped_storage, storage.dtype
-            kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call] # torch's
-            count = storage._size()  # type: ignore[no-untyped-call] # torch's
-        else:
-            untyped, dtype = storage, torch.uint8
-            kind = getattr(torch, type(storage).__name__)
-            count = storage.nbytes()
-        device = untyped.device.type
-        address = untyped.data_ptr() if device != "meta" else 0
-        if address and self._dtypes.setdefault(address, dtype) is not dtype:
-            raise RuntimeError("tensors of different dtypes share their memory, which torch.save refuses")
-        location = "cpu" if device == "cpu" else torch.serialization.location_tag(untyped)
-        return ("storage", kind, str(self._number(untyped)), location, count)
-
-    def _number(self, storage: UntypedStorage) -> int:
-        number, nbytes = self._numbers.get(storage._cdata), storage.nbytes()
-        if number is None:
-            number = self._numbers[storage._cdata] = len(self.all)
-            self.all.append(storage)
-            self.sizes.append(nbytes)
-        elif self.sizes[number] != nbytes:
-            raise RuntimeError("a tensor's storage was resized while the checkpoint was pickled")
-        return number
-
-
 class _OfPlain(NamedTuple):
     """The storage of a plain tensor, and its dtype."""
 
@@ -307,21 +258,58 @@ _STORAGES = frozenset((_OfPlain, TypedStorage, UntypedStorage))
 
 
 class _Pickler(pickle.Pickler):
-    """The pickler of ``torch.save``.
+    """The pickler of ``torch.save``, which files storages by number.
 
     Args:
         file: to write to.
-        name: says how a storage is named.
+        first: storages that are filed first; each once.
+
+    Attributes:
+        storages: by number.
+        sizes: of each, when it was met.
     """
 
-    def __init__(self, file: io.BytesIO, name: Callable[[Any], tuple[Any, ...]]) -> None:
+    def __init__(self, file: io.BytesIO, first: Sequence[UntypedStorage]) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: reduced}
-        self._name = name
+        self.storages = list(first)  # kept alive: what is made meanwhile would have its identity again
+        self.sizes = [storage.nbytes() for storage in first]
+        self._numbers = {storage._cdata: number for number, storage in enumerate(first)}
+        self._dtypes: dict[int, torch.dtype] = {}  # by address
 
-    def persistent_id(self, obj: Any) -> Any:
-        """See :class:`pickle.Pickler`."""
-        return self._name(obj) if type(obj) in _STORAGES else None
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        """How a storage is named in the pickle, as ``torch.save`` does it."""
+        if type(obj) not in _STORAGES:  # nearly all that is pickled
+            return None
+        kind: Any
+        if type(obj) is _OfPlain:
+            untyped, dtype = obj
+            kind = _KINDS[dtype]
+            count = untyped.nbytes() // dtype.itemsize
+        elif type(obj) is TypedStorage:
+            untyped, dtype = obj._untyped_storage, obj.dtype
+            kind = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call] # torch's
+            count = obj._size()  # type: ignore[no-untyped-call] # torch's
+        else:
+            untyped, dtype = obj, torch.uint8
+            kind = UntypedStorage
+            count = obj.nbytes()
+        device = untyped.device.type
+        address = untyped.data_ptr() if device != "meta" else 0
+        if address and self._dtypes.setdefault(address, dtype) is not dtype:
+            raise RuntimeError("tensors of different dtypes share their memory, which torch.save refuses")
+        location = "cpu" if device == "cpu" else torch.serialization.location_tag(untyped)
+        return ("storage", kind, str(self._number(untyped)), location, count)
+
+    def _number(self, storage: UntypedStorage) -> int:
+        number, nbytes = self._numbers.get(storage._cdata), storage.nbytes()
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self.storages)
+            self.storages.append(storage)
+            self.sizes.append(nbytes)
+        elif self.sizes[number] != nbytes:
+            raise RuntimeError("a tensor's storage was resized while the checkpoint was pickled")
+        return number
 
 
 def reduced(tensor: torch.Tensor) -> Any:

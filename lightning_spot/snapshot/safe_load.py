@@ -22,12 +22,12 @@ import functools
 import io
 import itertools
 import math
-import os
 import pathlib
 import pickle
 import pickletools
 import re
 import reprlib
+import struct
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -184,10 +184,13 @@ def _load(file: IO[bytes] | str, map_location: str, mapped: str, names: _SafeNam
     """
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
+        assert archive.fp is not None
+        nbytes = archive.fp.seek(0, io.SEEK_END)
+        archive.fp.seek(0)  # where torch begins
     inside = sum(record.file_size for record in records)
     if min((record.header_offset for record in records), default=0):  # Python and torch would see other records
         raise _refused("begins with something that is no record of it")
-    if inside > (nbytes := _nbytes(file)):
+    if inside > nbytes:
         raise _refused(f"claims to hold {inside} bytes and has {nbytes}")
     names.left = max(_MOST_MET, _MOST_AGAIN * nbytes)
     mapped = file if isinstance(file, str) else mapped
@@ -199,16 +202,6 @@ def _load(file: IO[bytes] | str, map_location: str, mapped: str, names: _SafeNam
         overall_storage=memory,
         encoding="utf-8",
     )
-
-
-def _nbytes(file: IO[bytes] | str) -> int:
-    """Length of a file, which is at its beginning then."""
-    if isinstance(file, str):
-        return os.path.getsize(file)
-    file.seek(0, io.SEEK_END)
-    nbytes = file.tell()
-    file.seek(0)
-    return nbytes
 
 
 def _refused(why: str) -> CorruptSnapshotError:
@@ -354,36 +347,21 @@ def _checked(make: Callable[..., Any], *kinds: type, least: int = 0) -> Callable
     """A constructor that takes arguments of just these classes, and at least so many of them."""
 
     def checked(*arguments: Any) -> Any:
-        if not least <= len(arguments) <= len(kinds) or any(map(_is_no, arguments, kinds)):
+        of_kinds = all(kind in (object, type(value)) for value, kind in zip(arguments, kinds, strict=False))
+        if not (of_kinds and least <= len(arguments) <= len(kinds)):
             raise TypeError("these arguments are not those that its class writes")
         return make(*arguments)
 
     return checked
 
 
-def _is_no(value: Any, kind: type) -> bool:
-    return kind is not object and type(value) is not kind
-
-
-def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
-    return lambda *parts: kind(*map(_text, parts))
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError("no text")
-    return value
-
-
 def _date(state: bytes) -> datetime.date:
-    year, month, day = state[0] << 8 | state[1], *state[2:]
-    return datetime.date(year, month, day)
+    return datetime.date(*struct.unpack(">HBB", state))
 
 
 def _datetime(state: bytes) -> datetime.datetime:
-    year, microsecond = (int.from_bytes(part, "big") for part in (state[:2], state[7:10]))
-    month, day, hour, minute, second = state[2:7]
-    return datetime.datetime(year, month, day, hour, minute, second, microsecond)
+    seconds = datetime.datetime(*struct.unpack(">H5B", state[:7]))
+    return seconds.replace(microsecond=int.from_bytes(state[7:10], "big"))
 
 
 def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]:
@@ -391,6 +369,8 @@ def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]
         raise TypeError("no deque writes this")
     return collections.deque(maxlen=maxlen)
 
+
+_MOST_FOLDERS = 2048  # in a path, which has 4096 characters at most
 
 _FACTORIES: tuple[type, ...] = (
     *(bool, bytes, dict, float, frozenset, int, list, set, str, tuple),
@@ -476,7 +456,7 @@ _PLAIN: dict[str, _Plain] = {
     "datetime.timedelta": _Plain(datetime.timedelta, _checked(datetime.timedelta, int, int, int, least=3)),
     "decimal.Decimal": _Plain(decimal.Decimal, _checked(decimal.Decimal, str, least=1)),
     **{
-        f"pathlib.{local}{kind.__name__}": _Plain(kind, _path(kind))
+        f"pathlib.{local}{kind.__name__}": _Plain(kind, _checked(kind, *[str] * _MOST_FOLDERS))
         for kind in (pathlib.PosixPath, pathlib.PurePosixPath)
         for local in ("", "_local.")
     },
@@ -519,6 +499,7 @@ class _Unpickler(pickle._Unpickler):
     stack: list[Any]  # this and what follows are python's
     memo: dict[int, Any]
     append: Callable[[Any], None]
+    load_build: Callable[[], None]
 
     def __init__(self, file: io.BytesIO, **named: Any) -> None:
         super().__init__(file, **named)
@@ -570,6 +551,9 @@ class _Unpickler(pickle._Unpickler):
         self._push(self.names.call(called, arguments, is_new=is_new), *extent)
 
     def _build(self) -> None:
+        if type(self.stack[-2]) in self.names.users.values():
+            self.load_build()
+            return
         (state,) = self._pop(1)
         made = self.stack[-1]
         if type(made) is Placeholder:
@@ -577,16 +561,8 @@ class _Unpickler(pickle._Unpickler):
             self._replace(made)
         elif type(made) is collections.OrderedDict and type(state) is dict:
             vars(made).update(state)
-        elif type(made) not in self.names.users.values():
-            raise _refused("gives a state that torch.save does not write")
-        elif hasattr(made, "__setstate__"):
-            made.__setstate__(state)
         else:
-            state, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-            if state:  # an object with slots has no other attributes
-                vars(made).update(state)
-            for name, value in (slots or {}).items():
-                setattr(made, name, value)
+            raise _refused("gives a state that torch.save does not write")
 
     def _replace(self, placeholder: Placeholder) -> None:
         """Put a value in the place of what stood for it until its state was known."""
