@@ -28,10 +28,7 @@ def growing(first_s: float, last_s: float = float("inf")) -> Iterator[float]:
         first_s: seconds of the first.
         last_s: seconds of the longest.
     """
-    pause_s = min(first_s, last_s)
-    while True:
-        yield pause_s
-        pause_s = min(2.0 * pause_s, last_s)
+    return (pause_after(failures, first_s, last_s) for failures in itertools.count(1))
 
 
 def pause_after(failures: int, first_s: float, last_s: float) -> float:

@@ -125,18 +125,10 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         """Read bytes of the very file that :meth:`info` told of; an error if it was replaced meanwhile."""
         self.client.receive(f"/v1/files/{quoted(info['path'])}", start, into, info["etag"])
 
-    def _open(
-        self,
-        path: str,
-        mode: str = "rb",
-        block_size: int | None = None,
-        autocommit: bool = True,
-        cache_options: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:
         if mode != "rb":
             self._refuse(path)
-        return SpotReader(self, self._file_info(path), block_size or BLOCK_BYTES, cache_options, **kwargs)
+        return SpotReader(self, self._file_info(path), block_size or BLOCK_BYTES, **kwargs)
 
     def _refuse(self, path: Any, *_arguments: Any, **_options: Any) -> Any:
         """Refuse whatever would change something.
@@ -197,16 +189,12 @@ class SpotReader(AbstractBufferedFile):  # type: ignore[misc] # fsspec has no ty
         fs: where it is.
         info: what ``fs.info`` says of it. A file that is replaced while it is read is an error, never a mixture.
         block_size: bytes to ask for at least.
-        cache_options: passed to fsspec.
-        **kwargs: likewise.
+        **kwargs: passed to fsspec.
     """
 
-    def __init__(
-        self, fs: SpotFileSystem, info: dict[str, Any], block_size: int, cache_options: Any = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, fs: SpotFileSystem, info: dict[str, Any], block_size: int, **kwargs: Any) -> None:
         self._info = info
-        super().__init__(fs, info["name"], "rb", block_size, cache_options=cache_options, size=info["size"], **kwargs)
-        self.details = info
+        super().__init__(fs, info["name"], "rb", block_size, size=info["size"], **kwargs)
 
     def readinto(self, target: Any) -> int:
         """Read straight into ``target``, past the cache where it is larger than a block."""

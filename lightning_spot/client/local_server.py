@@ -199,7 +199,7 @@ class LocalServer:
 
     def open_run(self, info: RunInfo) -> Opened:
         """See :meth:`Host.open_run`."""
-        body = {**asdict(info), "session": self.session.id, "servers": list(info.servers)}
+        body = {**asdict(info), "session": self.session.id}
         body["environment"] = environment_to_hand_over()  # a server that an earlier attempt began has that one's keys
         opened = self._call("POST", f"/v1/runs/{quoted(info.text)}/open", body, limit_s=_OPEN_TIMEOUT_S, again=True)
         self.run, self.attempt = info.text, int(opened["attempt"])

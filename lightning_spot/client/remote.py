@@ -21,7 +21,7 @@ from lightning_spot.client.encoding import (
 from lightning_spot.client.part_streams import CONNECTIONS, send_parts
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
-from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError
+from lightning_spot.errors import SnapshotNotFoundError, SpotError
 from lightning_spot.protocol.wire import BaseInfo, answered, parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of, parse_run
@@ -30,6 +30,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Image
+from lightning_spot.store.fences import read_twice
 from lightning_spot.store.store import Holdings, Progress, Target, fetch_ranges
 from lightning_spot.untrusted import LONGEST_TEXT, flag, integer, plain
 
@@ -82,12 +83,12 @@ class ServerStore:
     def read(self, manifest: Manifest, start: int, into: memoryview) -> None:
         """Read one of ``manifest.ranges()``, and check it; from any thread. Errors are those of :meth:`fetch`."""
         path = f"/v1/files/{quoted(self.run, manifest.data_path)}"
-        self.client.receive(path, start, into)
-        try:
-            manifest.verify_range(start, into, self.url)
-        except CorruptSnapshotError:  # perhaps on its way
+
+        def received() -> None:
             self.client.receive(path, start, into)
             manifest.verify_range(start, into, self.url)
+
+        read_twice(received)  # what is damaged is perhaps so since it came
 
     def delete(self, manifest: Manifest) -> None:
         """See :meth:`Store.delete`."""
