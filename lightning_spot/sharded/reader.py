@@ -409,7 +409,10 @@ def write_tensors(file: BinaryIO, state: Mapping[str, Any], metadata: Mapping[st
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     if end > most_bytes:
-        raise CorruptSnapshotError(f"its weights would take {end} bytes, and its files have {most_bytes}: it is forged")
+        raise CorruptSnapshotError(
+            f"its weights would take {end} bytes, and its files have {most_bytes}: tensors in it are expanded, or it is"
+            " forged. Clone expanded tensors before they are saved"
+        )
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)

@@ -62,8 +62,8 @@ class Traffic(pl.Callback):
             counted = self._counted(name, getattr(distributed_c10d, name))
             setattr(distributed_c10d, name, counted)
             setattr(dist, name, counted)
-        for client in (ServerClient, Session):
-            client._ask = self._noted(client._ask)  # type: ignore[method-assign, assignment]
+        ServerClient._exchange = self._noted(ServerClient._exchange)  # type: ignore[method-assign]
+        Session._ask = self._noted(Session._ask)  # type: ignore[method-assign]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         time.sleep(0.05 * (trainer.global_rank == self._late_rank))
@@ -91,10 +91,10 @@ class Traffic(pl.Callback):
         work.wait()
 
     def _noted(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(client: Any, *arguments: Any) -> Any:
-            path = arguments[1].path if isinstance(client, ServerClient) else "channel"
+        def noted(client: Any, *arguments: Any, **how: Any) -> Any:
+            path = arguments[1] if isinstance(client, ServerClient) else "channel"
             self.asked.append((self.step, path, threading.current_thread() is threading.main_thread()))
-            return ask(client, *arguments)
+            return ask(client, *arguments, **how)
 
         return noted
 

@@ -22,6 +22,7 @@ from lightning_spot.cli.command import COMMANDS, command_parser
 from lightning_spot.cli.snapshots import Found
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_bytes
+from lightning_spot.simulation import simulator
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
 from tests.conftest import Cli
@@ -374,7 +375,10 @@ def test_what_to_install_for_a_url_is_said(
     )
 
 
-def test_a_run_that_never_ends_has_no_price(capsys: pytest.CaptureFixture[str], cli: Cli) -> None:
+def test_a_run_that_never_ends_has_no_price(
+    capsys: pytest.CaptureFixture[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulator, "MOST_FAILURES", 50)
     never = ["simulate", "--work", "1h", "--lifetime", "1s", "--runs", "2"]
     assert main(never) == 0
     assert "PRICE" not in capsys.readouterr().out

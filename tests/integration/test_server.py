@@ -87,7 +87,7 @@ def put_file(server: RunningServer, run: str, name: str, data: bytes, info: RunI
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--listen", "nowhere"], "--listen 'nowhere'"),
+        (["--listen", "nowhere"], "127.0.0.1:7070: 'nowhere'"),
         (["--listen", "127.0.0.1:99999"], "--listen"),
         (["--listen", "0.0.0.0:7070"], "LIGHTNING_SPOT_TOKEN"),
         (["--listen", "[::]:7070"], "LIGHTNING_SPOT_TOKEN"),
