@@ -30,13 +30,14 @@ from lightning_spot.client import starting
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_store
 from lightning_spot.run.location import Location
-from lightning_spot.run.sources import MemorySource, Source, StoreSource
+from lightning_spot.run.sources import STORAGE, MemorySource, Source, StoreSource
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.selection import _load, choose
 from lightning_spot.snapshot.layout import lay_out
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store.store import Holdings
 
 RANKS = 4
 _LIMIT_S = 300.0
@@ -234,7 +235,8 @@ def _mapped(file: Path) -> _Prepare:
 
 def _found(source: Source, location: Location) -> Survey:
     found = survey(location)
-    found.answers = [(source, source.survey())]
+    storage = [(each, Holdings()) for each, _ in found.answers if each.tier == STORAGE and each.tier != source.tier]
+    found.answers = [(source, source.survey()), *storage]  # storage answers, and has nothing
     return found
 
 
