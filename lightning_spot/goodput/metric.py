@@ -35,19 +35,34 @@ class Goodput(Metric):
         for name in Spent.__slots__:
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, productive_s: float, **badput_s: float) -> None:
+    def update(
+        self,
+        productive_s: float,
+        blocked_s: float = 0.0,
+        lost_s: float = 0.0,
+        restore_s: float = 0.0,
+        down_s: float = 0.0,
+        startup_s: float = 0.0,
+    ) -> None:
         """Add seconds.
 
         Args:
             productive_s: trained, and kept.
-            badput_s: ``blocked_s``, waited for snapshots; ``lost_s``, trained, and done again; ``restore_s``, found and
-                read what an attempt went on from; ``down_s``, without machines; ``startup_s``, the rest of the time
-                from a start until training began. Each is 0 by default.
-
-        Raises:
-            TypeError: if there is no such cause.
+            blocked_s: waited for snapshots.
+            lost_s: trained, and done again.
+            restore_s: found and read what an attempt went on from.
+            down_s: without machines.
+            startup_s: the rest of the time from a start until training began.
         """
-        spent = Spent(productive_s=productive_s, **badput_s)
+        # All are named above: so a MetricCollection knows which values are for this metric.
+        spent = Spent(
+            productive_s=productive_s,
+            blocked_s=blocked_s,
+            lost_s=lost_s,
+            restore_s=restore_s,
+            down_s=down_s,
+            startup_s=startup_s,
+        )
         for name in Spent.__slots__:
             setattr(self, name, getattr(self, name) + getattr(spent, name))
 

@@ -24,7 +24,7 @@ import pytest
 import s3fs
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torchmetrics import MetricCollection
+from torchmetrics import MetricCollection, SumMetric
 
 from lightning_spot import (
     ConvergenceAware,
@@ -173,6 +173,9 @@ def test_metric() -> None:
     assert goodput.compute() == pytest.approx(0.9)
     goodput.update(productive_s=100.0)
     assert MetricCollection([goodput.clone()]).compute()["Goodput"] == pytest.approx(0.95)
+    both = MetricCollection([Goodput(), SumMetric()])  # each is given what it takes
+    both.update(productive_s=3.0, down_s=1.0, value=5.0)
+    assert both.compute() == {"Goodput": pytest.approx(0.75), "SumMetric": 5.0}
     assert not goodput.state_dict()
     again = Goodput()
     for each in (goodput, again):
