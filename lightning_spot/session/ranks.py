@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2
+LOOK_S, _LONGEST_LOOK_S = 0.2, 2.0
 _MOST_PER_S = 1000.0
-"""The store is asked so often by all ranks together: with more ranks, each asks less often."""
+"""The store is asked so often by all ranks together: of more ranks each asks less often, while a notice allows that."""
 DECIDE_S = 30.0
 _CLOSE_S = 2.0  # of a thread that waits for a host which has gone, for minutes perhaps
 
@@ -187,8 +187,9 @@ class StopAgreement:
 
     def _comes(self, store: Store, key: str) -> bool:
         """Wait until something is published; whether it was, before this was closed."""
+        look_s = min(max(LOOK_S, self._world_size / _MOST_PER_S), _LONGEST_LOOK_S)
         while not store.check([key]):
-            if self._closed.wait(max(LOOK_S, self._world_size / _MOST_PER_S)):
+            if self._closed.wait(look_s):
                 return False
             if self.facts is None and (facts := self._called()) is not None:
                 _publish(store, "called", facts)

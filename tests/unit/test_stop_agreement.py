@@ -88,6 +88,12 @@ def test_nobody_waits_for_a_store_that_is_gone(store: list[TCPStore], caplog: py
     second.leave(at_exit=False)
 
 
+def test_a_notice_is_told_soon_however_many_ranks_there_are(store: list[TCPStore]) -> None:
+    """Machines may be taken away after 30 s."""
+    with contextlib.closing(agreement(store, 1, lambda: {"by": 1}, world_size=100_000)):
+        until(lambda: store[0].check(["called"]), "the others to hear of it", 10.0)
+
+
 def test_a_rank_that_does_not_answer_is_waited_for_a_while(
     store: list[TCPStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
