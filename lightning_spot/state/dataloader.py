@@ -117,7 +117,7 @@ def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | 
         return workers.begin_epoch()
     if indices is None:
         return begin_watched(loader)
-    with replacing(loader, {sampler_name(loader): indices}):
+    with replacing(loader, indices.values(loader)):
         return iter(loader)
 
 
@@ -511,7 +511,7 @@ class Positioned(Follower):
         self._resume, self.restore_step, self.data_resume = resume, restore_step, data_resume
         self.indices: Indices | None = None  # one for all epochs: workers that persist go on with it
         if draws_at_once(loader):
-            self.indices = self.workers.indices if self.workers is not None else Indices(loader)
+            self.indices = self.workers.indices if self.workers is not None else Indices()
 
     def begin_epoch(self) -> Iterator[Any]:
         """See :meth:`Follower.begin_epoch`."""

@@ -32,9 +32,6 @@ _WATCHED = 4
 class Indices:
     """Stands in for a loader's (batch) sampler, and can yield less than it, or questions to the workers.
 
-    Args:
-        loader: whose indices are those into a data set.
-
     Attributes:
         first: draws of the next pass that are passed over, each where the first one that is not is asked for.
         draws: those of the last pass, as the sampler draws them.
@@ -46,8 +43,8 @@ class Indices:
             the order depends on what else is drawn meanwhile, and cannot be drawn again.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._sampler: Any = vars(loader)[sampler_name(loader)]
+    def __init__(self) -> None:
+        self._sampler: Any = None
         self.draws: Iterator[Any] = iter(())
         self.first = 0
         self.rest = False
@@ -55,6 +52,12 @@ class Indices:
         self.at_start: Callable[[], None] | None = None
         self.instead: list[Any] | None = None
         self.draws_along = False
+
+    def values(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        """What the loader's attribute is while an epoch begins; it may have another sampler than in the one before."""
+        name = sampler_name(loader)
+        self._sampler = vars(loader)[name]
+        return {name: self}
 
     def __iter__(self) -> Iterator[Any]:
         if self.questions:
@@ -117,8 +120,9 @@ def replacing(loader: DataLoader[Any], values: Mapping[str, Any]) -> Iterator[No
 
 
 def draws_at_once(loader: Any) -> bool:
-    """Whether a loader draws indices into a data set, from the sampler that it has when ``iter`` is called."""
-    return _draws_indices(loader) and type(loader).__iter__ is DataLoader.__iter__
+    """Whether a loader draws indices into a data set, from its attribute that is a sampler when ``iter`` is called."""
+    is_torchs = _draws_indices(loader) and type(loader).__iter__ is DataLoader.__iter__
+    return is_torchs and sampler_name(loader) in vars(loader)
 
 
 def iterates_itself(loader: Any) -> bool:
@@ -147,7 +151,7 @@ class LastingWorkers:
 
     def __init__(self, loader: DataLoader[Any], own: OwnState) -> None:
         self._loader, self._own = loader, own
-        self.indices = Indices(loader)
+        self.indices = Indices()
         self._watch = WorkerWatch(loader, answers=True)
         self._made: State | None = None
         self._saved: State | None = None
@@ -209,7 +213,7 @@ class LastingWorkers:
     def _make_iterator(self, states: list[State] | None) -> Iterator[Any]:
         """``iter(loader)`` for the first time: its iterator keeps our sampler, and its workers our function."""
         self._watch.states = states or []
-        with replacing(self._loader, {sampler_name(self._loader): self.indices, **self._watch.values(self._loader)}):
+        with replacing(self._loader, {**self.indices.values(self._loader), **self._watch.values(self._loader)}):
             iterator = iter(self._loader)
         vars(compat.WORKERS_ITERATOR.of(self._loader))[_KNOWN] = self
         return iterator

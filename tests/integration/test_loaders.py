@@ -18,10 +18,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from lightning_spot.errors import SettingsError
 from lightning_spot.state.compare import differences
+from lightning_spot.state.dataloader import Positioned
 from tests.integration.test_exact import final
 from tests.support import exact_models as m
 from tests.support.exact_cases import Estimated
@@ -194,6 +195,28 @@ def cells() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "workers", "stop"), cells())
 def test_equal_wherever_it_is_stopped(name: str, workers: str, stop: str, tmp_path: Path) -> None:
     check_resume(Case(model=Epochs, loaders=lambda: LOADERS[name](**WORKERS[workers])), STOPS[stop], tmp_path)
+
+
+class Guarded(DataLoader[Any]):
+    """Its sampler is a property, of which ``vars`` knows nothing."""
+
+    @property  # type: ignore[override]
+    def batch_sampler(self) -> Any:
+        return self.__dict__["guarded"]
+
+    @batch_sampler.setter
+    def batch_sampler(self, sampler: Any) -> None:
+        self.__dict__["guarded"] = sampler
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Guarded])
+def test_a_sampler_is_the_one_that_the_loader_has(kind: type[DataLoader[Any]]) -> None:
+    """Programs give a loader another one between epochs, past what torch forbids."""
+    loader = kind(range(4), batch_size=2)  # type: ignore[arg-type]
+    follower = Positioned(loader, lambda _: None, lambda _: True)
+    assert [batch.tolist() for batch in follower.begin_epoch()] == [[0, 1], [2, 3]]
+    object.__setattr__(loader, "batch_sampler", BatchSampler(range(3, -1, -1), 2, drop_last=False))
+    assert [batch.tolist() for batch in follower.begin_epoch()] == [[3, 2], [1, 0]]
 
 
 def test_a_finished_run_that_is_given_more_epochs_has_whole_ones(tmp_path: Path) -> None:
