@@ -101,7 +101,7 @@ class FitState(PerTrainer):
         fixed_steps: is told when the states of schedulers are loaded.
         gradient_order: in which DDP's gradients become ready.
         loaders: of the fit, as far as they are followed.
-        modules: all modules in that of the trainer, with their names, when a capture began.
+        modules: all modules in that of the trainer, with their names, while a capture is under way.
         at_end: whether what is captured is that of a run at its end, outside any epoch.
         has_begun: whether training has.
         patches: that are undone when the fit is over.
@@ -235,7 +235,10 @@ class FitState(PerTrainer):
             at_end: whether the run has come to its end, outside any epoch.
         """
         self.at_end, self.modules = at_end, list(self.module.named_modules())
-        return {part.name: self._run(part, partial(part.capture, self)) for part in PARTS}
+        try:
+            return {part.name: self._run(part, partial(part.capture, self)) for part in PARTS}
+        finally:
+            self.modules = []  # training may drop some
 
     def _run(self, part: StatePart, do: Callable[[], Any]) -> Any:
         return self.switches.run(part.requires, do) if part.requires is not None else do()

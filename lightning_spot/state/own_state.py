@@ -114,7 +114,7 @@ class OwnState:
                 _put(item, name, value)
 
     def capture_all(self) -> State:
-        """The same with the generators of the process."""
+        """What :meth:`capture` returns, and the generators of the process."""
         return {**capture_random(), "own": self.capture()}
 
     def restore_all(self, state: State) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +50,18 @@ def test_state_parts_are_restored_by_stage_in_table_order(trainer: Any, monkeypa
     for stage in Stage:
         parts.restore(stage, {name: value for name, value in saved.items() if name != "d"})
     assert done == [("a", 1), ("b", False), ("a", 1)]
+
+
+def test_what_training_drops_from_a_module_is_freed(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights stayed in memory until the next snapshot."""
+    monkeypatch.setattr(fit_state, "PARTS", ())
+    module = trainer.lightning_module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    fit = FitState(trainer)
+    fit.capture()
+    dropped = weakref.ref(module[0])
+    del module[0]
+    gc.collect()
+    assert dropped() is None
 
 
 # -- generators --------------------------------------------------------------------------------------------------------
