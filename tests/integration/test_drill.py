@@ -157,6 +157,13 @@ def test_differences_are_told_entry_by_entry() -> None:
     assert list(differences({"a": -0.0 * torch.ones(1)}, {"a": torch.zeros(1)})) != []  # to the bit
     wide = [torch.full((1,), value).expand(2**40) for value in (0.0, 0.0, 1.0)]  # as a forged file may have them
     assert [len(list(differences({"a": wide[0]}, {"a": other}))) for other in wide[1:]] == [0, 1]
+    base = torch.tensor([0.0, 1.0, 2.0])
+    rows, one = base[:1].expand(2, 4), torch.zeros(1)
+    for equal in (one.expand(2, 4), torch.zeros(4).expand(2, 4), base.clone().fill_(0.0)[2:].expand(2, 4)):
+        assert list(differences({"a": rows}, {"a": equal})) == []
+    assert list(differences({"a": rows}, {"a": base[1:2].expand(2, 4)})) == [
+        "a: 100.0% of 8 values differ, by at most 1"
+    ]
     assert list(differences({"a": 1}, {"b": 1})) == ["a: only in the first", "b: only in the second"]
     assert list(differences({"a": [1]}, {"a": [1, 2]})) == ["a: 1 items and 2"]
 
