@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -151,10 +152,14 @@ class SlotMemory:
         backing: ``"tmpfs"`` (a file others can find) or ``"memfd"`` (reachable by descriptor only).
         path: the file, if it has one.
         map: the memory as this process sees it.
+        generation: tells it from all others of this process, so that a peer knows when to map a slot again.
     """
+
+    _generations = itertools.count(1)
 
     def __init__(self, fd: int, shared: mmap.mmap, backing: str, path: Path | None) -> None:
         self.fd = fd
+        self.generation = next(self._generations)
         self.capacity = len(shared)
         self.backing = backing
         self.path = path

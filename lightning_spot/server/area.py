@@ -225,7 +225,7 @@ class SlotArea:
             for mark in (Mark.REFUSED, Mark.SAFE):
                 slot.seen.update(dict.fromkeys((str(url) for url in record[mark.value]), mark))
             slot.durable_or_superseded = bool(record.get("settled"))
-            slot.commit.sequence, slot.generation = int(record["sequence"]), 1
+            slot.commit.sequence = int(record["sequence"])
         except (FileNotFoundError, ValueError, KeyError, TypeError, CorruptSnapshotError) as error:
             text = "{about} of an earlier server is damaged. It is dropped; the snapshot before it counts: {error}"
             say(logging.WARNING, "leftover-damaged", text, about=where, error=error)

@@ -755,7 +755,7 @@ class Ring:
 
     def _take(self, slot: Slot, run: str, writer: int) -> None:
         """A run fills a slot from now on."""
-        slot.run, slot.writer, slot.state, slot.checked_s = run, writer, SlotState.FILLING, float("-inf")
+        slot.run, slot.writer, slot.state = run, writer, SlotState.FILLING
         self.slots.note(slot)
 
     def _commit(self, slot: Slot, manifest: Manifest) -> None:
@@ -809,7 +809,6 @@ class Ring:
             raise
         with self.changed:
             slot.memory, slot.reserved_bytes = memory, 0
-            slot.generation += 1
             self.slots.note(slot)
 
 

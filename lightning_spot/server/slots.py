@@ -107,6 +107,7 @@ class Commit:
         destinations: URLs a user's file goes to instead of its run's tiers.
         floats: where in it numbers lie that may be approximated on their way to a server behind.
         after_s: so long after the writer's snapshot before it; infinity for the first.
+        checked_s: when its bytes were read last, and had the checksums of the manifest (monotonic).
     """
 
     sequence: int = 0
@@ -114,6 +115,7 @@ class Commit:
     destinations: tuple[str, ...] | None = None
     floats: tuple[Floats, ...] = ()
     after_s: float = float("inf")
+    checked_s: float = float("-inf")
 
 
 @dataclass(eq=False, slots=True)
@@ -125,8 +127,6 @@ class Slot:
         state: what it is doing.
         memory: its memory, once that is made.
         reserved_bytes: size of the memory that is being made.
-        generation: counts its memories, so that a peer knows when to map again.
-        checked_s: when its bytes were read last, and had the checksums of the manifest (monotonic).
         run: key of the run that fills or holds it.
         writer: number of the rank that fills it, or has filled it last; 0 where one writes all.
         manifest: of what it holds. A shard that failed is of no bytes, and needs no memory.
@@ -141,8 +141,6 @@ class Slot:
     state: SlotState = SlotState.FREE
     memory: SlotMemory | None = None
     reserved_bytes: int = 0
-    generation: int = 0
-    checked_s: float = float("-inf")
     run: str = ""
     writer: int = 0
     manifest: Manifest | None = None
@@ -160,6 +158,11 @@ class Slot:
     def capacity(self) -> int:
         """Bytes of memory the slot holds, or is about to hold."""
         return self.memory.capacity if self.memory is not None else self.reserved_bytes
+
+    @property
+    def generation(self) -> int:
+        """Of its memory; 0 while it has none."""
+        return self.memory.generation if self.memory is not None else 0
 
     @property
     def held(self) -> Manifest:

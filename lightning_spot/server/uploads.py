@@ -397,7 +397,7 @@ class Uploads:
             try:
                 began_s = time.monotonic()
                 sealed = manifest.sealed(upload.slot.view(manifest.nbytes))
-                upload.slot.checked_s = began_s
+                upload.slot.commit.checked_s = began_s
                 self._commit(upload, sealed, tuple(destinations) if destinations is not None else None)
             finally:
                 with self._lock:

@@ -545,7 +545,7 @@ class Reconciler(Observations):
         try:
             if isinstance(store, ServerTier):  # it checks every part that it receives
                 return self._to_server(store, action, held, attempt)
-            if all(slot.checked_s > fresh_s for slot in held.slots) or self._is_intact(action, held):
+            if all(slot.commit.checked_s > fresh_s for slot in held.slots) or self._is_intact(action, held):
                 return self._to_storage(store, action, held, attempt)
             return None
         except CorruptSnapshotError:

@@ -355,7 +355,7 @@ class Damaging:
         slot = self.host._server.ring.contents()[0]
         with slot.view() as image:
             image[100] ^= 1
-        slot.checked_s = float("-inf")  # as long ago
+        slot.commit.checked_s = float("-inf")  # as long ago
         self.store.fail(None)
 
     def durable(self) -> list[int]:
