@@ -389,6 +389,9 @@ def train(
         try:
             trainer.fit(module, loaders, val, datamodule=data)
         finally:
+            # Lightning ends only the workers of the loop at which a fit stops: those of training outlive one that stops
+            # in validation, until garbage is collected, whenever that is; then each of them is waited for, 5 s long.
+            trainer.fit_loop.teardown()
             if told is not None:
                 told += ours()
     return said
