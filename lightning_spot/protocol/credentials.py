@@ -10,6 +10,7 @@ Files are read again once they have changed.
 from __future__ import annotations
 
 import base64
+import contextlib
 import enum
 import functools
 import hashlib
@@ -260,9 +261,10 @@ def _client_files(ca: str | None, cert: str | None) -> Reloaded[ssl.SSLContext]:
 
 def _refuse_pipes(name: str, *paths: str | None) -> None:
     """A file is read again when it has changed: a pipe brings it once, or keeps who reads it waiting for ever."""
-    for path in filter(None, paths):
-        if Path(path).is_fifo():
-            raise SettingsError(f"{name}: {path} is a pipe, which cannot be read again. Give a file")
+    with contextlib.suppress(OSError):  # who reads it next says why it cannot be looked at
+        for path in filter(None, paths):
+            if Path(path).is_fifo():
+                raise SettingsError(f"{name}: {path} is a pipe, which cannot be read again. Give a file")
 
 
 def _load_pair(context: ssl.SSLContext, name: str, cert: str, key: str | None) -> None:

@@ -83,6 +83,13 @@ def test_a_pipe_is_no_certificate(certs: Path, tmp_path: Path, what: str) -> Non
         server_context(cert, key, ca)
 
 
+def test_a_path_at_which_nothing_can_be_is_a_bad_setting(certs: Path) -> None:
+    cert, key, never = str(certs / SERVER), str(certs / SERVER_KEY), "long" * 100
+    for given in ((never, key, None), (cert, never, None), (cert, key, never)):
+        with pytest.raises(SettingsError, match="can be read"):
+            server_context(*given)
+
+
 # -- the whole way -----------------------------------------------------------------------------------------------------
 
 
