@@ -85,9 +85,10 @@ class SlotViews:
 
     def _unpin(self, host: Host, shared: mmap.mmap | None = None) -> None:
         """Let slots of a ring go before they are unmapped: that which it has replaced, or all of them."""
-        for key, view in list(self._views.items()):  # another thread may add one
-            if key[0] is host and (shared is None or view.map is shared):
-                self._copier.unpin(self._views.pop(key))
+        for key, view in list(self._views.items()):  # another thread may add one, or let one go
+            is_meant = key[0] is host and (shared is None or view.map is shared)
+            if is_meant and self._views.pop(key, None) is not None:
+                self._copier.unpin(view)
 
 
 class SlotPool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from lightning_spot.capture import host_link, slot_pool
-from lightning_spot.capture.slot_pool import SlotPool
+from lightning_spot.capture.slot_pool import SlotPool, SlotViews
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client import starting
 from lightning_spot.client.local_server import LocalServer
@@ -21,7 +22,7 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Snapsho
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.interval.policy import EverySeconds, EverySteps
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
-from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.server.slot_choice import Limits, SlotRequest, find_room
 from lightning_spot.server.slots import Commit, Making, Mark, Slot, Slots, SlotState, View
 from lightning_spot.session.snapshotter import Pacing
@@ -370,3 +371,20 @@ def test_a_writer_gets_the_free_slot_that_it_filled_last() -> None:
     for writer, index in ((2, 2), (1, 1), (7, 0)):
         found = find_room(Slots(free), SlotRequest("run", 400, 400, writer), limits)
         assert found.slot is free[index]
+
+
+def test_a_slot_may_be_replaced_while_its_ring_is_let_go() -> None:
+    """Each is unpinned once."""
+    host: Any = type("Ring", (), {"released": None})()
+    maps, unpinned = [mmap.mmap(-1, 4096) for _ in range(2)], list[Any]()
+
+    def unpin(view: Any) -> None:
+        unpinned.append(view.map)
+        replaced(maps[1])  # by another thread, meanwhile
+
+    views = SlotViews(cast(Any, SimpleNamespace(unpin=unpin)))
+    for slot, shared in enumerate(maps):
+        views.of(host, Lease("", shared, 1, "process", slot))
+    replaced = host.released
+    views.drop(host)
+    assert unpinned == maps
