@@ -286,10 +286,9 @@ def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
         return call
 
     def opened(file: Any, mode: str = "r", *arguments: Any, **more: Any) -> Any:
-        if isinstance(file, int) or not concerns(file):
+        if not concerns(file):
             return real_open(file, mode, *arguments, **more)
-        struck("open", file)
-        return real_open(file, mode, *arguments, **more)
+        return _file(file, mode, struck, **more)
 
     for name in CALLS:
         setattr(os, name, watched(name))
@@ -300,6 +299,34 @@ def faulty_calls(new: Plan, below: Path) -> Iterator[Plan]:
         builtins.open = real_open
         for name, function in real.items():
             setattr(os, name, function)
+
+
+class _File(io.FileIO):
+    """A file whose reads and writes are struck, too: no function of ``os`` is called for them."""
+
+    def __init__(self, file: Any, mode: str, struck: Callable[[str, Any], str]) -> None:
+        super().__init__(file, mode)
+        self._struck = struck
+
+    def readinto(self, buffer: Any) -> int | None:
+        kind, into = self._struck("read", self.name), memoryview(buffer)
+        return super().readinto(into[: max(1, len(into) // 2)] if kind == "short" else into)
+
+    def write(self, data: Any) -> int | None:
+        kind = self._struck("write", self.name)
+        count = super().write(memoryview(data)[: len(data) // 2] if kind == "short" else data)
+        if kind in ("lost", "short"):
+            raise raised(kind, str(self.name))
+        return count
+
+
+def _file(file: Any, mode: str, struck: Callable[[str, Any], str], buffering: int = -1) -> Any:
+    if not isinstance(file, int):
+        struck("open", file)
+    raw = _File(file, mode, struck)
+    if buffering == 0:
+        return raw
+    return io.BufferedReader(raw) if mode == "rb" else io.BufferedWriter(raw)
 
 
 def _concerns(below: Path) -> Callable[[Any], bool]:
