@@ -593,9 +593,13 @@ class Store(ABC):
                     raise TierError(why, tier=self.url)
         self.note(sealed, attempt=attempt)
         if sealed.files:
-            with self._errors():  # of writers that were here before
-                self._remove(sealed.name, [name for name in self._names(sealed.name) if is_note(name)])
+            self._remove_notes(sealed.name)
         return sealed
+
+    def _remove_notes(self, name: str) -> None:
+        """Remove what writers have noted of a snapshot; it is committed all the same where that fails."""
+        with contextlib.suppress(TierError), self._errors():
+            self._remove(name, [file for file in self._names(name) if is_note(file)])
 
     def note(self, manifest: Manifest, *, attempt: int) -> None:
         """Write the manifest of what is there; of two starts at once, that of the one that keeps the number stays.

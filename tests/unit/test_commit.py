@@ -100,6 +100,15 @@ def test_no_note_stays_beside_a_manifest(store: Store) -> None:
     assert not any(map(is_note, sizes(store)))
 
 
+def test_a_snapshot_is_committed_though_notes_stay(tmp_path: Path) -> None:
+    store, shards = open_store(str(tmp_path)), shards_of(*range(WRITERS))
+    put_shards(store, shards[:2], attempt=1)
+    whole = assemble(each for each, _ in shards)
+    with faulty_calls(Plan("EIO", span=0, only=("unlink",)), tmp_path):
+        store.put(whole, memoryview(b"".join(bytes(image[:]) for _, image in shards)), attempt=1)
+    assert store.has(whole)
+
+
 def test_ranges_wait_for_a_place_that_has_all_of_them(store: Store) -> None:
     assert put_shards(store, ranges_of(1, 2, 3), attempt=1).manifest is None
     assert MODEL_FILE not in sizes(store)
