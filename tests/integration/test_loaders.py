@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sqlite3
@@ -192,9 +193,14 @@ def cells() -> Iterator[Any]:
                 )
 
 
+@functools.cache
+def loaded(name: str, workers: str) -> Case:
+    return Case(model=Epochs, loaders=lambda: LOADERS[name](**WORKERS[workers]))
+
+
 @pytest.mark.parametrize(("name", "workers", "stop"), cells())
 def test_equal_wherever_it_is_stopped(name: str, workers: str, stop: str, tmp_path: Path) -> None:
-    check_resume(Case(model=Epochs, loaders=lambda: LOADERS[name](**WORKERS[workers])), STOPS[stop], tmp_path)
+    check_resume(loaded(name, workers), STOPS[stop], tmp_path)
 
 
 class Guarded(DataLoader[Any]):
@@ -448,9 +454,8 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str, str]] = 
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("end", ["mid-epoch", "end of epoch"])
-def test_changed_data_are_kept_or_named(name: str, end: str, tmp_path: Path) -> None:
+@functools.cache
+def changing(name: str) -> Case:
     data, change, hook, says = CHANGES[name]
 
     def loaders() -> Any:
@@ -458,8 +463,14 @@ def test_changed_data_are_kept_or_named(name: str, end: str, tmp_path: Path) -> 
         return DataLoader(made, m.BATCH, sampler=Weights(made))
 
     changes = LambdaCallback(**{hook: lambda trainer, *_: change(trainer.train_dataloader)})
+    return alone(loaders, says, callbacks=lambda: [changes])
+
+
+@pytest.mark.parametrize("end", ["mid-epoch", "end of epoch"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_data_are_kept_or_named(name: str, end: str, tmp_path: Path) -> None:
     stop = AFTER if end == "mid-epoch" else lambda: StopIn("on_train_batch_start", 11)
-    check_resume(alone(loaders, says, callbacks=lambda: [changes]), [stop], tmp_path)
+    check_resume(changing(name), [stop], tmp_path)
 
 
 @pytest.mark.parametrize("reads", ["training", "validation"])

@@ -6,6 +6,7 @@ named the feature before training began.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import tempfile
@@ -39,9 +40,9 @@ from tests.support.trainer import trainer as quiet
 from tests.support.waiting import new_process
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One feature in a run.
+    """One feature in a run; equal to itself only.
 
     Attributes:
         model: makes the module; one that logs little, but where logging may matter.
@@ -397,6 +398,14 @@ def train(
     return said
 
 
+@functools.lru_cache(maxsize=8)
+def _undisturbed(case: Case) -> dict[str, Any]:
+    """What a case ends with that nothing stops: trained once for tests, one after another, that stop it elsewhere."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as root:
+        train(case, Path(root), seed=11, every=1000)
+        return Outcome(Path(root)).final()
+
+
 def equal_or_named(case: Case, root: Path, stops: Iterable[pl.Callback]) -> list[str]:
     """Stop a run where these callbacks do, and go on each time: it ends as one that is not stopped, or that is named.
 
@@ -410,7 +419,6 @@ def equal_or_named(case: Case, root: Path, stops: Iterable[pl.Callback]) -> list
     train(case, root / "broken", seed=200, every=1000, told=said)
     said = [text for text in said if ".left" not in text]  # of what stops it
     if not said:
-        train(case, root / "twin", seed=11, every=1000)
-        found = differences(Outcome(root / "twin").final(), Outcome(root / "broken").final())
+        found = differences(_undisturbed(case), Outcome(root / "broken").final())
         assert [text for text in found if "_base_seed" not in text] == []  # of workers that are made anew
     return said

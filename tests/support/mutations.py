@@ -94,7 +94,7 @@ precise optimizers | state.fit_state | exact_table::equal_or_warned_of[precise-s
 weights that hooks overwrite | state.buffers | hooks::a_resumed_run_has_the_values_of_its_snapshot[Initialises-net.0.bias, net.0.weight-more0]
 -        write(here, value)
 # a curriculum begins anew in a resumed run
-values of objects in the data | state.own_state | loaders::changed_data_are_kept_or_named[mid-epoch-an object]
+values of objects in the data | state.own_state | loaders::changed_data_are_kept_or_named[an object-mid-epoch]
 -state["values"] = {path: kept for path, _, kept in self._changed() if kept}
 # a resumed run is another one: weights that training tied are two again
 what shares memory otherwise | state.module_state | aliases::what_a_module_shares_is_shared_after_a_resume_or_named[weights that training ties]
