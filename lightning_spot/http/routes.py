@@ -344,7 +344,8 @@ class Service:
     def _check_key(self, scope: Scope, key: str, *names: str) -> None:
         """Each name, and each that is known of what lies under a key, must be covered."""
         info = self.server.registry.info(key)
-        held = (slot.held.run for slot in self.server.ring.contents(key))
+        with self.server.ring.changed:  # else a slot may be emptied in between
+            held = [slot.held.run for slot in self.server.ring.contents(key)]
         for name in (*names, *held, *([info.name] if info is not None else [])):
             if not scope.covers(name):
                 why = f"this token is for runs {scope.prefix}… only: it does not cover {name}"
@@ -549,13 +550,13 @@ class RunRequests:
         """The attempt that writes, the newest snapshot that counts, what is in memory, what a tier has refused."""
         run = request.match_info["run"]
         key = self._server.registry.key(run)
-        listed = [
-            {"manifest": slot.held.to_dict(), "dirty": self._server.ring.owed([slot]), "safe": slot.safe}
-            for slot in self._server.ring.contents(key)
-        ]
+        ring = self._server.ring
+        with ring.changed:  # else a slot may be emptied in between
+            held = [(slot.held, ring.owed([slot]), slot.safe) for slot in ring.contents(key)]
+        listed = [{"manifest": each.to_dict(), "dirty": owed, "safe": safe} for each, owed, safe in held]
         refused = [manifest.to_dict() for manifest in self._server.reconciler.refused(key)]
         claimed = await asyncio.to_thread(self._server.claimed, run)
-        newest = self._server.ring.newest_committed(key)
+        newest = ring.newest_committed(key)
         return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})
 
     # -- files ---------------------------------------------------------------------------------------------------------

@@ -240,11 +240,12 @@ class Registry:
         """
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
-        for slot in self._ring.contents():
-            if slot.run not in runs:
-                manifest = slot.held
+        with self._ring.changed:  # else a slot may be emptied in between
+            held = [(slot.run, slot.held) for slot in self._ring.contents()]
+        for key, manifest in held:
+            if key not in runs:
                 left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")
-                runs[slot.run] = (Run(left), False)
+                runs[key] = (Run(left), False)
         return [
             {
                 "name": run.info.name,

@@ -146,9 +146,10 @@ def test_what_is_taken_after_a_rewind_counts_at_once(store: Store, cli: Cli) -> 
     assert [(item.attempt, item.step) for item, _ in found.candidates] == [(3, 2), (1, 1)]
 
 
-def test_a_rewind_while_retention_looks_is_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had listed what it deletes, the snapshot that the rewind went back to among it."""
-    real, oldest = type(store).has, store.survey().manifests[-1]
+@pytest.mark.parametrize("by", ["retention", "prune"])
+def test_a_rewind_before_a_deletion_is_seen(store: Store, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is deleted was listed already, the snapshot that the rewind goes back to among it."""
+    real, newest, oldest = type(store).has, put(store, 5, attempt=2), store.survey().manifests[-1]
 
     def has(self: Store, manifest: Manifest) -> bool:
         rewind = Rewind(2, oldest.order).file
@@ -156,7 +157,10 @@ def test_a_rewind_while_retention_looks_is_seen(store: Store, monkeypatch: pytes
         return real(self, manifest)
 
     monkeypatch.setattr(type(store), "has", has)
-    retain(store, Keep(newest=1), put(store, 5, attempt=2))
+    if by == "retention":
+        retain(store, Keep(newest=1), newest)
+    else:
+        assert main(["prune", store.url, "--keep", "1"]) == 2
     assert there(store) == [(2, 5), *ALL]
 
 

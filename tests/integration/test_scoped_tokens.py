@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -21,6 +23,7 @@ from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import Rights, Scope, current_secrets, scope_of
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address, parse_spot_url
+from lightning_spot.server.slots import Slot
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.parts import checksum
 from tests.integration.test_fit import stopped
@@ -261,6 +264,35 @@ def test_listings_show_what_a_token_covers(shared: tuple[SnapshotServer, int], k
     assert shown["flush_to"] is None
     assert ({"team-a-1": "team-b-1", "team-b-1": "team-a-1"}[name]) not in metrics + runs + status
     assert name in metrics
+
+
+@pytest.mark.parametrize(
+    ("path", "look"), [("/v1/runs", 0), ("/v1/runs/team-a-1/snapshots", 0), ("/v1/runs/team-a-1/snapshots", 1)]
+)
+def test_what_leaves_memory_while_it_is_listed(path: str, look: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each look at what is in memory: by who asks whether a token covers it, and by who lists it."""
+    server = server_of()
+    ring, run, leaving = server.ring, f"team-a-1@{MINE}", list[threading.Thread]()
+    listed = ring.contents
+
+    def contents(*arguments: Any) -> list[Slot]:
+        found = listed(*arguments)
+        if threading.current_thread() not in leaving:
+            leaving.append(threading.Thread(target=server.remove, args=(run, found[0].held.name) if found else ()))
+            if len(leaving) == look + 1:
+                leaving[-1].start()
+                leaving[-1].join(0.5)  # it is quicker, or waits its turn
+        return found
+
+    with served(server, secrets=(SECRET,)) as port:
+        client = ServerClient(Address("127.0.0.1", port), SECRET)
+        client.call("POST", f"/v1/runs/{run}/open", {"attempt": 1, "token": ""})
+        committed(server, run, manifest_of(1, run_id=MINE, run="team-a-1"), image_of(1, 1000))
+        monkeypatch.setattr(ring, "contents", contents)
+        assert asked(port, TOKENS["read"], "GET", path)[0] == 200
+        leaving[look].join()
+        monkeypatch.undo()
+        assert ring.contents() == []
 
 
 def test_each_denied_request_is_in_the_log(start_server: StartServer) -> None:
