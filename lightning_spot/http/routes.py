@@ -211,7 +211,7 @@ class Service:
         listener: socket.socket,
         ends: AsyncExitStack,
         tls: Callable[[], ssl.SSLContext] | None = None,
-        shutdown_timeout_s: float = 5.0,
+        shutdown_timeout_s: float = 2.5,
     ) -> None:
         """Answer who connects to a socket, until ``ends``.
 
@@ -219,7 +219,7 @@ class Service:
             listener: the socket, which is bound.
             ends: with it, nobody is answered any more.
             tls: how to speak TLS, see :class:`~lightning_spot.http.limits.Connections`.
-            shutdown_timeout_s: how long requests under way may take then.
+            shutdown_timeout_s: how long requests under way may take then, and once more to be cancelled.
         """
         logged = RequestLogger(self.counted)
         runner = web.AppRunner(self.application(), logger=logged, shutdown_timeout=shutdown_timeout_s, **RUNNER)
