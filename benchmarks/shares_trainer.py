@@ -121,7 +121,7 @@ class Ways(pl.Callback):
 
         snapshotter._take = in_turn  # type: ignore[method-assign]
         snapshotter.before_step = turn_ends  # type: ignore[method-assign]
-        snapshotter.writing._ranges = lambda: (0,) if self.way == BY_RANK_0 else usual()  # type: ignore[method-assign]
+        snapshotter.writing._ranges = lambda at: (0,) if self.way == BY_RANK_0 else usual(at)  # type: ignore[method-assign]
 
     def _ranks_before(self, rank: int) -> int:
         """How many ranks come before this one, each up to its optimizer step; by rank 0 alone, others come with it."""
