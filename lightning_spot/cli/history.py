@@ -286,9 +286,8 @@ def rewind(arguments: argparse.Namespace) -> int:
     except SpotError:
         run.attempts.remove([wanted.file])
         raise
-    run.attempts.remove(
-        [each.file for each in others if each != wanted]
-    )  # only then: of two, the one that goes back further counts
+    # Only then: of two, the one that goes back further counts.
+    run.attempts.remove([each.file for each in others if each != wanted])
     names = {item.name for item in run.whole if wanted.sets_aside(item.order)}
     print_line(f"the next start resumes from {to.name}; newer snapshots set aside until one is stored: {len(names)}")
     return 0
@@ -316,13 +315,13 @@ def _undo(run: _Run) -> int:
 
 def _show(url: str, gone: Iterable[tuple[Manifest, str]], arguments: argparse.Namespace) -> None:
     """What was deleted, or would be, and from which tiers."""
-    tiers: dict[str, list[str]] = {}
-    facts: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
     for each, tier in gone:
-        if each.snapshot not in tiers:
-            fact = {"name": each.snapshot, "step": each.step, "attempt": each.attempt, "bytes": each.stored_bytes}
-            facts.append(fact | {"tiers": tiers.setdefault(each.snapshot, [])})
-        tiers[each.snapshot] += {tier} - {*tiers[each.snapshot]}
+        fact = {"name": each.snapshot, "step": each.step, "attempt": each.attempt, "bytes": each.stored_bytes}
+        tiers = found.setdefault(each.snapshot, {**fact, "tiers": []})["tiers"]
+        if tier not in tiers:  # of several shards of a snapshot, each is there
+            tiers.append(tier)
+    facts = [*found.values()]
     deleted = f"{'would be ' if arguments.dry_run else ''}deleted: {len(facts)}"
     shown = [table_of("name step attempt bytes tiers", facts), deleted] if facts else ["nothing to delete"]
     document = {"run": url, "dry_run": arguments.dry_run, "deleted": facts}

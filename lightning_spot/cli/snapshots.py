@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import shutil
 import subprocess
@@ -409,13 +408,15 @@ def open_selected(found: Found) -> OpenSnapshot:
         return _open_somewhere(found, pick(found, found.selected).manifest.name)
     for what, why in found.unreadable.items():
         _skipped(what, why)
-    for look in itertools.count():
+    looks = 0
+    while True:
         newest = pick(found, None)  # of shards alone there is nothing to open
         try:
             return _open_somewhere(found, newest.manifest.name)
         except SnapshotNotFoundError:
+            looks += 1
             others = [entry for entry in found.entries if entry.source is not newest.source]
-            again = _entries(newest.source, newest.source.survey()) if look < _LOOKS else []
+            again = _entries(newest.source, newest.source.survey()) if looks < _LOOKS else []
             if not (others or again):
                 raise
             found.take([*others, *again])
@@ -429,7 +430,6 @@ def open_selected(found: Found) -> OpenSnapshot:
                 where=error.where,
                 part=error.part,
             ) from error
-    raise AssertionError("unreachable")
 
 
 def _skipped(what: str, why: object) -> None:

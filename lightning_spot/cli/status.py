@@ -112,9 +112,8 @@ def _ask(addresses: Sequence[Address]) -> tuple[list[Row], list[str]]:
     with ThreadPoolExecutor(MOST_SERVERS) as pool:
         answers = list(pool.map(_rows, [*local, *addresses]))
     rows = [row for found, _ in answers for row in found]
-    return sorted(rows, key=lambda row: (row.get("run", ""), row["server"])), [
-        problem for _, problem in answers if problem
-    ]
+    rows.sort(key=lambda row: (row.get("run", ""), row["server"]))
+    return rows, [problem for _, problem in answers if problem]
 
 
 def _rows(address: Address) -> tuple[list[Row], str]:

@@ -123,11 +123,8 @@ def _stop_at(address: Address, discard: bool) -> Stopped:
     """
     if not is_loopback(address.host.strip("[]")):
         raise SettingsError(f"--server {address} may be another host's: give a loopback address, on the server's host")
-    found, shm_dir, left = (
-        Stopped(server=str(address), result=_DONE[discard]),
-        read_environment().shm_dir,
-        list[Manifest](),
-    )
+    found, left = Stopped(server=str(address), result=_DONE[discard]), list[Manifest]()
+    shm_dir = read_environment().shm_dir
     try:
         runs, _, process = _asked(address)
     except ServerRefusedError as error:
