@@ -103,7 +103,7 @@ class Training:
         """The parameters in each snapshot of which servers have all shards between them, by their steps."""
         shards: dict[str, dict[int, tuple[Manifest, bytearray]]] = {}
         for slot in [slot for server in self.servers.values() for slot in server.ring.contents()]:
-            if slot.manifest is not None and slot.shard is not None:
+            if slot.manifest is not None and slot.shard is not None and not slot.manifest.why_failed:
                 shards.setdefault(slot.manifest.snapshot, {})[slot.shard.writer] = slot.manifest, bytearray(slot.view())
         whole = [there for there in shards.values() if len(there) == there[min(there)][0].shard.writers]  # type: ignore[union-attr]
         return dict(map(self._parameters, whole))
