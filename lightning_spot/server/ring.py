@@ -269,13 +269,11 @@ class Ring:
         """Note that a snapshot is committed over snapshot servers, or at storage: it makes older ones superfluous."""
         with self.changed:
             known = self.known.setdefault(run, Known())
-            orders = known.committed.setdefault(lineage, set())
-            if order in orders or (len(orders) >= _MOST_MARKS and order < min(orders)):
+            before = known.committed.get(lineage, set())
+            orders = set(sorted({*before, order})[-_MOST_MARKS:])
+            if orders == before:
                 return
-            orders.add(order)
-            while len(orders) > _MOST_MARKS:
-                orders.remove(min(orders))
-            newest = max(orders)
+            known.committed[lineage], newest = orders, max(orders)
             for name in [name for name in known.seen_registers if (snapshot_order(name) or newest) < newest]:
                 del known.seen_registers[name]
             self.touch(run)
@@ -494,9 +492,7 @@ class Ring:
             found = self._room(run, nbytes, limits, writer, reuse=reuse or spare)
             if found is None and limits.are_alike_for_all(self.slots, run, writer):
                 self._full = self.changes, nbytes
-            if found is None or (spare and not found.is_spare):
-                return None
-            if making is Making.NEVER and not (found.slot is not None and found.slot.takes(nbytes)):
+            if found is None or (spare and not found.is_spare) or (making is Making.NEVER and found.is_made):
                 return None
             mine = self.slots.writers.get((run, writer), ())
             if found.is_spare and (reuse or spare) and any(slot.is_prefault for slot in mine):
@@ -527,7 +523,7 @@ class Ring:
     def why_full(self, run: str) -> str:
         """Why no slot can be had now for a run, for people."""
         with self.changed:
-            return why_full(self.slots, run, self._limits, self.views(), time.monotonic())
+            return why_full(self.slots, run, self._limits, self.views())
 
     def is_full(self, run: str = "", writer: int = 0) -> bool:
         """Whether there is no room now for one more snapshot as large as those that are here."""

@@ -6,14 +6,14 @@ Decisions only: no memory is made here.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.protocol.slot import slot_capacity
-from lightning_spot.server.slots import Slot, Slots, SlotSet, SlotState, View, reusable
+from lightning_spot.server.slots import Slot, Slots, SlotState, View, reusable
 
 _OVERLAPPING = 2
 _MOST_BEYOND = 2
@@ -78,24 +78,17 @@ class SlotChoice:
 
     Attributes:
         slot: the slot to take; ``None`` for a new one.
-        forget: slots that hold what makes room.
+        is_made: whether its memory is made.
+        is_spare: whether it is, and no snapshot dropped for it that anybody would miss.
+        forget: other slots that hold what makes room.
         release: slots whose memory is given back.
-        outgrown: whether the slot is too small, and only what is superseded is dropped with its memory.
     """
 
     slot: Slot | None
+    is_made: bool
+    is_spare: bool = False
     forget: list[Slot] = field(default_factory=list)
     release: list[Slot] = field(default_factory=list)
-    outgrown: bool = False
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether memory is made, and no snapshot dropped for it that anybody would miss."""
-        if self.outgrown:
-            return True
-        if self.forget or (self.slot is not None and self.slot.state is SlotState.HELD):
-            return False
-        return bool(self.release) or self.slot is None or not self.slot.capacity
 
 
 def bound(slots: Slots, run: str, writer: int, limits: Limits) -> Limits:
@@ -118,18 +111,15 @@ def capacity_for(nbytes: int, limits: Limits) -> int:
     Raises:
         SnapshotFailedError: if it can never fit.
     """
-    for limit, name, remedy in (
-        (limits.memory_bytes, "this server's memory", "more --memory-limit (or memory_limit=)"),
-        (limits.run_memory_bytes, "what one run may use of this server's memory", "more --run-memory-limit"),
-    ):
-        if limit is not None and nbytes > limit:
-            raise SnapshotFailedError(
-                f"a snapshot of {format_bytes(nbytes)} cannot fit {name} of {format_bytes(limit)}; start the server"
-                f" with {remedy}",
-                reason=FailureReason.TOO_LARGE,
-            )
     most = min(limits.memory_bytes, limits.run_memory_bytes or limits.memory_bytes)
-    return min(slot_capacity(nbytes), max(nbytes, most))
+    if nbytes > most:
+        limit = "--memory-limit (or memory_limit=)" if most == limits.memory_bytes else "--run-memory-limit"
+        raise SnapshotFailedError(
+            f"a snapshot of {format_bytes(nbytes)} cannot fit the {format_bytes(most)} of this server's memory that a"
+            f" run may use; start the server with more {limit}",
+            reason=FailureReason.TOO_LARGE,
+        )
+    return min(slot_capacity(nbytes), most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +143,6 @@ class SlotRequest:
 
 Views = Callable[[], list[View]]
 
-Free = dict[int, SlotSet]
-"""Free slots by their capacity."""
-
 
 def find_room(
     slots: Slots, request: SlotRequest, limits: Limits, *, views: Views = list, now_s: float = 0.0
@@ -172,71 +159,47 @@ def find_room(
     Returns:
         ``None`` if no slot can be had now.
     """
-    run, writer, free = request.run, request.writer, slots.free
-    can_be_new, has_share = limits.allow_one_more(slots, run, writer), limits.has_share(slots, run, writer)
-    if not has_share:  # those made beyond ``slots=`` are its own still: its process has them mapped
-        mine = (slot for slot in _each(free) if slot.writer == writer)
-        free = _by_capacity(mine if limits.slots is not None else ())
+    run, writer, nbytes = request.run, request.writer, request.nbytes
+    has_share = limits.has_share(slots, run, writer)
+    # Beyond its share, those made beyond ``slots=`` are its own still: its process has them mapped.
+    usable = [*_usable(slots, writer, of_others=has_share)] if has_share or limits.slots is not None else []
+    can_be_new = limits.allow_one_more(slots, run, writer)
+    free = [*usable, None] if can_be_new else [slot for slot in usable if slot.capacity]
 
-    def room(candidates: Iterable[Slot | None], idle: Sequence[Slot] = ()) -> SlotChoice | None:
-        found = (_try(slots, request, limits, candidate, free, idle) for candidate in candidates)
+    def first(candidates: Iterable[Slot | None], idle: Sequence[Slot] = ()) -> SlotChoice | None:
+        found = (_try(slots, request, limits, candidate, idle) for candidate in candidates)
         return next((each for each in found if each is not None), None)
 
-    if not request.reuse and limits.run_memory_bytes is None:
-        found = room(_free_first(request, free, [], can_be_new=can_be_new))
-        if found is not None:  # mostly there is: then nobody asks what each of hundreds of slots is worth
-            return found
+    def rank(slot: Slot | None) -> tuple[int, int]:
+        return _rank(slot, nbytes)
+
+    if not request.reuse and (found := first(sorted(free, key=rank))) is not None:
+        return found  # mostly there is one: then nobody asks what each of hundreds of slots is worth
     idle = [slot for slot in reusable(views(), now_s) if slot.capacity]
-    forget = _within_quota(slots, request, limits, idle)
-    if forget is None:
-        return None
-    if forget:
-        free, idle = _by_capacity([*_each(free), *forget]), [slot for slot in idle if slot not in forget]
     own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
-    superseded = _superseded(own, views()) if request.reuse and not forget else []
-    fitting = [slot for slot in superseded if slot.takes(request.nbytes)]
-    found = room(_free_first(request, free, fitting, can_be_new=can_be_new)) or room(own, idle)
-    if found is not None:
-        is_outgrown = found.slot in superseded and found.slot not in fitting
-        return replace(found, forget=[*forget, *found.forget], outgrown=is_outgrown and not found.forget)
-    return None
+    superseded = _superseded(own, views()) if request.reuse else []
+    before_new = [slot for slot in superseded if slot.takes(nbytes) and not _is_much_larger(slot, nbytes)]
+    found = first(sorted([*free, *before_new], key=rank)) if request.reuse else None
+    found = found or first([*own, None] if can_be_new else own, idle)
+    if found is not None and found.slot in superseded:
+        found.is_spare = found.is_made and not found.forget
+    return found
 
 
-def why_full(slots: Slots, run: str, limits: Limits, views: list[View], now_s: float) -> str:
+def why_full(slots: Slots, run: str, limits: Limits, views: list[View]) -> str:
     """Why no slot can be had now for a run, for people."""
-    idle, owed = reusable(views, now_s), {slot: urls for view in views for slot, urls in view.owed.items()}
-    reasons: Counter[str] = Counter()
-    for slot in slots:
-        if slot.state is SlotState.FILLING:
-            reasons["being made" if slot.is_prefault else "being filled"] += 1
-        elif slot in owed:
-            urls = " and ".join(sorted(owed[slot]))
-            reasons[f"not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"] += 1
-        elif slot.readers:
-            reasons["being read"] += 1
-        elif slot.state is SlotState.HELD and slot not in idle:
-            reasons["the newest of its run and safe nowhere else, or not complete yet"] += 1
-    share = ""
+    owed = {slot: urls for view in views for slot, urls in view.owed.items()}
+    filling = sum(slot.state is SlotState.FILLING for slot in slots)
+    held = sum(slot.state is SlotState.HELD and slot not in owed for slot in slots)
+    why = f"{filling} being filled, {held} newest of their runs, not complete yet or being read"
+    if owed:
+        urls = " and ".join(sorted({url for each in owed.values() for url in each}))
+        why += f", {len(owed)} not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"
     if limits.run_memory_bytes is not None:
-        share = f"; one run may use {format_bytes(limits.run_memory_bytes)} of it (--run-memory-limit)"
+        why += f"; one run may use {format_bytes(limits.run_memory_bytes)} (--run-memory-limit)"
     if not limits.has_files(slots, run):
-        share += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
-    listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "there is no memory for more"
-    return f"none of {len(slots)} slots can be had now ({listed}){share}"
-
-
-def _within_quota(slots: Slots, request: SlotRequest, limits: Limits, idle: list[Slot]) -> list[Slot] | None:
-    """Snapshots of the run itself that must go for it to stay within its own bound; ``None`` if that is not enough."""
-    if limits.run_memory_bytes is None:
-        return []
-    used = sum(slot.capacity for slot in slots.runs.get(request.run, ()))
-    over = used + min(request.capacity, limits.run_memory_bytes) - limits.run_memory_bytes
-    forget = []
-    for slot in idle:
-        if over > 0 and slot.run == request.run:
-            forget.append(slot)
-            over -= slot.capacity
-    return forget if over <= 0 else None
+        why += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
+    return f"none of {len(slots)} slots can be had now, and there is no room for more: {why}"
 
 
 def _superseded(idle: list[Slot], views: Iterable[View]) -> list[Slot]:
@@ -245,39 +208,27 @@ def _superseded(idle: list[Slot], views: Iterable[View]) -> list[Slot]:
     return [slot for slot in idle if slot.snapshot and slot not in missed]
 
 
-def _by_capacity(slots: Iterable[Slot]) -> Free:
-    found: Free = {}
-    for slot in slots:
-        found.setdefault(slot.capacity, {})[slot] = None
-    return found
+def _usable(slots: Slots, writer: int, *, of_others: bool) -> Iterator[Slot]:
+    """Of each size a free slot that nobody reads; of the first few, one that this writer filled last."""
+    for of_size in slots.free.values():
+        found = (slot for slot in of_size if not slot.readers and (of_others or slot.writer == writer))
+        few = list(itertools.islice(found, _FEW))
+        if few:
+            yield next((slot for slot in few if slot.writer == writer), few[0])
 
 
-def _each(free: Free) -> Iterator[Slot]:
-    """Free slots that nobody reads any more."""
-    return (slot for slots in free.values() for slot in slots if not slot.readers)
+def _rank(slot: Slot | None, nbytes: int) -> tuple[int, int]:
+    """Free slots that fit come first, then superseded ones, a new one, and those that must be made again.
 
-
-def _free_first(request: SlotRequest, free: Free, superseded: list[Slot], *, can_be_new: bool) -> list[Slot | None]:
-    """Free slots that fit, a new one, then those that must be made again; a small file leaves large slots alone.
-
-    Of each size there is one. Superseded ones go before a new one is made.
+    A small file leaves much larger ones alone: they come last.
     """
-    nbytes, each = request.nbytes, [_one_of(slots, request.writer) for slots in free.values()]
-    of_each = [slot for slot in each if slot is not None]
-    fitting = sorted((slot for slot in of_each if slot.takes(nbytes)), key=lambda slot: slot.capacity)
-    wasted = [slot for slot in fitting if _is_much_larger(slot, nbytes)]
-    superseded = [slot for slot in superseded if not _is_much_larger(slot, nbytes)]
-    new: list[Slot | None] = [None] if can_be_new else []
-    without = [slot for slot in of_each if not slot.capacity]
-    unfit = [slot for slot in of_each if slot.capacity and not slot.takes(nbytes)]
-    rest = [slot for slot in fitting if slot not in wasted]
-    return [*rest, *superseded, *(without if can_be_new else []), *new, *unfit, *wasted]
-
-
-def _one_of(free: SlotSet, writer: int) -> Slot | None:
-    """One that nobody reads; of the first few, one that this writer filled last: its process has it mapped."""
-    few = list(itertools.islice((slot for slot in free if not slot.readers), _FEW))
-    return next((slot for slot in few if slot.writer == writer), few[0] if few else None)
+    if slot is None or not slot.capacity:
+        return 2, slot is None
+    if not slot.takes(nbytes):
+        return 3, 0
+    if slot.state is SlotState.HELD:
+        return 1, 0
+    return (4 if _is_much_larger(slot, nbytes) else 0), slot.capacity
 
 
 def _is_much_larger(slot: Slot, nbytes: int) -> bool:
@@ -285,20 +236,29 @@ def _is_much_larger(slot: Slot, nbytes: int) -> bool:
 
 
 def _try(
-    slots: Slots, request: SlotRequest, limits: Limits, candidate: Slot | None, free: Free, idle: Sequence[Slot]
+    slots: Slots, request: SlotRequest, limits: Limits, candidate: Slot | None, idle: Sequence[Slot]
 ) -> SlotChoice | None:
-    """Room in a slot, or in a new one (``None``); by memory of free and idle ones where it does not fit."""
-    if candidate is not None and candidate.takes(request.nbytes):
-        return SlotChoice(candidate)
-    more = request.capacity - (candidate.capacity if candidate is not None else 0)
-    over = slots.nbytes + more - limits.memory_bytes
-    room = SlotChoice(candidate, release=[candidate] if candidate is not None and candidate.capacity else [])
-    others = itertools.chain(_each(free), idle)
-    for other in (slot for slot in others if slot is not candidate and slot.capacity):
-        if over <= 0:
+    """Room in a slot, or in a new one (``None``); by memory of free and idle ones where there is too little.
+
+    What makes room for a run within a bound of its own is its own.
+    """
+    run, held = request.run, candidate.capacity if candidate is not None else 0
+    most = limits.run_memory_bytes or sys.maxsize
+    used = sum(slot.capacity for slot in slots.runs.get(run, ()) if slot is not candidate) if most < sys.maxsize else 0
+    takes = held >= request.nbytes and used + held <= most  # else its memory is made again
+    over = slots.nbytes - held + request.capacity - limits.memory_bytes if not takes else 0
+    over_run = used + (held if takes else request.capacity) - most
+    if over_run > 0 and candidate is not None and candidate.run not in ("", run):
+        return None
+    choice = SlotChoice(candidate, is_made=not takes)
+    choice.release += [candidate] if candidate is not None and held and not takes else []
+    for other in itertools.chain((slot for of_size in slots.free.values() for slot in of_size), idle):
+        if over <= 0 and over_run <= 0:
             break
-        over -= other.capacity
-        room.release.append(other)
-        if other in idle:
-            room.forget.append(other)
-    return room if over <= 0 else None
+        if other is candidate or other.readers or not other.capacity or (over <= 0 and other.run != run):
+            continue
+        choice.release.append(other)
+        choice.forget += [other] if other.state is SlotState.HELD else []
+        over, over_run = over - other.capacity, over_run - (other.capacity if other.run == run else 0)
+    choice.is_spare = not (takes or choice.forget) and (candidate is None or candidate.state is SlotState.FREE)
+    return choice if over <= 0 and over_run <= 0 else None
