@@ -250,9 +250,7 @@ class Observations:
             return
         with self._ring.changed:
             server.shown, server.looked_s = by_snapshot(item.manifest for item in listing), time.monotonic()
-            marks = self._ring.known_of(run).committed.items()
-            known = {(lineage, order) for lineage, orders in marks for order in orders}
-            for lineage, order in list(servers.committed(known)):
+            for lineage, order in list(servers.committed(self._ring.known_of(run).committed)):
                 self._ring.mark_committed(run, lineage, order)
             for group in self._ring.view(run).groups:
                 if group.state is Status.PENDING and (found := servers.registers(group.manifest.snapshot)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lightning_spot.config import names_server
 from lightning_spot.retry import pause_after
@@ -77,6 +76,9 @@ class Kind(enum.Enum):
 
 Key = tuple[str, str, str]
 """What failures are counted under: the kind of an action, the run, and the snapshot."""
+
+WORKER: Key = ("work", "", "")
+"""Counts what fails of a worker itself."""
 
 Lane = tuple[str, bool]
 """What a worker does: the URL of its destination, and whether it only asks there."""
@@ -218,13 +220,16 @@ class Tried:
     @property
     def due_s(self) -> float:
         """When it is tried again."""
-        pause_s = pause_after(self.failures, FIRST_RETRY_S, LAST_RETRY_S) if self.failures else 0.0
-        return max(self.failed_s + pause_s, self.looks_s)
+        return max(self.failed_s + _retry_pause_s(self.failures), self.looks_s)
 
     def fails(self, why: str, now_s: float) -> None:
         """It has failed. Other places may not be reached either: what is waited for may still come."""
         self.failures, self.failed_s, self.why = self.failures + 1, now_s, why
         self.waits_since_s = now_s if self.waits_since_s is not None else None
+
+
+def _retry_pause_s(failures: int) -> float:
+    return pause_after(failures, FIRST_RETRY_S, LAST_RETRY_S) if failures else 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -250,25 +255,21 @@ class Destination:
         url: of it.
         health: how it is doing, for people; its errors are below.
         tried: what was tried there and is still to be done, by its key.
-        whole: how all that was tried went, if several things have failed.
-        worker_error: what is wrong with its worker, for people.
-        failing: keys of what has failed since something succeeded.
+        failing: why what has failed since something succeeded did, for people, that last which failed last.
+        failed_s: when that was.
         deletions: what is not to be there any more.
         newest: what was brought there last, of each run whose older snapshots are still to go.
-        begun_s: when a snapshot of each run was last begun.
-        took_s: how long the last one took.
+        uploaded_s: when the last upload of each run that succeeded began, and how long it took.
     """
 
     url: str
     health: TierHealth = field(default_factory=TierHealth)
     tried: dict[Key, Tried] = field(default_factory=dict)
-    whole: Tried = field(default_factory=Tried)
-    worker_error: str = ""
-    failing: set[Key] = field(default_factory=set)
+    failing: dict[Key, str] = field(default_factory=dict)
+    failed_s: float = 0.0
     deletions: list[Deletion] = field(default_factory=list)
     newest: dict[str, Manifest] = field(default_factory=dict)
-    begun_s: dict[str, float] = field(default_factory=dict)
-    took_s: dict[str, float] = field(default_factory=dict)
+    uploaded_s: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def error(self) -> str:
@@ -276,8 +277,8 @@ class Destination:
 
         What failed may have made way for something newer, which was not tried yet: the destination fails all the same.
         """
-        whys = [why for why in (*(each.why for each in self.tried.values()), self.worker_error) if why]
-        return "; ".join(whys[-3:]) or (self.whole.why if self.failing else "")
+        whys = [each.why for each in self.tried.values() if each.why] or list(self.failing.values())[-1:]
+        return "; ".join(whys[-3:])
 
     def waits(self, key: Key) -> bool:
         """Whether an upload waits for what others bring."""
@@ -286,17 +287,14 @@ class Destination:
     def due_s(self, key: Key) -> float:
         """When something may be tried, 0 for at once: what did not fail waits only if several other things have."""
         own = self.tried[key].due_s if key in self.tried else 0.0
-        return max(own, self.whole.due_s if self.failing - {key} else 0.0)
+        others = len(self.failing.keys() - {key})
+        return max(own, self.failed_s + _retry_pause_s(others - 1)) if others > 1 else own
 
     def shorten(self) -> None:
         """Let everything be tried again soon, but not at once: who hurries may do so many times a second."""
-        for each in (*self.tried.values(), self.whole):
+        for each in self.tried.values():
             each.failures = min(each.failures, 1)
-
-    def begins(self, action: Action, now_s: float) -> None:
-        """Something is being done."""
-        if action.kind.is_upload and not self.waits(action.key):  # else it has begun before
-            self.begun_s[action.run] = now_s
+        self.failing = dict(list(self.failing.items())[-2:])
 
     def done(self, action: Action) -> None:
         """Something was done, or is not to be tried again."""
@@ -310,19 +308,17 @@ class Destination:
                 if each.behind.get(action.name, action.sequence + 1) <= action.sequence:
                     del each.behind[action.name]
 
-    def failed(self, action: Action, text: str, now_s: float) -> None:
-        """Something failed. An upload that did is not counted as begun: it is tried with back-off, not at its pace."""
-        self.dropped(action)
-        self.tried.setdefault(action.key, Tried()).fails(text, now_s)
-        self.failing.add(action.key)
-        self.whole.why = text
-        if len(self.failing) > 1:
-            self.whole.fails(text, now_s)
+    def took(self, put: Manifest, began_s: float, seconds: float) -> None:
+        """Something was brought there; see :meth:`TierHealth.took`."""
+        self.health.took(put, seconds)
+        self.uploaded_s[key_of(put)] = began_s, seconds
 
-    def dropped(self, action: Action) -> None:
-        """There was nothing to bring after all: it does not count as begun."""
-        if action.kind.is_upload:
-            self.begun_s.pop(action.run, None)
+    def failed(self, action: Action, text: str, now_s: float) -> None:
+        """Something failed."""
+        self.health.failures_total += 1
+        self.tried.setdefault(action.key, Tried()).fails(text, now_s)
+        self.failing.pop(action.key, None)
+        self.failing[action.key], self.failed_s = text, now_s
 
     def waits_for(self, action: Action, there: int, now_s: float) -> float:
         """An upload waits for others'. It is looked at less and less often.
@@ -343,29 +339,26 @@ class Destination:
         return since_s
 
     def only(self, wanted: set[Key]) -> None:
-        """Forget how all actions went but these: the others are not wanted any more. Its worker works."""
-        self.worker_error = ""
+        """Forget how all actions went but these: the others are not wanted any more.
+
+        Where nothing is to be done any more, what failed before is no reason to pause.
+        """
         self.tried = {key: each for key, each in self.tried.items() if key in wanted}
         if not wanted:
-            self.whole.why = ""
+            self.failing.clear()
 
     @property
     def is_blank(self) -> bool:
         """Whether nothing is known of any run there."""
-        return not any((self.newest, self.begun_s, self.took_s, self.deletions, self.tried))
+        return not (self.newest or self.uploaded_s or self.deletions or self.tried)
 
     def forget(self, run: str) -> None:
         """Forget a run."""
-        mine: tuple[dict[str, Any], ...] = (self.newest, self.begun_s, self.took_s)
-        for of_run in mine:
-            of_run.pop(run, None)
-
-    def rest(self) -> None:
-        """Nothing is to be done there any more: what failed before is no reason to pause."""
-        self.tried, self.whole, self.failing, self.worker_error = {}, Tried(), set(), ""
+        self.newest.pop(run, None)
+        self.uploaded_s.pop(run, None)
 
     def _succeeded(self, action: Action) -> Tried | None:
-        self.whole, self.failing = Tried(), set()
+        self.failing.clear()
         return self.tried.pop(action.key, None)
 
 
@@ -522,17 +515,17 @@ class Servers:
     def _shown(self, name: str) -> list[Manifest]:
         return [manifest for each in self.all for manifest in each.shown.get(name, ())]
 
-    def committed(self, known: Collection[tuple[str, Order]] = ()) -> Iterator[tuple[str, Order]]:
+    def committed(self, known: Mapping[str, Collection[Order]]) -> Iterator[tuple[str, Order]]:
         """Lineage and order of what is committed over all servers, by what these show, and not known yet.
 
         A server may show what fits nothing: it counts only if it can be put together.
         """
         for name in {name for each in self.all for name in each.shown}:
             shards = self._shown(name)
-            found = shards[0].lineage, shards[0].order
-            is_whole = status(registers_of(shards), shards[0].order) is Status.COMMITTED
-            if is_whole and found not in known and put_together(shards):
-                yield found
+            lineage, order = shards[0].lineage, shards[0].order
+            is_whole = status(registers_of(shards), order) is Status.COMMITTED
+            if is_whole and order not in known.get(lineage, ()) and put_together(shards):
+                yield lineage, order
 
     def _ask_others(self, server: Server, before: Server | None) -> None:
         """Ask the others at once: they hear that another one brings the run on now, or whether they are to do so."""
@@ -705,16 +698,15 @@ def _shards_due_s(desired: Desired, group: Group) -> float:
 def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float:
     """When storage may take a snapshot at the soonest, so that two are far enough apart."""
     info, destination = desired.info, seen.destinations.get(url)
-    begun_s = destination.begun_s.get(seen.run) if destination is not None else None
-    if info is None or destination is None or begun_s is None or desired.urgent:
+    if info is None or destination is None or seen.run not in destination.uploaded_s or desired.urgent:
         return 0.0
+    begun_s, took_s = destination.uploaded_s[seen.run]
     if info.min_upload_interval_s is not None:
         return begun_s + info.min_upload_interval_s
     # With memory for one, the next one waits until it is safe.
     if slot.commit.after_s > QUICK_S or not info.session or desired.is_stuck(slot.writer):
         return 0.0
-    apart_s = min(destination.took_s.get(seen.run, 0.0) * APART_FACTOR, MOST_APART_S)
-    return min(begun_s + apart_s, slot.commit.at_s + QUICK_S)
+    return min(begun_s + min(took_s * APART_FACTOR, MOST_APART_S), slot.commit.at_s + QUICK_S)
 
 
 # -- what is not to be there any more ---------------------------------------------------------------------------------
@@ -775,15 +767,13 @@ def _asks(servers: Servers, now_s: float) -> Iterator[tuple[Server, float]]:
     counted as safe there.
     """
     idle = [each for each in servers.all if each.asked is Role.NONE]
-    spare = [each for each in idle if not each.used]
-    lacking = servers.replicas - (len(servers.all) - len(spare))
     for server in idle:
         if server.used:
             yield server, 0.0 if server.is_due else server.answered_s + ASK_AGAIN_S
-    ready = [each for each in spare if each.away_until_s <= now_s][: max(0, lacking)]
-    yield from ((each, 0.0) for each in ready)
-    if lacking > len(ready):
-        yield from ((each, each.away_until_s) for each in spare if each.away_until_s > now_s)
+    spare = sorted((each for each in idle if not each.used), key=lambda each: max(each.away_until_s, now_s))
+    lacking = servers.replicas - (len(servers.all) - len(spare))
+    for server in spare[: max(0, lacking)]:
+        yield server, server.away_until_s if server.away_until_s > now_s else 0.0
 
 
 def expected(seen: Observed, server: Server, durable_url: str | None, *, durable_too: bool) -> list[Slot]:

@@ -31,6 +31,7 @@ from lightning_spot.server.observations import Observations
 from lightning_spot.server.reconcile import (
     LAST_LOOK_S,
     SURPASSED_S,
+    WORKER,
     Action,
     Deletion,
     Kind,
@@ -287,7 +288,7 @@ class Reconciler(Observations):
                 thread.start()
             except RuntimeError as error:  # no more threads can be had now: it is tried again with the next change
                 del self._workers[lane]
-                self.destination(url).worker_error = str(error)
+                self.destination(url).failing[WORKER] = str(error)
 
     def _work(self, lane: Lane) -> None:
         """Do what is to be done at a destination, whatever fails: nothing would be safe after that."""
@@ -306,7 +307,7 @@ class Reconciler(Observations):
                 say(logging.ERROR, "unexpected", UNEXPECTED, about=f"working at {url}", exc_info=True)
                 if not asks:
                     with self._ring.changed:
-                        self.destination(url).worker_error = f"{type(error).__name__}: {error}"
+                        self.destination(url).failing[WORKER] = f"{type(error).__name__}: {error}"
                 time.sleep(_AGAIN_S)
         if asks:
             self._last_word(url)
@@ -345,10 +346,8 @@ class Reconciler(Observations):
                 until_s = min(due_s, default=idle_until_s)
                 wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # what waits for something else has no time
             del self._workers[lane]
-            if not asks:
-                self.destination(url).rest()
-                if self.destination(url).is_blank and url not in self._ring.destinations():
-                    del self._destinations[url]
+            if not asks and self.destination(url).is_blank and url not in self._ring.destinations():
+                del self._destinations[url]
             return None
 
     def _due(self, lane: Lane, now_s: float) -> Action | None:
@@ -367,7 +366,6 @@ class Reconciler(Observations):
                 servers.asks(server, now_s)
             self._replan(action.run)  # nobody else is asked for it
         elif not action.kind.is_question:
-            self.destination(action.url).begins(action, now_s)
             for slot in action.slots:
                 slot.readers += 1
 
@@ -375,13 +373,13 @@ class Reconciler(Observations):
 
     def _work_on(self, action: Action, store: Tier | None) -> Tier | None:
         """Do one thing; the tier's store, opened if it was not, is given back."""
-        attempt = action.about.attempt
+        attempt, why, is_reached = action.about.attempt, "", True
         try:
             attempt = self._attempt(action)
             store = store or self.store(action.url)
-            self._do(store, action, attempt)
+            is_reached = self._do(store, action, attempt)
         except FencedError as error:
-            self._fenced(action, attempt, error)
+            why = self._fenced(action, attempt, error)
         except PutOff as error:
             self._put_off(store, action, error)
         except Exception as error:
@@ -390,13 +388,18 @@ class Reconciler(Observations):
             else:  # whatever it is, it is tried again
                 if not isinstance(error, SpotError):
                     say(logging.ERROR, "unexpected", UNEXPECTED, about=f"uploading to {action.url}", exc_info=True)
-                self._failed(action, error)
+                why = str(error) or type(error).__name__
+                self._failed(action, why)
                 store = None  # a new one reads credentials again, which may have been renewed
         finally:
             with self._ring.changed:
                 for slot in action.slots:
                     slot.readers -= 1
                 self._ring.touch(action.run)
+        if is_reached:
+            self.hear(action.run, action.url, why)
+        if is_reached and not self.failing(action.url):
+            recovered("upload-failing", "{about} works again", about=action.url)
         return store
 
     def _attempt(self, action: Action) -> int:
@@ -404,7 +407,8 @@ class Reconciler(Observations):
         info = self.info(action.run)
         return max(info.attempt if info is not None else 0, action.about.attempt)
 
-    def _do(self, store: Tier, action: Action, attempt: int) -> None:
+    def _do(self, store: Tier, action: Action, attempt: int) -> bool:
+        """Do it; whether there was anything to do."""
         url, run = action.url, action.run
         started_s, standing, info = time.monotonic(), self._standing(run, url), self.info(run)
         storage = None if isinstance(store, ServerTier) else store
@@ -414,11 +418,12 @@ class Reconciler(Observations):
 
         if isinstance(store, ServerTier) and info is not None:
             store.know(self.told(info, url))
+        put: Manifest | None = None
         if action.kind is Kind.DELETE:
             on_its_behalf(lambda: store.delete(action.about))
         elif action.kind is Kind.RETAIN:
             if info is None or storage is None:  # the run was just forgotten: retention waits until it is opened again
-                return
+                return False
             keep = info.keep
             if unseen := on_its_behalf(lambda: retain(storage, keep, action.about)):
                 facts: dict[str, Any] = {"why": unseen, "snapshot": action.name}
@@ -427,34 +432,22 @@ class Reconciler(Observations):
             owner = standing.owner
             if storage is not None and owner is not None and standing.is_lent and action.about.attempt != owner.attempt:
                 check_claimed(storage, action.about.attempt)
-            put = on_its_behalf(lambda: self._bring(store, action, attempt))
-            with self._ring.changed:
-                if put is None:
-                    self.destination(url).dropped(action)
-                    return
-                seconds = time.monotonic() - started_s
-                self.destination(url).health.took(put, seconds)
-                self.destination(url).took_s[run] = seconds
+            if (put := on_its_behalf(lambda: self._bring(store, action, attempt))) is None:
+                return False
         with self._ring.changed:
             self.destination(url).done(action)
-        self._say_works(url)
-        self.hear(action.run, action.url, "")
+            if put is not None:
+                self.destination(url).took(put, started_s, time.monotonic() - started_s)
+        return True
 
-    def _say_works(self, url: str) -> None:
-        if not self.failing(url):
-            recovered("upload-failing", "{about} works again", about=url)
-
-    def _failed(self, action: Action, error: Exception) -> None:
-        why = f"{action.kind.value} {action.name}: {error or type(error).__name__}"
+    def _failed(self, action: Action, why: str) -> None:
+        why = f"{action.kind.value} {action.name}: {why}"
         # A failing server is logged with the number of servers that are left.
         if not names_server(action.url) or any(slot.commit.destinations is not None for slot in action.slots):
             text = "{about} fails ({why}). It is retried; snapshots stay in memory meanwhile. Check the storage."
             say(logging.WARNING, "upload-failing", text, about=action.url, why=why)
         with self._ring.changed:
-            destination = self.destination(action.url)
-            destination.failed(action, why, time.monotonic())
-            destination.health.failures_total += 1
-        self.hear(action.run, action.url, str(error))
+            self.destination(action.url).failed(action, why, time.monotonic())
 
     def _put_off(self, store: Tier | None, action: Action, error: PutOff) -> None:
         """An upload waits for the shards that others bring. In the end it is given up there."""
@@ -462,7 +455,6 @@ class Reconciler(Observations):
             now_s = time.monotonic()
             since_s = self.destination(action.url).waits_for(action, error.there, now_s)
             waited_s = now_s - max(since_s, self.desired(action.run).expires_s)
-        self._say_works(action.url)
         is_over = waited_s >= ORPHANED_S
         if waited_s >= SURPASSED_S and isinstance(store, Store) and not is_over:
             try:
@@ -471,7 +463,6 @@ class Reconciler(Observations):
                 logger.debug("%s does not tell whether it has something newer: %s", action.url, failure)
         if is_over:
             self._give_up(action, error)
-        self.hear(action.run, action.url, "")
 
     def _give_up(self, action: Action, error: SpotError) -> None:
         """A tier will never have the whole of a snapshot."""
@@ -480,23 +471,22 @@ class Reconciler(Observations):
         with self._ring.changed:
             self.destination(action.url).done(action)
             self._ring.mark(Held.of(action.slots), action.url, Mark.REFUSED)
-        self._say_works(action.url)
 
-    def _fenced(self, action: Action, attempt: int, error: FencedError) -> None:
-        url = action.url
-        if self._attempt(action) >= error.current > attempt:
-            with self._ring.changed:  # the later attempt has just become this server's own, which writes it at once
-                self.destination(url).dropped(action)
-            return
+    def _fenced(self, action: Action, attempt: int, error: FencedError) -> str:
+        """A tier refuses an attempt; why it did, unless the later one has just become this server's own."""
+        if self._attempt(action) >= error.current > attempt:  # which writes it at once
+            return ""
         say_refused(action.run, attempt, error)
         with self._ring.changed:
-            self.destination(url).done(action)
+            destination = self.destination(action.url)
+            destination.done(action)
             if action.kind.is_upload:
-                self.destination(url).health.refuses(error, action.run, attempt)
-                self._ring.mark(Held.of(action.slots), url, Mark.REFUSED)
+                health = destination.health
+                health.refused, health.refused_run, health.refused_attempt = str(error), action.run, attempt
+                self._ring.mark(Held.of(action.slots), action.url, Mark.REFUSED)
                 if action.about.is_file:
                     self._refused.setdefault(action.run, {})[action.about.name] = action.about
-        self.hear(action.run, action.url, str(error))
+        return str(error)
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 

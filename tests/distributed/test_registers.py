@@ -156,8 +156,8 @@ def test_registers_at_servers_that_do_not_fit_do_not_count() -> None:
         for writer, server in enumerate(servers.all):
             shard = sealed_shard(1, writer, 3, part_bytes=odd if writer == 1 else PART)
             server.shown = {shard.snapshot: [shard]}
-        assert list(servers.committed()) == [("1" * 12, whole_of(1, 3).order)] * (odd == PART)
-    assert not list(servers.committed({("1" * 12, whole_of(1, 3).order)}))
+        assert list(servers.committed({})) == [("1" * 12, whole_of(1, 3).order)] * (odd == PART)
+    assert not list(servers.committed({"1" * 12: {whole_of(1, 3).order}}))
 
 
 def test_a_rank_that_ends_leaves_the_snapshot_to_the_next_one(ranks: Ranks) -> None:

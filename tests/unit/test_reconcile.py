@@ -124,7 +124,6 @@ SITUATIONS = {
         slot 2
         ----
         ask a @1020
-        ask b @1030
         put 2 storage
     """,
     "one that refuses is kept, and this host brings it to storage": """
@@ -277,9 +276,8 @@ class Situation:
     def destination(self, words: list[str], fields: dict[str, str]) -> None:
         url = self.url(words[0])
         destination = self.destinations.setdefault(url, Destination(url))
-        for name, of in (("begun", destination.begun_s), ("took", destination.took_s)):
-            if name in fields:
-                of[RUN_ID] = float(fields[name])
+        if "begun" in fields:
+            destination.uploaded_s[RUN_ID] = float(fields["begun"]), float(fields.get("took", 0))
         if "failed" in fields:
             kind, _, step = fields["failed"].partition(":")
             words = ["complete"] if step.endswith("c") else []
@@ -351,7 +349,7 @@ def test_what_is_to_be_done(name: str) -> None:
     [
         ("live every=60", "", "", "@160"),
         ("live every=60 urgent", "", "", ""),
-        ("live every=3600", "failed=put:3", "", "@1000.5"),  # it is tried again, not put off
+        ("live every=60", "failed=put:3", "", "@1000.5"),  # it is tried again, not put off
         ("live", "took=0.1", "at=102 after=1", "@104"),  # in quick succession: its turn comes
         ("live", "took=10", "at=126 after=1", "@130"),  # but comes at least so often
         ("live", "took=10", "at=102 after=1", "@107"),  # none follows in time

@@ -276,7 +276,7 @@ class World:
             server = place.servers.find(action.url)
             place.servers.asks(server, self.now_s)
         elif not action.kind.is_question:
-            place.destinations.setdefault(action.url, Destination(action.url)).begins(action, self.now_s)
+            place.destinations.setdefault(action.url, Destination(action.url))
         for slot in action.slots:
             slot.readers += 1
         manifests = tuple(slot.manifest for slot in action.slots)
@@ -422,7 +422,6 @@ class World:
             elif why_aborted(registers):
                 for slot, manifest in zip(action.slots, manifests, strict=True):
                     place.mark(slot, manifest, STORAGE, Mark.REFUSED)
-                to.dropped(action)
             else:
                 since_s = to.waits_for(action, len(registers), self.now_s)
                 waited_s = self.now_s - max(since_s, self.desired(place).expires_s)
@@ -481,7 +480,7 @@ class World:
                 elif there is None and not self.storage.fails:
                     del slot.seen[action.url]
             mine.shown, mine.looked_s = shown, self.now_s
-            for _lineage, order in servers.committed():
+            for _lineage, order in servers.committed({}):
                 place.committed(order)
             for group in place.view().groups:
                 name = group.manifest.snapshot
@@ -631,7 +630,7 @@ def what_is_owed_may_go(view: View, now_s: float) -> list[Any]:
     return [slot for slot in view.slots if (slot in groups or slot in newest) and not slot.readers]
 
 
-def all_writers_whatever_they_say(servers: Servers) -> Any:
+def all_writers_whatever_they_say(servers: Servers, _known: Any) -> Any:
     for name, shown in {name: shown[0] for each in servers.all for name, shown in each.shown.items()}.items():
         if shown.shard is not None and len(servers.registers(name)) == shown.shard.writers:
             yield shown.lineage, shown.order

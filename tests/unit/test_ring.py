@@ -874,7 +874,7 @@ def fails_once(real: Callable[..., Any], error: Exception) -> Callable[..., Any]
     return fails
 
 
-@pytest.mark.parametrize("what", ["store", "failed", "begins"])
+@pytest.mark.parametrize("what", ["store", "failed", "only"])
 def test_a_tier_is_served_whatever_fails_beside_its_store(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
