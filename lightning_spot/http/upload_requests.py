@@ -21,7 +21,7 @@ import xxhash
 from aiohttp import hdrs, web
 
 from lightning_spot.client.connection import BoundedSocket
-from lightning_spot.config import MOST_PART_BYTES, PROTOCOL_VERSION, SEND_BYTES
+from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -76,7 +76,6 @@ SCRATCH_BYTES = 512 * 1024 * 1024
 
 _LARGEST_DELTA_BYTES = 16 * 1024 * 1024  # a delta is kept beside the slot until all of it is here
 _DECODING_BYTES = 8 * 1024 * 1024  # its ranges, as Python holds them
-_MOST_PARTS = 2**20
 
 
 class PartReceiver:
@@ -101,14 +100,14 @@ class PartReceiver:
 
         Raises:
             SnapshotNotFoundError: if the upload is given up meanwhile.
-            CorruptSnapshotError: if a frame lies outside the slot, overlaps another one, or there are too many.
+            CorruptSnapshotError: if a frame is no part of the snapshot.
             OSError: if the connection breaks or is too slow.
         """
         header, received = bytearray(Frame.SIZE), self._upload.received
         while self._connection.within(FRAME_WAIT_S).fill(memoryview(header), at_boundary=True):
             frame, digest = Frame.unpack(header), NO_DIGEST
             _check_frame(frame, self._upload)
-            received.begin(frame.start, frame.start + frame.nbytes, self._connection)
+            received.begin(frame.start, self._connection)
             try:
                 digest = self._receive(frame) if frame.kind is PartKind.WHOLE else self._make(frame)
             finally:
@@ -168,18 +167,13 @@ class PartReceiver:
 
 
 def _check_frame(frame: Frame, upload: Upload) -> None:
-    if frame.start + frame.nbytes > upload.nbytes:
-        raise CorruptSnapshotError(
-            f"bytes {frame.start}–{frame.start + frame.nbytes} lie outside a snapshot of {upload.nbytes}"
-        )
-    if not 0 < frame.nbytes <= MOST_PART_BYTES:
-        raise CorruptSnapshotError(f"a part of {frame.nbytes} bytes is none: it has at most {MOST_PART_BYTES}")
+    stop = frame.start + frame.nbytes
+    if not frame.start < stop == upload.end_of(frame.start):
+        raise CorruptSnapshotError(f"bytes {frame.start}–{stop} are no part of a snapshot of {upload.nbytes}")
     most = {PartKind.WHOLE: frame.nbytes, PartKind.SAME: 0, PartKind.DELTA: min(frame.nbytes, _LARGEST_DELTA_BYTES)}
     least = frame.nbytes if frame.kind is PartKind.WHOLE else 0
     if not least <= frame.content_bytes <= most[frame.kind]:
         raise CorruptSnapshotError(f"{frame.content_bytes} bytes are no {frame.kind.name} part of {frame.nbytes}")
-    if len(upload.received) >= _MOST_PARTS:
-        raise CorruptSnapshotError(f"an upload has more than {_MOST_PARTS} parts")
 
 
 @asynccontextmanager

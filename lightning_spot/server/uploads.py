@@ -14,11 +14,11 @@ import socket
 import threading
 import time
 import uuid
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
@@ -34,7 +34,6 @@ from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import is_own_folder, key_of, writer_of
 from lightning_spot.server.slots import Held, Making, Slot
 from lightning_spot.snapshot.manifest import Manifest
-from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.store.fences import check_fence
 
@@ -49,76 +48,51 @@ UPLOAD_IDLE_S = 120.0
 
 
 class Received:
-    """Which ranges of an upload came over the network: a range is checked once its last write is, and not before.
-
-    Ranges never overlap: what was checked is written again as a whole, or not at all. Any thread may call it.
+    """The parts of an upload that came over the network. Any thread may call it.
 
     Attributes:
-        checked: ``offset -> (nbytes, xxh3-128)`` of those that are here.
+        checked: xxh3-128 of those that are here, by their first bytes: of each once its last write is, and not before.
     """
 
     def __init__(self) -> None:
-        self.checked: dict[int, tuple[int, str]] = {}
-        self._stops: dict[int, int] = {}  # of all ranges that were ever begun
-        self._starts: list[int] = []  # of these, in order
+        self.checked: dict[int, str] = {}
         self._writers: dict[int, socket.socket | None] = {}
         self._closed = False
         self._changed = threading.Condition()
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are here and checked."""
-        with self._changed:
-            return sum(nbytes for nbytes, _ in self.checked.values())
-
-    def begin(self, start: int, stop: int, connection: socket.socket | None = None) -> None:
-        """A range is about to be written: it is not checked any more. A connection that still writes it is closed.
+    def begin(self, start: int, connection: socket.socket | None = None) -> None:
+        """A part is about to be written: it is not checked any more. A connection that still writes it is closed.
 
         Raises:
-            CorruptSnapshotError: if it overlaps another range.
+            CorruptSnapshotError: if that goes on.
             SnapshotNotFoundError: if nothing more may come.
         """
         with self._changed:
-            self._admit(start, stop)
             while start in self._writers:  # its sender has lost that connection, and we have not heard of it yet
                 other = self._writers[start]
                 with contextlib.suppress(OSError):
                     if other is not None:
                         other.shutdown(socket.SHUT_RDWR)
                 if not self._changed.wait(_OTHER_ENDS_S):
-                    raise CorruptSnapshotError(f"bytes {start}–{stop} still come over another connection")
+                    raise CorruptSnapshotError(f"the part at {start} still comes over another connection")
             if self._closed:
                 raise SnapshotNotFoundError("this upload is being committed: nothing more may come")
             self.checked.pop(start, None)
             self._writers[start] = connection
 
     def end(self, start: int, digest: str | None) -> None:
-        """A range is written no more; with its checksum, if that is what was announced."""
+        """A part is written no more; with its checksum, if that is what was announced."""
         with self._changed:
             self._writers.pop(start, None)
             if digest is not None:
-                self.checked[start] = (self._stops[start] - start, digest)
+                self.checked[start] = digest
             self._changed.notify_all()
 
-    def close(self) -> dict[int, tuple[int, str]]:
+    def close(self) -> dict[int, str]:
         """Let nothing more come; what is here and checked."""
         with self._changed:
             self._closed = True
             return dict(self.checked)
-
-    def _admit(self, start: int, stop: int) -> None:
-        if self._stops.get(start) == stop:
-            return
-        at = bisect_left(self._starts, start)
-        before = self._stops[self._starts[at - 1]] if at else 0
-        after = self._starts[at] if at < len(self._starts) else stop
-        if before > start or after < stop or after == start:
-            raise CorruptSnapshotError(f"bytes {start}–{stop} overlap another part of this upload, which came before")
-        insort(self._starts, start)
-        self._stops[start] = stop
 
 
 class UploadState(enum.Enum):
@@ -173,6 +147,15 @@ class Upload:
         return self.announced.name if self.announced is not None else self.id
 
     @property
+    def part_bytes(self) -> int:
+        """Size of the parts that come over the network."""
+        return self.announced.part_bytes if self.announced is not None else PART_BYTES
+
+    def end_of(self, start: int) -> int:
+        """Where the part ends that begins at a place; the place itself if none does."""
+        return start if start % self.part_bytes else min(start + self.part_bytes, self.nbytes)
+
+    @property
     def in_use(self) -> bool:
         """Whether something still writes into the slot."""
         return self.sealing or bool(self.streams)
@@ -207,7 +190,12 @@ class Uploads:
         with self._lock:
             coming = [(each, each.announced) for each in self._uploads.values()]
         return [
-            {"run": of.run, "name": of.name, "nbytes": each.nbytes, "received_bytes": each.received.nbytes}
+            {
+                "run": of.run,
+                "name": of.name,
+                "nbytes": each.nbytes,
+                "received_bytes": sum(each.end_of(start) - start for start in list(each.received.checked)),
+            }
             for each, of in coming
             if of is not None
         ]
@@ -416,17 +404,17 @@ class Uploads:
             SnapshotFailedError: if it is a shard that has failed, or is there as another one.
         """
         with self._or_abort(upload_id) as upload:
-            if manifest.nbytes != upload.nbytes:
+            if (manifest.nbytes, manifest.part_bytes) != (upload.nbytes, upload.part_bytes):
                 raise SettingsError(
-                    f"{manifest.name} has {manifest.nbytes} bytes, this upload was opened for {upload.nbytes}"
+                    f"{manifest.name} has {manifest.nbytes} bytes in parts of {manifest.part_bytes}, this upload was"
+                    f" opened for {upload.nbytes} in parts of {upload.part_bytes}"
                 )
             received = upload.received.close()
-            ranges = list(part_ranges(manifest.nbytes, manifest.part_bytes))
+            starts = range(0, manifest.nbytes, manifest.part_bytes)
             if not manifest.checksums:
-                checksums = tuple(received.get(start, (0, ""))[1] for start, _ in ranges)
-                manifest = replace(manifest, checksums=checksums)
-            for index, ((start, stop), noted) in enumerate(zip(ranges, manifest.checksums, strict=True)):
-                if received.get(start) != (stop - start, noted):
+                manifest = replace(manifest, checksums=tuple(received.get(start, "") for start in starts))
+            for index, (start, noted) in enumerate(zip(starts, manifest.checksums, strict=True)):
+                if received.get(start) != noted:
                     raise CorruptSnapshotError(
                         f"part {index} of {manifest.name} was lost or damaged on its way; it is sent again", part=index
                     )

@@ -34,7 +34,7 @@ from lightning_spot.errors import (
 from lightning_spot.http import routes, upload_requests
 from lightning_spot.http.limits import Quota, client_at
 from lightning_spot.http.routes import not_ready
-from lightning_spot.protocol.wire import NO_DIGEST, Frame, PartKind
+from lightning_spot.protocol.wire import NO_DIGEST, PartKind
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.server import registry, ring, snapshot_server
 from lightning_spot.server.registry import MOST_AHEAD
@@ -47,7 +47,7 @@ from lightning_spot.store.fences import Claim, digest_of
 from tests.integration.test_service_limits import request
 from tests.support.server import committed
 from tests.support.small_trainer import image_of as archive_of
-from tests.support.uploads import asked, begin, commit, open_run, part_of, plain_of, send, server_of, streaming
+from tests.support.uploads import asked, begin, commit, open_run, part_of, plain_of, send, server_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G30")
@@ -130,18 +130,6 @@ def test_a_process_is_a_client_of_a_unix_socket() -> None:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_part_is_no_larger_than_a_server_accepts() -> None:
-    """41 bytes took a gigabyte of memory beside the slots."""
-    nbytes = MOST_PART_BYTES + 4096
-    with asked(server_of()) as client:
-        open_run(client)
-        commit(client, 1, b"a base")
-        for part_bytes, is_taken in ((nbytes, False), (MOST_PART_BYTES, True)):
-            with streaming(client, nbytes) as stream:
-                stream.sendall(Frame(PartKind.SAME, 0, part_bytes, 0, NO_DIGEST).pack())
-                assert bool(stream.recv(16)) == is_taken
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ class ServerBehind:
         with upload.slot.view(plain.nbytes) as view:
             ranges = part_ranges(manifest.nbytes, manifest.part_bytes)
             for (start, stop), checksum in zip(ranges, manifest.checksums, strict=True):
-                upload.received.begin(start, stop)
+                upload.received.begin(start)
                 view[start:stop] = image[start:stop]
                 upload.received.end(start, checksum)
                 self.sent.whole_bytes += stop - start
