@@ -21,6 +21,7 @@ from benchmarks.throttle import Throttle
 from examples.stdlib_gpt import ByteGPT, StdlibSource
 from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.client.remote import ServerStore
+from lightning_spot.protocol.wire import PartKind
 from lightning_spot.server.ring import Glance
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.snapshot.delta import Coding, decode, encode
@@ -175,9 +176,10 @@ class _Sender:
         name, view = snapshot_name(step, 1), memoryview(image)
         manifest = Manifest(run="run", run_id=self._run_id, name=name, step=step, attempt=1, nbytes=0, part_bytes=PART)
         manifest = manifest.sealed(view)
-        before, began_s = self._store.sent.bytes, time.perf_counter()
+        before, began_s = self._store.sent.copy(), time.perf_counter()
         self._store.send(manifest, view, attempt=1, earlier=lambda _run, base: self._earlier.get(base))
         seconds = time.perf_counter() - began_s
         self._earlier = {name: Glance(manifest, view, lambda: True)}
         self._store.open_run(replace(self._info, persisted=manifest.name, lineage=manifest.lineage))
-        return seconds, self._store.sent.bytes - before
+        sent = self._store.sent - before
+        return seconds, sent.total() - sent[PartKind.SAME]

@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.measure import GIB, Result, scratch, seconds
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.config import PART_BYTES
+from lightning_spot.protocol.wire import PartKind
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 
 RECEIVER = """
@@ -105,7 +106,7 @@ def run(quick: bool) -> list[Result]:
             for count, port in ports.items():
                 raw[count].append(seconds(lambda c=count, p=port: send_raw(p, image, c)))
             time.sleep(0.1)
-        assert store.sent.whole_bytes == (rounds + 3) * GIB
+        assert store.sent[PartKind.WHOLE] == (rounds + 3) * GIB
     print(f"  server, GiB/s: {[round(1 / value, 2) for value in ours[3:]]}")
     return [
         Result(

@@ -10,6 +10,7 @@ import itertools
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -20,7 +21,6 @@ from lightning_spot.config import SEND_BYTES
 from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, SpotError, TierReason
 from lightning_spot.protocol.wire import DIGEST_BYTES, Frame, PartKind
 from lightning_spot.retry import growing, retried
-from lightning_spot.server.tier import Sent
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.untrusted import plain
@@ -99,7 +99,9 @@ class PartStream:
         return buffer.hex()
 
 
-def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, encoder: PartEncoder) -> Sent:
+def send_parts(
+    client: ServerClient, url: str, upload: str, manifest: Manifest, encoder: PartEncoder
+) -> tuple[Counter[PartKind], float]:
     """Send all parts of an upload, each over the connection that is free first.
 
     Args:
@@ -110,7 +112,8 @@ def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, 
         encoder: says how each is sent.
 
     Returns:
-        how the parts went; what had to be sent again is counted each time.
+        bytes that were sent of whole parts and deltas, those of parts that the server had, and seconds that connections
+        took to send, and to have it acknowledged; what had to be sent again is counted each time.
 
     Raises:
         ServerUnreachableError: if the server does not answer any more.
@@ -133,7 +136,7 @@ def send_parts(client: ServerClient, url: str, upload: str, manifest: Manifest, 
             raise
     if sending.unserved is not None and not sending.are_taken:
         raise sending.unserved
-    return sending.sent
+    return sending.sent, sending.wire_s
 
 
 class _Sending:
@@ -143,7 +146,7 @@ class _Sending:
         client, url, upload, parts, encoder: see :func:`send_parts`.
 
     Attributes:
-        sent: how the parts went.
+        sent, wire_s: how the parts went.
         are_taken: whether none is left.
         unserved: why a connection that has sent nothing could not be had.
         arrived_s: when the last one did, by the monotonic clock.
@@ -155,7 +158,7 @@ class _Sending:
         self._client, self._url, self._upload, self._encoder = client, url, upload, encoder
         self._parts, self._lock = iter(parts), threading.Lock()
         self._streams: set[PartStream] = set()
-        self.sent = Sent()
+        self.sent, self.wire_s = Counter[PartKind](), 0.0
         self.unserved: SpotError | None = None
         self.are_taken = self._are_stopped = False
         self.arrived_s = time.monotonic()
@@ -184,25 +187,20 @@ class _Sending:
 
     def _send_over(self, left: dict[int, Part]) -> None:
         """Send what is left of earlier connections, and the next parts, over another one; what is not there stays."""
-        stream, sent = PartStream(self._client, self._upload), Sent()
+        stream, sent = PartStream(self._client, self._upload), Counter[PartKind]()
         self._streams.add(stream)
         if self._are_stopped:  # since it was begun
             stream.cut()
         try:
             for part, digest in stream.send(self._outgoing(left)):
-                if part.kind is PartKind.SAME:
-                    sent.same_bytes += part.nbytes
-                elif part.kind is PartKind.DELTA:
-                    sent.delta_bytes += len(part.content)
-                else:
-                    sent.whole_bytes += len(part.content)
+                sent[part.kind] += part.nbytes if part.kind is PartKind.SAME else len(part.content)
                 if digest == part.digest:
                     del left[part.start]
                     self.arrived_s = time.monotonic()
         finally:
-            sent.wire_s = stream.busy_s
             with self._lock:
-                self.sent.add(sent)
+                self.sent.update(sent)
+                self.wire_s += stream.busy_s
             self._streams.discard(stream)
             stream.close()
         if left:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, replace
@@ -22,10 +23,10 @@ from lightning_spot.client.part_streams import CONNECTIONS, send_parts
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
 from lightning_spot.errors import SnapshotNotFoundError, SpotError
-from lightning_spot.protocol.wire import BaseInfo, answered, parse_spot_url
+from lightning_spot.protocol.wire import BaseInfo, PartKind, answered, parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of, parse_run
-from lightning_spot.server.tier import Listed, Sent
+from lightning_spot.server.tier import Listed
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.packing import Compression
 from lightning_spot.snapshot.ranges import Floats
@@ -52,7 +53,7 @@ class ServerStore:
         url: ``spot://host:port/NAME@ID``, or ``…/NAME`` where only one run has that name.
 
     Attributes:
-        sent: how the parts of snapshots went which were committed there.
+        sent: bytes of the snapshots that were committed there, by how their parts went.
     """
 
     def __init__(self, url: str) -> None:
@@ -60,7 +61,7 @@ class ServerStore:
         address, path = parse_spot_url(url)
         self.run = path.rpartition("/")[2]
         self.client = ServerClient(address)
-        self.sent = Sent()
+        self.sent = Counter[PartKind]()
         self._is_slow = False
         self._approximation = Approximation()
         self._info: RunInfo | None = None
@@ -161,15 +162,15 @@ class ServerStore:
         try:
             with packers() as threads:
                 manifest, encoder = prepare(threads)
-                sent = send_parts(self.client, self.url, upload, manifest, encoder)
+                sent, wire_s = send_parts(self.client, self.url, upload, manifest, encoder)
             self.client.call("POST", f"/v1/uploads/{upload}/commit", {"manifest": self._named(manifest).to_dict()})
         except BaseException:
             _abort(self.client, upload)
             raise
-        self.sent.add(sent)
-        if sent.bytes >= LEAST_PACKED_BYTES:
-            self._is_slow = sent.wire_s * SLOW_BYTES_PER_S > sent.bytes
-        logger.debug("%s went to %s as %d of %d bytes", manifest.name, self.url, sent.bytes, manifest.nbytes)
+        self.sent.update(sent)
+        if (nbytes := sent[PartKind.WHOLE] + sent[PartKind.DELTA]) >= LEAST_PACKED_BYTES:
+            self._is_slow = wire_s * SLOW_BYTES_PER_S > nbytes
+        logger.debug("%s went to %s as %d of %d bytes", manifest.name, self.url, nbytes, manifest.nbytes)
         return manifest
 
     def _approximate(

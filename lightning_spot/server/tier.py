@@ -6,42 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from lightning_spot.errors import FencedError, SettingsError
+from lightning_spot.errors import SettingsError
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.store.store import Holdings, Store
 from lightning_spot.untrusted import texts
-
-
-@dataclass(slots=True)
-class Sent:
-    """How the parts went of snapshots that were committed at a server.
-
-    Attributes:
-        whole_bytes: of parts that were sent whole.
-        delta_bytes: that were sent for parts of which only what changed was.
-        same_bytes: of parts that were not sent, since the server had them.
-        wire_s: seconds that connections took to send, and to have it acknowledged.
-    """
-
-    whole_bytes: int = 0
-    delta_bytes: int = 0
-    same_bytes: int = 0
-    wire_s: float = 0.0
-
-    def add(self, other: Sent) -> None:
-        """Count more."""
-        self.whole_bytes += other.whole_bytes
-        self.delta_bytes += other.delta_bytes
-        self.same_bytes += other.same_bytes
-        self.wire_s += other.wire_s
-
-    @property
-    def bytes(self) -> int:
-        """All that was sent."""
-        return self.whole_bytes + self.delta_bytes
 
 
 class Listed(NamedTuple):
@@ -83,13 +54,7 @@ def state_in_memory(copies: Iterable[tuple[bool, bool]]) -> str:
 
 @runtime_checkable
 class ServerTier(Protocol):
-    """Another server, for one run. Methods may be called from any thread; each ends within bounds of its own.
-
-    Attributes:
-        sent: how the parts of snapshots went so far.
-    """
-
-    sent: Sent
+    """Another server, for one run. Methods may be called from any thread; each ends within bounds of its own."""
 
     def open_run(self, info: RunInfo) -> Opened:
         """Let an attempt write the run there; once more by the same attempt does nothing, and tells how things are.
@@ -202,16 +167,6 @@ class TierHealth:
         """As a server tells it; what a newer one tells besides is left out."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in figures.items() if name in known})
-
-    def refuses(self, error: FencedError, run: str, attempt: int) -> None:
-        """Note that the tier takes nothing of an attempt any more.
-
-        Args:
-            error: as which the tier said so.
-            run: key of the attempt's run.
-            attempt: that was taken over.
-        """
-        self.refused, self.refused_run, self.refused_attempt = str(error), run, attempt
 
     def took(self, put: Manifest, seconds: float) -> None:
         """Note that something was brought there.

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError
+from lightning_spot.protocol.wire import PartKind
 from lightning_spot.run.identity import Identity
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import ScatteredSource, StoreSource
@@ -148,8 +149,8 @@ def test_a_snapshot_of_which_a_rank_failed_is_none(servers: Servers) -> None:
 def test_shards_are_sent_as_what_changed(servers: Servers) -> None:
     first = servers.put(1, 1, 0)
     sent = servers.stores[0].sent
-    assert sent.whole_bytes == first.nbytes
+    assert sent[PartKind.WHOLE] == first.nbytes
     again = replace(first, name=first.name.replace("000000001", "000000002"), step=2)
     servers.stores[0].send(again, memoryview(shard_image(first)), attempt=1)
-    assert sent.whole_bytes == first.nbytes
-    assert sent.same_bytes == first.nbytes
+    assert sent[PartKind.WHOLE] == first.nbytes
+    assert sent[PartKind.SAME] == first.nbytes

@@ -140,7 +140,7 @@ def test_the_server_behind_carries_a_run_on(with_servers: MakeWithServers) -> No
         assert bench.durable()[0] == step  # "clean" is said only once it is
     assert bench.tier().tries == []  # the bytes left this host once
     assert bench.by_server(FIRST).puts() == [1, 2, 3]
-    assert bench.behind[FIRST].sent.bytes == 3000
+    assert bench.behind[FIRST].sent_bytes == 3000
     assert bench.behind[SECOND].opened == 0
     (newest, *_) = bench.server.ring.contents(RUN_ID)
     assert sorted(newest.safe) == sorted([bench.tier().url, f"{FIRST}/{RUN}"])

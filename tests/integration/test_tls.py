@@ -107,7 +107,7 @@ def test_a_snapshot_goes_and_comes_by_tls(start_tls: StartServer, cli: Callable[
         ]
         for manifest, image in zip(manifests, (first, second), strict=True):
             store.put(manifest, memoryview(image), attempt=1)
-        assert store.sent.same_bytes == 2 * PARTS  # as without TLS, what the server has is not sent
+        assert store.sent[PartKind.SAME] == 2 * PARTS  # as without TLS, what the server has is not sent
         for manifest, image in zip(manifests, (first, second), strict=True):
             into = bytearray(len(image))
             store.fetch(manifest, memoryview(into))

@@ -26,7 +26,7 @@ from lightning_spot.protocol.wire import Address, parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.server.tier import Listed, Sent
+from lightning_spot.server.tier import Listed
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.parts import part_ranges
 from lightning_spot.snapshot.ranges import Floats
@@ -145,7 +145,7 @@ class ServerBehind:
     Attributes:
         server: the server itself; ``None`` while it does not answer.
         full: whether it has no slot.
-        sent: received so far.
+        sent_bytes: received so far.
         opened: how often a run was opened.
         open: it takes nothing while this is cleared.
         waiting: whether somebody waits for that.
@@ -158,7 +158,7 @@ class ServerBehind:
         self.run = url.rpartition("/")[2]
         self.server = server
         self.full = False
-        self.sent = Sent()
+        self.sent_bytes = 0
         self.opened = 0
         self.open = threading.Event()
         self.open.set()
@@ -204,7 +204,7 @@ class ServerBehind:
                 upload.received.begin(start)
                 view[start:stop] = image[start:stop]
                 upload.received.end(start, checksum)
-                self.sent.whole_bytes += stop - start
+                self.sent_bytes += stop - start
         self._reached().uploads.commit(upload.id, manifest)
         self.arrived.append(manifest.step)
         return manifest

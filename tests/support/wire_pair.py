@@ -42,7 +42,7 @@ class Sender(Bench):
 
     @property
     def sent_bytes(self) -> int:
-        return sum(store.sent.bytes for store in self.stores_behind)
+        return sum(store.sent.total() - store.sent[PartKind.SAME] for store in self.stores_behind)
 
     def bring(self, step: int, image: bytes, **fields: Any) -> int:
         """Commit a snapshot here and have it sent; the bytes that took."""

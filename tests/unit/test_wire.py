@@ -14,6 +14,7 @@ from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client import remote
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
+from lightning_spot.protocol.wire import PartKind
 from lightning_spot.run.location import Location
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.snapshot import packing
@@ -58,9 +59,9 @@ def test_it_is_counted_what_was_sent_and_what_was_not(pair: Pair) -> None:
     pair.near.bring(1, bytes(image))
     image[:1000] = random.Random(2).randbytes(1000)
     changed = pair.near.bring(2, bytes(image))
-    store = max(pair.near.stores_behind, key=lambda each: each.sent.bytes)
-    assert (store.sent.whole_bytes, store.sent.same_bytes) == (24 * MIB, 16 * MIB)
-    assert 1000 <= store.sent.delta_bytes == changed < 1100
+    store = max(pair.near.stores_behind, key=lambda each: each.sent.total())
+    assert (store.sent[PartKind.WHOLE], store.sent[PartKind.SAME]) == (24 * MIB, 16 * MIB)
+    assert 1000 <= store.sent[PartKind.DELTA] == changed < 1100
 
 
 @needs_zstd
