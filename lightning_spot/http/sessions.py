@@ -96,7 +96,7 @@ class Sessions:
         session = uuid.uuid4().hex
         process = ProcessId.of(pid) if pidfd is not None else None
         with ExitStack() as pins:
-            self._server.registry.begin_session(session, process.to_json() if process is not None else "")
+            self._server.registry.begin_session(session, process)
             try:
                 lines = _lines(connection, pidfd)
                 if next(lines, b""):  # by then the answer of HTTP was read, and no more

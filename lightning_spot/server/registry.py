@@ -40,13 +40,13 @@ class Registry:
     Attributes:
         lock: taken by whoever looks at several things at once; before the ring's, never after it.
         runs: by key.
-        sessions: ids of the live connections of trainers on this host, and the process of each (``""`` if unknown).
+        sessions: ids of the live connections of trainers on this host, and the process of each if that is known.
     """
 
     def __init__(self, ring: Ring, claimed: Callable[[RunInfo], int]) -> None:
         self.lock = threading.RLock()
         self.runs: dict[str, Run] = {}
-        self.sessions: dict[str, str] = {}
+        self.sessions: dict[str, ProcessId | None] = {}
         self._ring, self._claimed = ring, claimed
 
     def is_ahead(self, info: RunInfo) -> bool:
@@ -115,11 +115,9 @@ class Registry:
 
     def _note_carrying(self, run: Run) -> None:
         """A run is brought to storage from here as long as one of the hosts that bring snapshots here asks for it."""
-        run.carried_for.pop((run.info.host, run.info.pid), None)
-        if run.info.carry:
-            run.carried_for[run.info.host, run.info.pid] = run.opened_s
-        for who in [who for who, asked_s in run.carried_for.items() if run.opened_s - asked_s > LEASE_S]:
-            del run.carried_for[who]
+        now_s = run.opened_s
+        asked_s = {**run.carried_for, (run.info.host, run.info.pid): now_s if run.info.carry else float("-inf")}
+        run.carried_for = {who: when_s for who, when_s in asked_s.items() if now_s - when_s <= LEASE_S}
         run.info = replace(run.info, carry=bool(run.carried_for))
 
     def find(self, text: str) -> Run:
@@ -190,12 +188,12 @@ class Registry:
         known = self.runs.get(key)
         return max(known.info.attempt if known else 0, self._ring.highest_attempt(key))
 
-    def begin_session(self, session: str, owner: str = "") -> None:
+    def begin_session(self, session: str, owner: ProcessId | None = None) -> None:
         """A trainer on this host is connected.
 
         Args:
             session: its connection.
-            owner: its process; sessions of one process never stand in each other's way. ``""`` where it is not known.
+            owner: its process, where that is known; sessions of one process never stand in each other's way.
         """
         with self.lock:
             self.sessions[session] = owner
@@ -263,14 +261,11 @@ class Registry:
 
     def held_by_another(self, current: RunInfo, session: str) -> bool:
         """Whether a live trainer on this host has the run, another than this session's. Call it under the lock."""
-        owner = self.sessions.get(current.session)
-        if not current.session or current.session == session or owner is None:
-            return False
-        if owner and owner == self.sessions.get(session):
+        if current.session == session or current.session not in self.sessions:
             return False
         # Who starts a run again in the moment after it was killed comes before the end of its connection.
-        process = ProcessId.from_json(owner)
-        return process is None or process.alive
+        owner = self.sessions[current.session]
+        return owner is None or (owner != self.sessions.get(session) and owner.alive)
 
     def _make_room(self, client: str) -> str:
         """The run to forget for one more of a client, by its key; ``""`` if there is room.

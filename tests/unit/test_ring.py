@@ -359,9 +359,9 @@ def test_a_killed_trainer_keeps_nothing_though_still_connected(bench: Bench) -> 
     """Who started it again in the moment after the kill was told that it lives, and ended."""
     with subprocess.Popen(["sleep", "60"]) as killed:
         process = ProcessId.of(killed.pid)
-        bench.server.registry.begin_session("first", process.to_json())
+        bench.server.registry.begin_session("first", process)
         bench.open(session="first", pid=killed.pid)
-        bench.server.registry.begin_session("second", ProcessId.of(os.getpid()).to_json())  # type: ignore[union-attr]
+        bench.server.registry.begin_session("second", ProcessId.of(os.getpid()))
         with pytest.raises(RunBusyError, match=str(killed.pid)):
             bench.open(attempt=2, session="second")
         killed.kill()
