@@ -37,8 +37,6 @@ from lightning_spot.server.slots import Mark, Slot, SlotState, file_order
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, decoded, read_sealed, sealed_json
 
-_FOREIGN = "{about} is not a directory of this server's. It stays as it is: {error}"
-
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
 _LOOK_S, _POLL_S = 1.0, 0.01  # who looks whether a server holds a directory does so for microseconds
@@ -59,7 +57,7 @@ class SlotArea:
 
     def __init__(self, path: Path) -> None:
         self._name = path
-        self._directory, self._lock_file = _first_free(path) or _made(path)
+        self._directory, self._lock_file = next(_abandoned(path), None) or _made(path)
         self.path = self._directory.path
         self._noted: dict[str, Run] = {}
 
@@ -126,18 +124,9 @@ class SlotArea:
         Raises:
             TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next server.
         """
-        for other in own_directories(self._name):
-            with other:
-                if other.here.samefile(self._here):
-                    continue
-                try:
-                    lock = _lock(other)
-                except (OSError, SettingsError) as error:
-                    say(logging.WARNING, "leftover-foreign", _FOREIGN, about=other.path, error=error)
-                    continue
-                if lock is not None:
-                    with lock:
-                        self._take_in(other)
+        for other, lock in _abandoned(self._name):
+            with other, lock:
+                self._take_in(other)
         try:
             slots = [slot for path in self._here.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
         except TierError:
@@ -279,18 +268,19 @@ def remove_abandoned(directory: OwnDirectory) -> bool:
     return True
 
 
-def _first_free(path: Path) -> tuple[OwnDirectory, BinaryIO] | None:
-    """The first of the directories that are there which no living server holds, locked."""
+def _abandoned(path: Path) -> Iterator[tuple[OwnDirectory, BinaryIO]]:
+    """The directories of that name that no living server holds, each locked: the caller's to close."""
     for directory in own_directories(path):
+        lock = None
         try:
             lock = _lock(directory)
-        except SettingsError as error:  # it is none of a server's
-            say(logging.WARNING, "leftover-foreign", _FOREIGN, about=directory.path, error=error)
-            lock = None
+        except (OSError, SettingsError) as error:  # it is none of a server's
+            text = "{about} is not a directory of this server's. It stays as it is: {error}"
+            say(logging.WARNING, "leftover-foreign", text, about=directory.path, error=error)
         if lock is not None:
-            return directory, lock
-        directory.close()
-    return None
+            yield directory, lock
+        else:
+            directory.close()
 
 
 def _made(path: Path) -> tuple[OwnDirectory, BinaryIO]:
