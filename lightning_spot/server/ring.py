@@ -392,6 +392,14 @@ class Ring:
         with self.changed:
             return next(iter(self._named(run, name)), None)
 
+    def glance(self, run: str, name: str) -> Glance | None:
+        """Look at a snapshot, or shard of one; ``None`` if it is not here."""
+        with self.changed:
+            slot = self.find(run, name)
+            if slot is None or (manifest := slot.snapshot) is None:
+                return None
+            return Glance(manifest, slot.view(manifest.nbytes), lambda: slot.manifest is manifest)
+
     def slot(self, index: int) -> Slot | None:
         """The slot of a number, if there is one."""
         with self.changed:
@@ -824,18 +832,9 @@ class Glance:
 
 
 FindEarlier = Callable[[str, str], Glance | None]
-"""Looks for a snapshot by its run's key and its name, see :func:`glance`."""
+"""Looks for a snapshot by its run's key and its name, see :meth:`Ring.glance`."""
 
 
 def nothing_earlier(_run: str, _name: str) -> Glance | None:
     """Where no earlier snapshot is at hand."""
     return None
-
-
-def glance(ring: Ring, run: str, name: str) -> Glance | None:
-    """Look at a snapshot; ``None`` if it is not here."""
-    with ring.changed:
-        slot = ring.find(run, name)
-        if slot is None or (manifest := slot.snapshot) is None:
-            return None
-        return Glance(manifest, slot.view(manifest.nbytes), lambda: slot.manifest is manifest)

@@ -188,17 +188,16 @@ class Uploads:
     def status(self) -> list[dict[str, Any]]:
         """What comes over the network now, as JSON-ready values."""
         with self._lock:
-            coming = [(each, each.announced) for each in self._uploads.values()]
-        return [
-            {
-                "run": of.run,
-                "name": of.name,
-                "nbytes": each.nbytes,
-                "received_bytes": sum(each.end_of(start) - start for start in list(each.received.checked)),
-            }
-            for each, of in coming
-            if of is not None
-        ]
+            return [
+                {
+                    "run": of.run,
+                    "name": of.name,
+                    "nbytes": each.nbytes,
+                    "received_bytes": sum(each.end_of(start) - start for start in list(each.received.checked)),
+                }
+                for each in self._uploads.values()
+                if (of := each.announced) is not None
+            ]
 
     def close(self) -> None:
         """Take no new snapshots."""

@@ -9,7 +9,6 @@ of any other snapshot, each place brings what it has, see :mod:`~lightning_spot.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -40,7 +39,7 @@ from lightning_spot.server.reconcile import (
     actions,
     owed_files,
 )
-from lightning_spot.server.ring import Ring, glance
+from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, key_of
 from lightning_spot.server.slots import ORPHANED_S, Held, Mark
 from lightning_spot.server.tier import ServerTier, Tier
@@ -102,7 +101,6 @@ class Reconciler(Observations):
     ) -> None:
         super().__init__(ring, open_store, info)
         self._standing = standing
-        self._earlier = functools.partial(glance, ring)
         self._plans: dict[str, list[Action]] = {}
         self._workers: dict[Lane, _Worker] = {}
         self._refused: dict[str, dict[str, Manifest]] = {}
@@ -555,7 +553,7 @@ class Reconciler(Observations):
                 brought = manifest
             else:
                 image, floats = slot.view(manifest.nbytes), () if is_exact else slot.commit.floats
-                brought = store.send(manifest, image, attempt=attempt, earlier=self._earlier, floats=floats)
+                brought = store.send(manifest, image, attempt=attempt, earlier=self._ring.glance, floats=floats)
                 nbytes += brought.nbytes
             mark = Mark.INEXACT if manifest.exact and not brought.exact else Mark.SAFE
             self._ring.mark(Held((slot,), (manifest,)), action.url, mark)

@@ -113,12 +113,6 @@ def test_one_slot_never_gives_its_only_snapshot_away(make_bench: MakeBench) -> N
         bench.save(2)
 
 
-def test_too_large_is_not_a_full_ring(bench: Bench) -> None:
-    bench.open()
-    with pytest.raises(SnapshotFailedError, check=FailureReason.TOO_LARGE.caused):
-        bench.server.uploads.lease(RUN, 1, 65 * MIB)
-
-
 @pytest.mark.parametrize("slots", [3, None])
 def test_memory_limit_holds_over_all_slots(make_bench: MakeBench, slots: int | None) -> None:
     bench = make_bench(slots=slots, memory_bytes=32 * MIB)
