@@ -191,7 +191,7 @@ def why_full(slots: Slots, run: str, limits: Limits, views: list[View]) -> str:
     owed = {slot: urls for view in views for slot, urls in view.owed.items()}
     filling = sum(slot.state is SlotState.FILLING for slot in slots)
     held = sum(slot.state is SlotState.HELD and slot not in owed for slot in slots)
-    why = f"{filling} being filled, {held} newest of their runs, not complete yet or being read"
+    why = f"{filling} being filled, {held} newest of their runs and safe nowhere else, not complete yet or being read"
     if owed:
         urls = " and ".join(sorted({url for each in owed.values() for url in each}))
         why += f", {len(owed)} not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"

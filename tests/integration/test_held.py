@@ -105,7 +105,7 @@ def test_a_full_ring_says_why(make_bench: MakeBench) -> None:
     assert "none of 3 slots" in str(found.value)
     assert f"1 not at {bench.tier().url} yet" in str(found.value)
     assert "1 being filled" in str(found.value)
-    assert "1 the newest of its run and safe nowhere else" in str(found.value)
+    assert "1 newest of their runs and safe nowhere else" in str(found.value)
     assert "--run-memory-limit" not in str(found.value)
 
 
