@@ -1,4 +1,8 @@
-"""An open snapshot: received into memory or read later, every part checked as it comes. Not for finding snapshots."""
+"""An open snapshot: received into memory or read later, every part checked as it comes. Not for finding snapshots.
+
+The first rank of each host opens the snapshot, once, and says which descriptors it has of it. The other ranks open the
+same memory through ``/proc``. All ranks meet before the first one goes on, so its descriptors stay open meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, cast
 
 from lightning_spot.config import format_bytes
@@ -78,8 +82,7 @@ class OpenSnapshot:
             images = [memoryview(mmap.mmap(fd, length, prot=mmap.PROT_READ)) for fd, length in mapped]
             yield JoinedImage(self.sections, images) if self.sections else images[0]
         else:
-            kept = max(_KEPT_PARTS, min(len(self.manifest.files), _MOST_KEPT_PARTS))
-            with SnapshotReader(self.fds, self.manifest, self.url, kept_parts=kept) as reader:
+            with SnapshotReader(self.fds, self.manifest, self.url) as reader:
                 yield reader
 
     def close(self) -> None:
@@ -105,7 +108,6 @@ class SnapshotReader(io.BufferedIOBase):
         where: what to call the place in errors.
         sections: see :class:`OpenSnapshot`.
         check: whether to check what is read; not needed where it cannot have changed since it was checked.
-        kept_parts: how many parts are kept that were read last.
         nbytes: of the image's beginning, which is all that is shown; ``None`` for all of it.
 
     Attributes:
@@ -120,7 +122,6 @@ class SnapshotReader(io.BufferedIOBase):
         sections: Sequence[Section] = (),
         *,
         check: bool = True,
-        kept_parts: int = _KEPT_PARTS,
         nbytes: int | None = None,
     ) -> None:
         super().__init__()
@@ -130,7 +131,8 @@ class SnapshotReader(io.BufferedIOBase):
         self._joined = JoinedImage(sections, ()) if sections else None
         self._manifest = manifest
         self._where = where
-        self._check, self._kept_parts = check, kept_parts
+        files = len(manifest.files) if nbytes is None else 0
+        self._check, self._kept_parts = check, max(_KEPT_PARTS, min(files, _MOST_KEPT_PARTS))
         self._place = 0
         self._parts: OrderedDict[int, memoryview] = OrderedDict()
 
@@ -247,17 +249,17 @@ def receive(fetch: Callable[[Target], object], manifest: Manifest, tier: str, ur
     """
     in_memory = has_room(manifest.nbytes)
     try:
-        fd = _memory_file(manifest.nbytes) if in_memory else _disk_file(manifest.nbytes)
-    except (OSError, OverflowError) as error:
-        raise TierError(f"{url}: no room for {manifest.nbytes} bytes ({error})", tier=url) from error
-    try:
-        fetch(_File(fd))
-        sealed = in_memory and seal_memory(fd)
-    except BaseException as error:
-        os.close(fd)
-        if isinstance(error, OSError) and not isinstance(error, SpotError):  # some of ours are OSErrors, too
-            raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=url) from error
-        raise
+        with contextlib.ExitStack() as opened:
+            fd = memory_file("lightning-spot-restore") if in_memory else _disk_file(manifest.nbytes)
+            opened.callback(os.close, fd)
+            os.ftruncate(fd, manifest.nbytes)
+            fetch(_File(fd))
+            sealed = in_memory and seal_memory(fd)
+            opened.pop_all()
+    except SpotError:
+        raise  # some of ours are OSErrors, too
+    except OSError as error:
+        raise TierError(f"{url}: no memory for {manifest.nbytes} bytes ({error})", tier=url) from error
     return OpenSnapshot(manifest, tier, url, [fd], in_memory=in_memory, sealed=sealed)
 
 
@@ -280,16 +282,6 @@ class _File:
             data, place = data[count:], place + count
 
 
-def _memory_file(nbytes: int) -> int:
-    fd = memory_file("lightning-spot-restore")
-    try:
-        os.ftruncate(fd, nbytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 def _disk_file(nbytes: int) -> int:
     """A file without a name, its room reserved: a disk that is full shows here, and not as a ``SIGBUS`` later."""
     with tempfile.TemporaryFile(prefix="lightning-spot-restore-") as file:
@@ -297,3 +289,45 @@ def _disk_file(nbytes: int) -> int:
         text = "this host has less than {size} of free memory. The snapshot is received in {about}, which is slower"
         say(logging.WARNING, "received-on-disk", text, about=tempfile.gettempdir(), size=format_bytes(nbytes))
         return os.dup(file.fileno())
+
+
+# -- shared with others of this host ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What other processes of this host need to have a snapshot that one of them has opened, besides its manifest.
+
+    Attributes:
+        paths: by which they open its descriptors, as long as it stays open there.
+        snapshot: as they have it then.
+    """
+
+    paths: tuple[str, ...]
+    snapshot: OpenSnapshot
+
+    @classmethod
+    def of(cls, snapshot: OpenSnapshot) -> Exported:
+        """What others need to have a snapshot that stays open until they have opened it."""
+        paths = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in snapshot.fds)
+        manifest = replace(snapshot.manifest, files=(), checksums=())  # which may be long, and they have it
+        return cls(paths, replace(snapshot, manifest=manifest, fds=[], release=None))
+
+    def open(self, manifest: Manifest) -> OpenSnapshot:
+        """Open it. It was checked there; the memory is the same.
+
+        Args:
+            manifest: of the snapshot.
+
+        Raises:
+            TierError: if it cannot be had.
+        """
+        snapshot = replace(self.snapshot, manifest=manifest, fds=[])
+        try:
+            for path in self.paths:
+                snapshot.fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            snapshot.close()
+            why = f"what another rank of this host has opened cannot be had ({error})"
+            raise TierError(why, tier=snapshot.tier) from error
+        return snapshot

@@ -19,11 +19,11 @@ import torch
 from lightning_spot.client.stores import open_tier
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.goodput.records import read_records
+from lightning_spot.protocol.process import this_host
 from lightning_spot.run.choice import open_newest
-from lightning_spot.run.export import Exported, NotExportedError, exported, import_snapshot, this_host
 from lightning_spot.run.identity import starts_between
 from lightning_spot.run.location import Location
-from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.reading import Exported, OpenSnapshot
 from lightning_spot.run.sources import MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.run.survey import Survey, look_again
 from lightning_spot.say import say
@@ -219,13 +219,13 @@ class Restore:
                 if self._leader != self._ranks.rank:
                     return None
                 keep(self._open(tried, source, progress, shared=self._is_shared))
-                return exported(mine[0])
+                return Exported.of(mine[0])
 
             def follow() -> None:
                 if said is not None and not mine:
                     try:
-                        keep(import_snapshot(said, manifest))
-                    except NotExportedError as error:
+                        keep(said.open(manifest))
+                    except TierError as error:
                         text = "{error}; this rank reads the snapshot itself"
                         say(logging.WARNING, "not-imported", text, about=manifest.name, error=error)
                         keep(self._open(tried, None, None, shared=False))

@@ -10,9 +10,9 @@ from itertools import repeat
 from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
+from lightning_spot.protocol.process import this_host
 from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import retried, within
-from lightning_spot.run.export import this_host
 from lightning_spot.run.location import Location
 from lightning_spot.server.host import Host
 from lightning_spot.server.runs import RunInfo

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import hashlib
 import io
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
-from lightning_spot.protocol.process import ProcessId
+from lightning_spot.protocol.process import ProcessId, this_host
 from lightning_spot.retry import retried
 
 DIRECT_FLAG = getattr(os, "O_DIRECT", 0)
@@ -290,15 +289,14 @@ _TEMPORARY = re.compile(
     re.escape(_PREFIX) + r"(\d{1,9})-([0-9a-f]*)-([0-9a-f]{8})([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{8}"
 )
 _TICKS = 2**32
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def temporary_name(attempt: int, run_id: str) -> str:
     """Name of a file that this process writes on behalf of an attempt of a run."""
-    pid, machine = os.getpid(), _machine() or secrets.token_hex(4)
+    pid = os.getpid()
     process = ProcessId.of(pid)
     started = process.started % _TICKS if process is not None else 0
-    return f"{_PREFIX}{attempt:04d}-{run_id}-{machine}{pid:08x}{started:08x}{secrets.token_hex(4)}"
+    return f"{_PREFIX}{attempt:04d}-{run_id}-{_machine()}{pid:08x}{started:08x}{secrets.token_hex(4)}"
 
 
 def temporary_owner(name: str) -> tuple[str, int] | None:
@@ -326,7 +324,7 @@ def is_left(name: str, is_settled: Callable[[], bool], run_id: str = "", attempt
 def writer_has_ended(name: str) -> bool:
     """Whether the process that wrote a temporary is known to have ended: one of this machine, since it was started."""
     match = _TEMPORARY.fullmatch(name)
-    if match is None or match[3] != _machine():  # also where nothing is known of other processes
+    if match is None or match[3] != _machine():  # nor where nothing is known of other processes
         return False
     pid = int(match[4], 16)
     process = ProcessId.of(pid)
@@ -341,21 +339,9 @@ def writer_has_ended(name: str) -> bool:
     return True
 
 
-@functools.cache
-def _machine() -> str | None:
-    """Eight digits that stand for this machine, since it was started, and the namespace in which processes count.
-
-    ``None`` where nothing is known of other processes, such as where ``/proc`` is that of another namespace.
-    """
-    try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            boot = file.read().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-        if os.readlink("/proc/self") != str(os.getpid()):
-            return None
-    except OSError:
-        return None
-    return hashlib.sha256(f"{boot}:{namespace}".encode()).hexdigest()[:8]
+def _machine() -> str:
+    """Eight digits that stand for :func:`~lightning_spot.protocol.process.this_host`."""
+    return hashlib.sha256(this_host().encode()).hexdigest()[:8]
 
 
 _OPEN = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -23,7 +23,7 @@ from lightning_spot.errors import (
     SnapshotNotFoundError,
     SpotError,
 )
-from lightning_spot.run.export import exported, import_snapshot
+from lightning_spot.run.reading import Exported
 from lightning_spot.run.sources import HOST, MemorySource
 from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.server.reconcile import Servers
@@ -293,7 +293,7 @@ def test_processes_write_shards_and_one_waits_for_the_commit(hosts: Callable[[],
                 span, own = newest.span_of("rank-00001.pt"), shard_manifest(2, 1)
                 theirs = shard_image(own)[own.files[1].offset : own.files[1].stop]
                 assert bytes(image[span.offset : span.stop]) == theirs
-            with contextlib.closing(import_snapshot(exported(opened), newest)) as imported:
+            with contextlib.closing(Exported.of(opened).open(newest)) as imported:
                 assert imported.reader().read() == checkpoint_of(2)
     with source.shards() as read:
         for shard in (each for each in source.survey().shards if each.snapshot == newest.name):

@@ -21,9 +21,8 @@ from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.stores import open_tier
 from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError, TierError
 from lightning_spot.run import reading
-from lightning_spot.run.export import NotExportedError, exported, import_snapshot
 from lightning_spot.run.location import Location
-from lightning_spot.run.reading import OpenSnapshot
+from lightning_spot.run.reading import Exported, OpenSnapshot
 from lightning_spot.run.sources import StoreSource
 from lightning_spot.run.survey import Survey, survey
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -353,9 +352,9 @@ def test_a_rank_that_cannot_reach_its_hosts_reader_reads_alone(
     run: LocalStore, fetched: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*_: Any) -> OpenSnapshot:
-        raise NotExportedError("no way there")
+        raise TierError("no way there")
 
-    monkeypatch.setattr(selection, "import_snapshot", refused)
+    monkeypatch.setattr(Exported, "open", refused)
     assert [found[1]["step"] for found in restored(run)] == [6, 6, 6]
     assert fetched == [run.url]  # by the first; the others have nobody to share with, and read in place
     assert [str(facts["error"]) for facts in said(caplog, "not-imported")] == ["no way there"]
@@ -364,12 +363,12 @@ def test_a_rank_that_cannot_reach_its_hosts_reader_reads_alone(
 def test_a_rank_opens_what_another_has_open_or_nothing(run: LocalStore) -> None:
     manifest = run.survey().manifests[0]
     with contextlib.closing(StoreSource(run, "storage").open(manifest, shared=True)) as opened:
-        what = exported(opened)
-        with contextlib.closing(import_snapshot(what, manifest)) as imported:
+        what = Exported.of(opened)
+        with contextlib.closing(what.open(manifest)) as imported:
             assert imported.reader().read() == (run.root / manifest.data_path).read_bytes()
         before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(NotExportedError):
-            import_snapshot(replace(what, fds=(*what.fds, 2**20)), manifest)
+        with pytest.raises(TierError):
+            replace(what, paths=(*what.paths, "/proc/self/fd/1048576")).open(manifest)
         assert len(os.listdir("/proc/self/fd")) == before
 
 
