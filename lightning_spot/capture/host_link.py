@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakSet
 
+from lightning_spot.client.starting import start
+from lightning_spot.client.stores import open_tier
 from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.errors import FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
+from lightning_spot.errors import FencedError, ServerUnreachableError, SnapshotFailedError, SpotError, TierError
 from lightning_spot.retry import growing
 from lightning_spot.run.location import Location
 from lightning_spot.say import recovered, say
@@ -66,14 +68,28 @@ class RingSettings:
 
 
 def open_host(location: Location, settings: RingSettings) -> Host:
-    """The ring on this host; one that an earlier server left in memory is taken over."""
-    return location.open_host(
-        slots=settings.slots,
-        memory_bytes=settings.memory_bytes,
-        server_idle_timeout_s=settings.server_idle_timeout_s,
-        server_call_timeout_s=settings.server_call_timeout_s,
-        strict=settings.strict,
-    )
+    """The ring on this host: the local server, which takes over what an earlier one left in memory.
+
+    If it cannot be started, a ring in this process replaces it, with a warning (or the error, if the settings are
+    strict): snapshots then still reach the tiers below, but memory does not outlive the trainer.
+    """
+    if location.has_local_server:
+        try:
+            return start(
+                location.url,
+                location.name,
+                slots=settings.slots,
+                memory_bytes=settings.memory_bytes,
+                server_idle_timeout_s=settings.server_idle_timeout_s,
+                server_call_timeout_s=settings.server_call_timeout_s,
+            )
+        except (ServerUnreachableError, TierError, OSError) as error:
+            if settings.strict:
+                raise
+            text = "no snapshot server could be started on this host ({error}). Snapshots go through this process:"
+            text += " what is only in memory is lost if it is killed"
+            say(logging.WARNING, "no-local-server", text, about=location.url, error=error)
+    return InProcessHost(slots=settings.slots, memory_bytes=settings.memory_bytes, open_store=open_tier)
 
 
 class HostLink:

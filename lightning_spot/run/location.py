@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_spot.client.starting import start
-from lightning_spot.client.stores import open_store, open_tier
+from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
     MOST_SERVERS,
     SERVER_SCHEMES,
@@ -24,11 +22,9 @@ from lightning_spot.config import (
     why_no_place,
     without_password,
 )
-from lightning_spot.errors import ServerUnreachableError, SettingsError, TierError
+from lightning_spot.errors import SettingsError
 from lightning_spot.protocol.slot import host_memory_bytes
 from lightning_spot.protocol.wire import parse_spot_url
-from lightning_spot.say import say
-from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import check_name
 from lightning_spot.store.posix import why_not_writable
 
@@ -113,43 +109,6 @@ class Location:
                 f"dirpath {self.url!r} {why}; snapshots would never be durable. Give a directory that this user may"
                 " write to"
             )
-
-    def open_host(
-        self,
-        *,
-        slots: int,
-        memory_bytes: int,
-        server_idle_timeout_s: float,
-        server_call_timeout_s: float,
-        strict: bool,
-    ) -> Host:
-        """The ring on this host: the local server, or one in this process.
-
-        If the local server cannot be started, a ring in this process replaces it, with a warning (or the error,
-        with ``strict``): snapshots then still reach the tiers below, but memory does not outlive the trainer.
-        """
-        if self.has_local_server:
-            try:
-                return start(
-                    self.url,
-                    self.name,
-                    slots=slots,
-                    memory_bytes=memory_bytes,
-                    server_idle_timeout_s=server_idle_timeout_s,
-                    server_call_timeout_s=server_call_timeout_s,
-                )
-            except (ServerUnreachableError, TierError, OSError) as error:
-                if strict:
-                    raise
-                say(
-                    logging.WARNING,
-                    "no-local-server",
-                    "no snapshot server could be started on this host ({error}). Snapshots go through this process:"
-                    " what is only in memory is lost if it is killed",
-                    about=self.url,
-                    error=error,
-                )
-        return InProcessHost(slots=slots, memory_bytes=memory_bytes, open_store=open_tier)
 
 
 _LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))

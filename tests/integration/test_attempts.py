@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from lightning_spot.capture import writer
+from lightning_spot.capture import host_link, writer
 from lightning_spot.capture.host_link import HostLink, RingSettings
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
@@ -25,7 +25,6 @@ from lightning_spot.errors import (
     TierReason,
 )
 from lightning_spot.interval.policy import EverySteps
-from lightning_spot.run import location
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import Host, InProcessHost
@@ -117,7 +116,7 @@ def test_ranks_of_a_host_never_write_into_rings_of_their_own(
     def refused(*_: Any, **__: Any) -> Host:
         raise ServerUnreachableError("it has gone, too")
 
-    monkeypatch.setattr(location, "start", refused)
+    monkeypatch.setattr(host_link, "start", refused)
     try:
         attempt.writer.link.lose(host, ServerUnreachableError("it has gone"))
         found = attempt.writer.link.wait(1.0)
