@@ -14,12 +14,12 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
@@ -39,9 +39,11 @@ from lightning_spot.snapshot.safe_load import kind_of, placeholders_in, safe_loa
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.snapshot.tensor_index import Path as ItemPath
 from lightning_spot.snapshot.tensor_index import Shard, ShardedTensor, Shards, archived
+from lightning_spot.store.local import LocalStore
 
 _MODEL, _OPTIMIZER = "state_dict", "optimizer_"
 _OWN = "lightning_spot"  # exact state, which is that of the ranks there were
+_NO_SHAPE = ("no tensor",)
 
 
 _DTYPES = {
@@ -114,11 +116,8 @@ class ImageReader:
         for shard in self.tensors[name].shards:
             if (found := _overlap(offsets, target.shape, shard)) is None:
                 continue
-            source, there = self._elements(shard, self._dtypes[name]), target
-            for dimension, (start, stop) in enumerate(found):
-                source = source.narrow(dimension, start - shard.offsets[dimension], stop - start)
-                there = there.narrow(dimension, start - offsets[dimension], stop - start)
-            there.copy_(source)
+            source = self._elements(shard, self._dtypes[name])
+            target[_slices(found, offsets)].copy_(source[_slices(found, shard.offsets)])
 
     def _elements(self, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
         """A box of a tensor, in the memory that the image gave: it is only read."""
@@ -134,25 +133,32 @@ class ImageReader:
         return torch.frombuffer(memory, dtype=dtype).view(shard.sizes)
 
 
-def load(state: State, reader: ImageReader, whole: ItemPath | None = None) -> None:
-    """Give the tensors of a state their values, in place, and replace what is no tensor.
+def load(state: State, reader: ImageReader, key: str) -> None:
+    """Give the tensors of a state dict their values, in place.
 
     Args:
-        state: nested; every item of it must be in the snapshot.
+        state: by name.
         reader: of the snapshot.
-        whole: what in the snapshot begins with this path must be in the state, but for extra states of modules.
+        key: under which the snapshot has the same, and besides extra states of modules only.
 
     Raises:
-        ModelChangedError: if something is not there, or of another shape.
-        CorruptSnapshotError: if a value cannot be read.
+        ModelChangedError: if something is not there, or of another shape; then nothing is loaded.
     """
-    flat, paths = flatten_state_dict(state)
-    _check(flat, reader, whole)
-    for name, value in flat.items():
-        if name in reader.values:
-            set_element(state, paths[name], reader.value(name))
-        else:
-            reader.fill(name, value)
+    saved: dict[ItemPath, Any] = {tensor.path: tensor.shape for tensor in reader.shards.tensors}
+    names = {str(name) for path in reader.shards.paths if path[0] == key for name in path[1:2]}
+    missing = sorted(f"{key}.{name}" for name in state.keys() - names)
+    unexpected = sorted(f"{key}.{name}" for name in names - state.keys() if not is_extra(name))
+    reshaped = [
+        f"{key}.{name} {there}→{shape}"
+        for name, value in state.items()
+        if name in names
+        and (there := saved.get((key, name), _NO_SHAPE)) != (shape := tuple(getattr(value, "shape", _NO_SHAPE)))
+    ]
+    if missing or unexpected or reshaped:
+        raise changed(reader.name, missing=missing, unexpected=unexpected, reshaped=reshaped)
+    for name, value in state.items():
+        if (key, name) in saved:
+            reader.fill(f"{key}.{name}", value)
 
 
 def _part_of(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
@@ -168,24 +174,6 @@ def _part_of(name: str, tensor: DTensor) -> tuple[tuple[int, ...], torch.Tensor]
             f" {tuple(local.shape)} of it, and not {sizes}"
         )
     return offsets, local
-
-
-def _check(flat: State, reader: ImageReader, whole: ItemPath | None) -> None:
-    """Refuse the state of another model before half of it is loaded."""
-    saved = {name: tensor.shape for name, tensor in reader.tensors.items()}
-    missing = sorted(flat.keys() - saved.keys() - reader.values.keys())
-    unexpected = sorted(
-        name_of(path)
-        for path in reader.shards.paths
-        if whole and path[: len(whole)] == whole and name_of(path) not in flat and not is_extra(str(path[len(whole)]))
-    )
-    reshaped = [
-        f"{name} {saved[name]}→{shape}"
-        for name, value in flat.items()
-        if name in saved and saved[name] != (shape := tuple(getattr(value, "shape", ("no tensor",))))
-    ]
-    if missing or unexpected or reshaped:
-        raise changed(reader.name, missing=missing, unexpected=unexpected, reshaped=reshaped)
 
 
 def changed(
@@ -224,6 +212,11 @@ def _overlap(offsets: Sequence[int], sizes: Sequence[int], shard: Shard) -> list
         for one, size, other, length in zip(offsets, sizes, shard.offsets, shard.sizes, strict=True)
     ]
     return found if all(start < stop for start, stop in found) else None
+
+
+def _slices(found: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """Places in a tensor, as places in what begins at these offsets in it."""
+    return tuple(slice(start - at, stop - at) for (start, stop), at in zip(found, offsets, strict=True))
 
 
 def on_cpu(tensor: ShardedTensor) -> torch.Tensor:
@@ -282,18 +275,14 @@ def read_folder(folder: Path) -> tuple[memoryview, Manifest]:
     """
     try:
         manifest = Manifest.from_json((folder / MANIFEST_FILE).read_bytes())
-        image = memoryview(bytearray(manifest.nbytes))
-        for span in manifest.files:
-            with open(folder / span.name, "rb") as file:
-                if file.readinto(image[span.offset : span.stop]) != span.nbytes:
-                    raise CorruptSnapshotError(f"{folder / span.name} is cut short", where=str(folder))
     except OSError as error:
         raise SnapshotNotFoundError(f"{folder} cannot be read: {error}") from error
     if not manifest.files:
         raise CorruptSnapshotError(
             f"{folder} is no sharded snapshot: its checkpoint is one file already", where=str(folder)
         )
-    manifest.verify(image, str(folder))
+    place, image = folder.absolute(), memoryview(bytearray(manifest.nbytes))
+    LocalStore(place.parent).fetch(replace(manifest, name=place.name), image)  # it may have been renamed
     return image.toreadonly(), manifest
 
 

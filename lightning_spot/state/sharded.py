@@ -168,7 +168,7 @@ def put_back(trainer: pl.Trainer, image: Image, manifest: Manifest, extra: State
     own = {name for name in model if is_extra(name)}
     if own != extra.keys():
         raise changed(reader.name, missing=sorted(own - extra.keys()), unexpected=sorted(extra.keys() - own))
-    load({MODEL: {name: value for name, value in model.items() if name not in own}}, reader, whole=(MODEL,))
+    load({name: value for name, value in model.items() if name not in own}, reader, MODEL)
     _set_extra(module, extra)
     for number, optimizer in enumerate(trainer.strategy.optimizers):
         _put_back_optimizer(holder, optimizer, reader, _key(number))
