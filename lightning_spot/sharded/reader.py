@@ -65,6 +65,7 @@ _DTYPES = {
 }
 """Names of the kinds of numbers in safetensors (https://github.com/huggingface/safetensors#format)."""
 _TEXTS = "__metadata__"  # in its header, beside the names of tensors
+_SMALL_BYTES = 2**30  # of an export: a mask that is expanded may be more than a small model
 
 
 class ImageReader:
@@ -399,7 +400,7 @@ def write_tensors(file: BinaryIO, state: Mapping[str, Any], metadata: Mapping[st
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     if end > most_bytes:
         raise CorruptSnapshotError(
-            f"its weights would take {end} bytes, and its files have {most_bytes}: tensors in it are expanded, or it is"
+            f"its weights would take {end} bytes, and may take {most_bytes}: tensors in it are expanded, or it is"
             " forged. Clone expanded tensors before they are saved"
         )
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -419,7 +420,7 @@ def write_weights(snapshot: Path, target: Path, metadata: Mapping[str, str]) -> 
     state = weights_of(snapshot)
     nbytes = sum(path.stat().st_size for path in (snapshot.iterdir() if snapshot.is_dir() else [snapshot]))
     with _whole(target) as file:
-        write_tensors(file, state, metadata, nbytes)
+        write_tensors(file, state, metadata, max(nbytes, _SMALL_BYTES))
 
 
 @contextlib.contextmanager

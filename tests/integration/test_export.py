@@ -123,6 +123,12 @@ def test_what_the_format_has_no_place_for(name: str, tensor: torch.Tensor) -> No
         write_tensors(io.BytesIO(), {name: tensor}, {}, 2**20)
 
 
+def test_a_mask_that_is_expanded_may_be_more_than_the_file(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"mask": torch.ones(1).expand(1000, 1000)}}, tmp_path / "small.ckpt")
+    write_weights(tmp_path / "small.ckpt", tmp_path / "weights", {})
+    assert torch.equal(read((tmp_path / "weights").read_bytes())[0]["mask"], torch.ones(1000, 1000))
+
+
 def test_a_forged_file_is_not_exported_larger_than_it_is(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.zeros(1).expand(2**40)}}, tmp_path / "forged.ckpt")
     with pytest.raises(CorruptSnapshotError, match="forged"):
