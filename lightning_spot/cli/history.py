@@ -157,7 +157,7 @@ def prune(arguments: argparse.Namespace) -> int:
         raise SnapshotNotFoundError(f"no snapshots are at {url!r}")
     gone: list[Manifest] = []
     for lineage in dict.fromkeys(manifest.lineage for manifest in held.manifests):
-        line = [each for each in held.manifests if each.lineage == lineage and not held.sets_aside(each)]
+        line = [each for each in held.manifests if each.lineage == lineage and not held.sets_aside(each.order)]
         found = expired(held, line[0], keep, time.time()) if line else []
         if found and not store.has(line[0]):
             raise TierError(f"{line[0].name} is not whole: nothing older is deleted. Run verify {url}", tier=url)

@@ -44,7 +44,6 @@ from lightning_spot.run.sources import ScatteredSource, Source, StoreSource
 from lightning_spot.run.survey import Survey, ask_all, of_tier, scattered, survey
 from lightning_spot.server.tier import state_in_memory
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest, snapshot_order
-from lightning_spot.store.fences import Rewind
 from lightning_spot.store.store import Holdings, Store
 from lightning_spot.untrusted import plain
 
@@ -123,7 +122,6 @@ class Found:
         selected: step or name of the snapshot of it that was, if one was.
         unreadable: snapshots that are there but cannot be used, with tier and reason.
         problems: one line for each tier that did not answer.
-        rewinds: that were asked for.
         entries: snapshots, newest first.
         seen: the answers, of a run in storage.
     """
@@ -132,7 +130,6 @@ class Found:
     selected: str | None
     unreadable: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    rewinds: list[Rewind] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     seen: Survey | None = None
 
@@ -149,7 +146,7 @@ class Found:
         """Have these entries, in their order, and note which of them are set aside."""
         self.entries = sorted(entries, key=lambda entry: entry.manifest.order, reverse=True)
         for entry in self.entries:
-            if any(rewind.sets_aside(entry.manifest.order) for rewind in self.rewinds):
+            if self.seen is not None and self.seen.is_aside(entry.manifest.order):
                 entry.state = SET_ASIDE
 
 
@@ -170,7 +167,7 @@ def ask(run: str, servers: Sequence[str]) -> Found:
     else:
         found.seen = seen = survey(location_of(url, servers), ONCE, begins=False)
         answers, problems = seen.answers, seen.problems
-        found.unreadable, found.rewinds = seen.unreadable, seen.rewinds
+        found.unreadable = seen.unreadable
         if (Path(seen.location.url) / OWN_DIR).is_dir():
             hint = "SpotCheckpointIO has saved plain checkpoint files there, which ls and load_from_checkpoint read"
     found.problems += [of_tier(tier, why) for tier, why in problems.items()]

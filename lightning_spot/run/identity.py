@@ -97,11 +97,6 @@ def identify(
     return Identity(run_id=make_id(), unsure=here[-1] if here else None)
 
 
-def runs_of(run_id: str, runs: Iterable[ServerRun]) -> list[ServerRun]:
-    """Those of ``runs`` that are the run of this identity."""
-    return [run for run in runs if run.id == run_id]
-
-
 def next_attempt(seen: Iterable[int], *, durable_was_read: bool) -> int:
     """Number of the next attempt.
 

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,13 +33,13 @@ from lightning_spot.errors import (
 )
 from lightning_spot.protocol.wire import answered, parse_spot_url
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.run.identity import Identity, ServerRun, identify, runs_of
+from lightning_spot.run.identity import Identity, ServerRun, identify
 from lightning_spot.run.location import Location
 from lightning_spot.run.sources import HOST, STORAGE, MemorySource, ScatteredSource, Source, StoreSource
 from lightning_spot.say import forget, say
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.store.commit import commit_left, look
-from lightning_spot.store.fences import Claim, Rewind
+from lightning_spot.store.fences import Claim
 from lightning_spot.store.store import Holdings, Store
 from lightning_spot.threads import both, in_background
 from lightning_spot.untrusted import as_object, decoded
@@ -77,25 +77,21 @@ class Survey:
     @property
     def candidates(self) -> list[tuple[Manifest, Source]]:
         """Snapshots with the tiers that hold them, best first: newest, then nearest; but for what is set aside."""
-        found = [item for item in self._held() if not self._is_aside(item[0].order)]
+        found = [item for item in self._held() if not self.is_aside(item[0].order)]
         # Stable: at equal age the order of the tiers decides.
         return sorted(found, key=lambda item: item[0].order, reverse=True)
 
     @property
     def set_aside(self) -> list[str]:
         """Names of the snapshots that a rewind has set aside, at whatever tier."""
-        return sorted({manifest.name for manifest, _ in self._held() if self._is_aside(manifest.order)})
-
-    @property
-    def rewinds(self) -> list[Rewind]:
-        """Those that storage has."""
-        return self.durable.rewinds if self.durable is not None else []
+        return sorted({manifest.name for manifest, _ in self._held() if self.is_aside(manifest.order)})
 
     def _held(self) -> list[tuple[Manifest, Source]]:
         return [(manifest, source) for source, holdings in self.answers for manifest in holdings.manifests]
 
-    def _is_aside(self, order: Order | None) -> bool:
-        return any(rewind.sets_aside(order) for rewind in self.rewinds)
+    def is_aside(self, order: Order | None) -> bool:
+        """Whether a rewind has set the snapshot of that order aside."""
+        return self.durable is not None and self.durable.sets_aside(order)
 
     @property
     def unreadable(self) -> dict[str, str]:
@@ -104,7 +100,7 @@ class Survey:
             f"{name} at {source.tier}": why
             for source, holdings in self.answers
             for name, why in holdings.unreadable.items()
-            if not self._is_aside(snapshot_order(name))
+            if not self.is_aside(snapshot_order(name))
         }
 
     @property
@@ -145,8 +141,8 @@ def survey(location: Location, policy: RetryPolicy | None = None, *, begins: boo
         host=os.uname().nodename,
         named=location.named,
     )
-    found = {tier: runs_of(identity.run_id, answers.get(tier, ())) for tier in servers}
-    runs = {tier: each[0] for tier, each in found.items() if each}
+    known = {tier: [run for run in answers.get(tier, ()) if run.id == identity.run_id] for tier in servers}
+    runs = {tier: each[0] for tier, each in known.items() if each}
     sources = {tier: _server_source(location, tier, run) for tier, run in runs.items()}
     holdings, more_problems = ask_all(
         _patiently({tier: source.survey for tier, source in sources.items()}, policy), policy.answer_s
@@ -228,27 +224,17 @@ def _ask_once(store: Store, heard: threading.Event, *, commits: bool) -> tuple[H
 
     holdings, claim = both(store.survey, newest_claim, "spot-survey")
     for name in _newer(holdings, holdings.unfinished)[:_MOST_LEFT]:
-        found = _committed(store, name) if commits else None
-        if found is not None:
-            holdings.manifests.insert(0, found)
+        try:
+            found = commit_left(store, name) if commits else look(store, name)
+        except (CorruptSnapshotError, SnapshotFailedError, SnapshotNotFoundError) as error:  # the one before is there
+            where = f"{name} at {store.url}"
+            say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=where, reason=error)
+            continue
+        if found.manifest is not None:
+            holdings.manifests.insert(0, found.manifest)
             break
-        with suppress(CorruptSnapshotError, SnapshotNotFoundError):  # the one before is there
-            holdings.shards += look(store, name).notes.values()
+        holdings.shards += found.notes.values()
     return holdings, claim
-
-
-def _committed(store: Store, left: str) -> Manifest | None:
-    """Commit a snapshot of which storage has all shards, if nobody was left to do so; ``None`` if it was not."""
-    try:
-        found = commit_left(store, left)
-    except (CorruptSnapshotError, SnapshotFailedError, SnapshotNotFoundError) as error:  # the one before is there
-        where = f"{left} at {store.url}"
-        say(logging.WARNING, "snapshot-skipped", "snapshot {about} skipped: {reason}", about=where, reason=error)
-        return None
-    if found is not None:
-        text = "all shards of {about} were uploaded, and nobody was left to commit it. It is committed now"
-        say(logging.INFO, "late-commit", text, about=left)
-    return found
 
 
 def _newer(holdings: Holdings, names: Iterable[str]) -> list[str]:

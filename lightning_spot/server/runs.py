@@ -250,7 +250,6 @@ class RunInfo:
             started_unix_s=time.time(),
             host=self.host,
             pid=self.pid,
-            keep=self.keep.newest,
         )
 
 

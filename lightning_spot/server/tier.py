@@ -11,7 +11,7 @@ from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
-from lightning_spot.store.store import Holdings, Store
+from lightning_spot.store.store import Holdings, Store, highest_attempt, newest_first, put_together
 from lightning_spot.untrusted import texts
 
 
@@ -38,10 +38,14 @@ class Listed(NamedTuple):
 
     @classmethod
     def holdings(cls, listed: list[Listed], claimed: int = 0) -> Holdings:
-        """What a server holds of a run, of which an attempt is the newest that it knows."""
-        held = Holdings.of_memory([item.manifest for item in listed], claimed)
-        held.copies = {item.manifest.name: (bool(item.owed), bool(item.safe)) for item in listed}
-        return held
+        """What a server holds of a run, of which an attempt is the newest that it knows; shards also put together."""
+        snapshots = [item.manifest for item in listed if not item.manifest.is_file]
+        shards = [manifest for manifest in snapshots if manifest.shard is not None]
+        whole = [manifest for manifest in snapshots if manifest.shard is None]
+        found = Holdings(newest_first([*whole, *put_together(shards)]), shards=shards)
+        found.highest_attempt = highest_attempt(claimed, (), snapshots)
+        found.copies = {item.manifest.name: (bool(item.owed), bool(item.safe)) for item in listed}
+        return found
 
 
 def state_in_memory(copies: Iterable[tuple[bool, bool]]) -> str:

@@ -428,7 +428,8 @@ def without_failed(found: Survey, attempt: int, on_failure: OnResumeFailure) -> 
 
 def _failed_since(found: Survey, newest: Manifest, attempt: int) -> int:
     """How many attempts have ended since a snapshot was taken, and had none: not those that a notice ended."""
-    since = max([newest.attempt, *(rewind.after for rewind in found.rewinds)])
+    rewinds = found.durable.rewinds if found.durable is not None else ()
+    since = max([newest.attempt, *(rewind.after for rewind in rewinds)])
     count = starts_between(since, attempt) - 1
     if count < 1:
         return 0

@@ -171,16 +171,13 @@ def _decode(delta: memoryview, base: Buffer, into: memoryview) -> None:
         raise ValueError("its ranges overlap, or reach beyond the part")
     total = sum(stop - start for start, stop in ranges)
     data = delta[place:]
-    if (coding is Coding.PLAIN and len(data) != total) or (coding is Coding.PICKED and len(data) < total):
-        raise ValueError(f"{len(data)} bytes for ranges of {total}")
     for end, start in zip(ends, starts, strict=True):
         into[end:start] = base[end:start]
     if coding is Coding.PACKED:
         _decompress(data, base, into, ranges)
         return
     _scatter(data, ranges, into)
-    if coding is Coding.PICKED:
-        put(data[total:], into)
+    put(data[total:], into)
 
 
 def _scatter(data: memoryview, ranges: list[Range], into: memoryview) -> None:

@@ -103,11 +103,6 @@ class ShardOf:
     failed: Annotated[str, untrusted.text] = ""
 
 
-def manifest_path_of(file: str) -> str:
-    """Where the manifest of a file that a user named lies, below the directory of the file."""
-    return f"{OWN_DIR}/{file}.{MANIFEST_FILE}"
-
-
 def _files(fields: Mapping[str, Any], name: str, default: object) -> tuple[FileSpan, ...]:
     return tuple(untrusted.listed(FileSpan, MOST_FILES)(fields, name, default))
 
@@ -263,7 +258,7 @@ class Manifest:
     @property
     def manifest_path(self) -> str:
         """Path of the manifest below the run's directory."""
-        return manifest_path_of(self.name) if self.is_file else f"{self.name}/{MANIFEST_FILE}"
+        return f"{OWN_DIR}/{self.name}.{MANIFEST_FILE}" if self.is_file else f"{self.name}/{MANIFEST_FILE}"
 
     def inexact(self) -> Manifest:
         """That of an approximation of this snapshot, not sealed yet."""
@@ -288,9 +283,9 @@ class Manifest:
         """
         verify_parts(image, self.checksums, self.part_bytes, f"{self.run}/{self.name} at {where}")
 
-    def ranges(self, about_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
-        """Yield ``(start, stop)`` of runs of whole parts, about so many bytes each: fetched and checked at once."""
-        return part_ranges(self.nbytes, max(1, about_bytes // self.part_bytes) * self.part_bytes)
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield ``(start, stop)`` of runs of whole parts, about 8 MiB each: fetched and checked at once."""
+        return part_ranges(self.nbytes, max(1, PART_BYTES // self.part_bytes) * self.part_bytes)
 
     def verify_range(self, start: int, data: memoryview, where: str) -> None:
         """Check one of the :meth:`ranges`.

@@ -79,7 +79,7 @@ def is_evictable(order: Order, state: Status, watermark: Order | None, *, is_dur
 
 def registers_of(manifests: Iterable[Manifest]) -> dict[int, ShardOf]:
     """What shards of one snapshot, and those that failed, say of it: by the number of the writer."""
-    return {writer: _shard(each) for writer, each in _one_of_each_writer(manifests).items()}
+    return {writer: shard_of(each) for writer, each in _one_of_each_writer(manifests).items()}
 
 
 def by_snapshot(manifests: Iterable[Manifest]) -> dict[str, list[Manifest]]:
@@ -110,7 +110,7 @@ def failed(manifest: Manifest, why: str) -> Manifest:
         manifest: of the shard, as far as it is known.
         why: for people.
     """
-    shard = replace(_shard(manifest), start=0, failed=plain(why or "unknown", LONGEST_TEXT))
+    shard = replace(shard_of(manifest), start=0, failed=plain(why or "unknown", LONGEST_TEXT))
     return replace(manifest, nbytes=0, files=(), checksums=(), shard=shard)
 
 
@@ -152,22 +152,22 @@ def sections(shards: Iterable[Manifest]) -> list[Section]:
         CorruptSnapshotError: if they are not those of all writers of one snapshot, or don't fit each other.
     """
     by_writer = _all_of(shards)
-    ranges = sorted((each for each in by_writer if range_of(each) is not None), key=lambda each: _shard(each).start)
+    ranges = sorted((each for each in by_writer if range_of(each) is not None), key=lambda each: shard_of(each).start)
     found: list[Section] = []
     place, file_end = 0, 0
     for manifest in ranges:
         span = range_of(manifest)
         assert span is not None
-        if _shard(manifest).start != file_end or file_end % manifest.part_bytes:
+        if shard_of(manifest).start != file_end or file_end % manifest.part_bytes:
             raise CorruptSnapshotError(f"the ranges of {span.name} in {manifest.snapshot} don't follow each other")
         nbytes = _padded(span.nbytes, manifest.part_bytes)
-        found.append(Section(place, nbytes, _shard(manifest).writer, 0))
+        found.append(Section(place, nbytes, shard_of(manifest).writer, 0))
         place, file_end = place + nbytes, file_end + span.nbytes
     for manifest in by_writer:
         span = range_of(manifest)
         begin = 0 if span is None else _padded(span.nbytes, manifest.part_bytes)
         if manifest.nbytes > begin:
-            found.append(Section(place, manifest.nbytes - begin, _shard(manifest).writer, begin))
+            found.append(Section(place, manifest.nbytes - begin, shard_of(manifest).writer, begin))
             place += manifest.nbytes - begin
     return found
 
@@ -210,7 +210,7 @@ def check_of_one(shards: Sequence[Manifest]) -> None:
         CorruptSnapshotError: if they are not of one snapshot, or one failed, or does not end with a part.
     """
     name = shards[0].snapshot if shards else ""
-    agreed = {(m.run_id, m.lineage, m.snapshot, m.part_bytes, *_agreed(_shard(m))) for m in shards}
+    agreed = {(m.run_id, m.lineage, m.snapshot, m.part_bytes, *_agreed(shard_of(m))) for m in shards}
     if len(agreed) > 1 or any(manifest.why_failed for manifest in shards):
         raise CorruptSnapshotError(f"the shards of {name} are not of one snapshot")
     if any(manifest.nbytes % manifest.part_bytes for manifest in shards):
@@ -296,7 +296,7 @@ def shared_file(shards: Iterable[Manifest], images: Mapping[int, Image]) -> Join
         images: the bytes of each, by the number of its writer.
     """
     ranges = sorted(
-        (_shard(each).start, _shard(each).writer, span.nbytes)
+        (shard_of(each).start, shard_of(each).writer, span.nbytes)
         for each in shards
         if (span := range_of(each)) is not None
     )
@@ -312,17 +312,22 @@ def _all_of(shards: Iterable[Manifest]) -> list[Manifest]:
     Raises:
         CorruptSnapshotError: if one is missing, there twice, failed, or of something else.
     """
-    by_writer = sorted(shards, key=lambda manifest: _shard(manifest).writer)
+    by_writer = sorted(shards, key=lambda manifest: shard_of(manifest).writer)
     if not by_writer:
         raise CorruptSnapshotError("there are no shards to put together")
     first = by_writer[0]
     check_of_one(by_writer)
-    if [_shard(manifest).writer for manifest in by_writer] != list(range(_shard(first).writers)):
+    if [shard_of(manifest).writer for manifest in by_writer] != list(range(shard_of(first).writers)):
         raise CorruptSnapshotError(f"the shards of {first.snapshot} are not those of all writers once")
     return by_writer
 
 
-def _shard(manifest: Manifest) -> ShardOf:
+def shard_of(manifest: Manifest) -> ShardOf:
+    """What a manifest says of the shard that it is of.
+
+    Raises:
+        CorruptSnapshotError: if it is of none.
+    """
     if manifest.shard is None:
         raise CorruptSnapshotError(f"{manifest.name} is no shard of a snapshot")
     return manifest.shard

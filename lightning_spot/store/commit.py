@@ -31,13 +31,14 @@ from lightning_spot.snapshot.shards import (
     cut_out,
     failed,
     registers_of,
+    shard_of,
     shared_file,
     status,
     why_aborted,
 )
 from lightning_spot.store.fences import check_fence, read_twice
 from lightning_spot.store.store import Folder, Store
-from lightning_spot.threads import all_at_once, both
+from lightning_spot.threads import all_at_once
 from lightning_spot.untrusted import LARGE_JSON_BYTES
 
 logger = logging.getLogger(__name__)
@@ -56,14 +57,12 @@ class Look:
 
     Attributes:
         sizes: of the files that are there, by name.
-        claimed: the highest attempt that has claimed the run.
         manifest: of the snapshot, if it is committed.
         notes: manifests of shards, by the number of the writer, as far as they were read: all of them, once there are
             as many as writers.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
-    claimed: int = 0
     manifest: Manifest | None = None
     notes: dict[int, Manifest] = field(default_factory=dict)
 
@@ -91,8 +90,8 @@ def look(store: Store, name: str, known: Mapping[int, Manifest] | None = None) -
         TierError: if the tier fails.
     """
     folder = _folder(store, name)
-    sizes, claimed = both(folder.sizes, store.claimed, "spot-ask")
-    found = Look(sizes, claimed, notes=dict(known or {}))
+    sizes = folder.sizes()
+    found = Look(sizes, notes=dict(known or {}))
     if MANIFEST_FILE in sizes:
         found.manifest = read_twice(lambda: Manifest.from_json(folder.read(MANIFEST_FILE)))
         return found
@@ -128,12 +127,11 @@ def put_shards(store: Store, shards: Sequence[Shard], *, attempt: int) -> Look:
         TierError: if the tier fails.
     """
     first = shards[0][0]
-    mine = {_shard(each).writer: each for each, _ in shards}
+    mine = {shard_of(each).writer: each for each, _ in shards}
     folder = _folder(store, first.snapshot, first.run_id)
     found = look(store, first.snapshot, mine)
     if found.manifest is None and not _has_notes(found, mine):
-        check_fence(first.run_id, attempt, found.claimed)
-        store.check_owner()
+        store.check_fence(first.run_id, attempt)
         _write(folder, found, shards, {writer for writer, each in mine.items() if not _is_noted(found, each)})
         found = look(store, first.snapshot, found.notes)
     if found.manifest is not None:
@@ -159,19 +157,22 @@ def contains(whole: Manifest, shard: Manifest) -> bool:
     return is_of_it and {*shard.checksums} <= {*whole.checksums} and names.issuperset(each.name for each in shard.files)
 
 
-def commit_left(store: Store, name: str) -> Manifest | None:
-    """Commit a snapshot of which nobody is left to do so, if all of it is there; ``None`` if it is not.
+def commit_left(store: Store, name: str) -> Look:
+    """What storage has of a snapshot, which is committed if all of it is there: nobody may be left to do so.
 
-    The next attempt does so when it looks what there is. Where it cannot write, the manifest is returned all the same:
+    The next attempt does so when it looks what there is. Where it cannot write, the manifest is found all the same:
     everything else is there.
 
     Raises:
         SpotError: if the tier fails, or what is there does not fit together.
     """
     found = look(store, name)
-    if found.manifest is not None or status(found.registers, (0, 0, 0)) is not Status.COMMITTED:
-        return found.manifest
-    return _commit(store, _folder(store, name), found, attempt=None)
+    if found.manifest is None and status(found.registers, (0, 0, 0)) is Status.COMMITTED:
+        found.manifest = _commit(store, _folder(store, name), found, attempt=None)
+        if found.manifest is not None:
+            text = "all shards of {about} were uploaded, and nobody was left to commit it. It is committed now"
+            say(logging.INFO, "late-commit", text, about=name)
+    return found
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------
@@ -182,11 +183,6 @@ def _folder(store: Store, name: str, run_id: str = "") -> Folder:
     if order is None:
         raise SettingsError(f"{name!r} names no snapshot")
     return store.folder(name, attempt=order[0], run_id=run_id)
-
-
-def _shard(manifest: Manifest) -> ShardOf:
-    assert manifest.shard is not None
-    return manifest.shard
 
 
 def _note_name(shard: ShardOf) -> str:
@@ -217,7 +213,7 @@ def _readable(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _is_noted(found: Look, shard: Manifest) -> bool:
-    return _note_name(_shard(shard)) in found.sizes
+    return _note_name(shard_of(shard)) in found.sizes
 
 
 def _noted_by_others(folder: Folder, mine: Mapping[int, Manifest]) -> set[int]:
@@ -255,7 +251,7 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard], writers: Set[in
     """
     noted = [each for each, _ in shards if each.why_failed]
     good = [] if found.why_aborted else [(each, image) for each, image in shards if not each.why_failed]
-    images = {_shard(each).writer: image for each, image in good}
+    images = {shard_of(each).writer: image for each, image in good}
     shared = shared_file([each for each, _ in good], images)
     if shared is None:  # whoever has all ranges of the checkpoint writes it, and notes these shards
         good = [(each, image) for each, image in good if all(span.name != MODEL_FILE for span in each.files)]
@@ -264,7 +260,7 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard], writers: Set[in
         for span in each.files:
             whole = shared if span.name == MODEL_FILE else None
             data = whole if whole is not None else cut_out(image, span.offset, span.stop)
-            if _shard(each).writer in writers or found.sizes.get(span.name) != len(data):
+            if shard_of(each).writer in writers or found.sizes.get(span.name) != len(data):
                 contents[span.name] = data
     if contents:
         _verify(good)
@@ -275,7 +271,7 @@ def _write(folder: Folder, found: Look, shards: Sequence[Shard], writers: Set[in
             _remove(folder, list(contents))
             raise
     noted += [each for each, _ in good]
-    if notes := {_note_name(_shard(each)): _text(each) for each in noted if _shard(each).writer in writers}:
+    if notes := {_note_name(shard_of(each)): _text(each) for each in noted if shard_of(each).writer in writers}:
         folder.write_all(notes)
 
 
@@ -294,7 +290,7 @@ def _take_back(folder: Folder, found: Look, mine: Mapping[int, Manifest]) -> Non
         folder.write_all({name: _text(each) for name, each in noted.items()})
     _remove(folder, [span.name for each in good.values() for span in each.files if span.name in found.sizes])
     _remove(folder, [note for writer in mine if (note := note_name(writer)) in found.sizes])
-    of_all = [note_name(writer, failed=True) for writer in range(_shard(next(iter(mine.values()))).writers)]
+    of_all = [note_name(writer, failed=True) for writer in range(shard_of(next(iter(mine.values()))).writers)]
     if found.sizes.keys() | noted.keys() >= set(of_all):
         _remove(folder, of_all)
 
@@ -328,7 +324,7 @@ def _commit(store: Store, folder: Folder, found: Look, *, attempt: int | None) -
         return now.manifest
     notes = list(filter(is_note, now.sizes))
     if attempt is not None:
-        check_fence(manifest.run_id, attempt, now.claimed)
+        check_fence(manifest.run_id, attempt, store.claimed())
     try:
         store.note(manifest, attempt=manifest.attempt)
     except FencedError:  # nobody else commits it; where the other one of two starts has the same shards, it notes them

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Annotated, TypeVar
 
-from lightning_spot.config import HIGHEST_ATTEMPT, KEEP, LARGEST
+from lightning_spot.config import HIGHEST_ATTEMPT
 from lightning_spot.errors import CorruptSnapshotError, FencedError, MalformedError, TierError, TierReason
-from lightning_spot.say import say
 from lightning_spot.snapshot.manifest import Order, order_name, snapshot_order
 from lightning_spot.untrusted import FileName, Line, UnixSeconds, decoded, read_sealed, sealed_json, whole
 
@@ -22,7 +20,6 @@ KEPT_ATTEMPTS = 100
 """Claims and records of so many attempts stay listed."""
 
 _MOST_FORGOTTEN = 20
-_MOST_DAMAGED = 8
 _CLAIM = re.compile(r"attempt-(\d{1,9})\.json", re.ASCII)
 _OF_ATTEMPT = re.compile(r"attempt-(\d{1,9})(?:\.progress)?\.json", re.ASCII)
 _REWIND = re.compile(r"rewind-(\d{1,9})-(.+)\.json", re.ASCII)
@@ -41,7 +38,6 @@ class Claim:
         started_unix_s: when the attempt began, seconds since 1970.
         host: name of its machine.
         pid: its process.
-        keep: newest snapshots that each tier keeps.
     """
 
     attempt: Annotated[int, whole(0, HIGHEST_ATTEMPT)]
@@ -52,7 +48,6 @@ class Claim:
     inode: Annotated[int, whole(0, 2**64)] = 0
     host: Line = ""
     pid: Annotated[int, whole(0, 2**32)] = 0
-    keep: Annotated[int, whole(0, LARGEST)] = KEEP
 
     def to_json(self) -> str:
         """The claim as JSON text."""
@@ -144,9 +139,14 @@ def claim_name(attempt: int) -> str:
     return f"attempt-{attempt:04d}.json"
 
 
-def highest_claim(names: Sequence[str]) -> int:
-    """Highest attempt among claim file names; other names are ignored."""
-    return max((int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))), default=0)
+def claimed_in(names: Iterable[str]) -> list[int]:
+    """The attempts whose claims are among file names, the newest first; other names are ignored."""
+    return sorted((int(match[1]) for match in map(_CLAIM.fullmatch, names) if match), reverse=True)
+
+
+def highest_claim(names: Iterable[str]) -> int:
+    """Highest attempt whose claim is among file names, 0 if none is."""
+    return max(claimed_in(names), default=0)
 
 
 def check_fence(run: str, attempt: int, current: int) -> None:
@@ -203,37 +203,6 @@ def _taken(attempt: int, where: str, by: Claim | None) -> FencedError:
         " of them",
         current=attempt,
     )
-
-
-def first_readable(names: Sequence[str], read: Callable[[str], bytes], url: str) -> Claim | None:
-    """The newest claim that can be read; ``None`` if there is no claim.
-
-    Args:
-        names: files of the attempts directory.
-        read: gives the content of one.
-        url: of the tier, for messages.
-
-    Raises:
-        CorruptSnapshotError: if there are claims and the newest few are all damaged.
-    """
-    claims = sorted(((int(match[1]), name) for name in names if (match := _CLAIM.fullmatch(name))), reverse=True)
-    damage: CorruptSnapshotError | None = None
-    for attempt, name in claims[:_MOST_DAMAGED]:
-        try:
-            claim = read_twice(lambda name=name: Claim.from_json(read(name)))  # type: ignore[misc]
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        except CorruptSnapshotError as error:
-            damage = damage or error
-            where = f"{url}/{ATTEMPTS_DIR}/{name}"
-            say(logging.WARNING, "claim-damaged", "{about} cannot be used: {error}", about=where, error=error)
-            continue
-        if claim.attempt == attempt:
-            return claim
-        damage = damage or CorruptSnapshotError(f"{name} holds the claim of attempt {claim.attempt}")
-    if damage is not None:
-        raise damage
-    return None
 
 
 def read_twice(read: Callable[[], Read]) -> Read:

@@ -151,9 +151,8 @@ def _options(url: str) -> dict[str, Any]:
 
 
 def is_s3(files: Any) -> bool:
-    """Whether a file system is that of S3."""
-    own = files.protocol
-    return not {"s3", "s3a"}.isdisjoint(own if isinstance(own, (tuple, list)) else (own,))
+    """Whether a file system is that of S3, of which more can be asked."""
+    return hasattr(files, "call_s3")
 
 
 def try_writing(url: str) -> None:
@@ -278,8 +277,7 @@ SILENT_S = 20.0
 CONNECT_S = 10.0
 _LOOKS = 8  # at each connection in SILENT_S; counted, so that a process that was stopped gives nothing up
 _TCP_INFO = getattr(socket, "TCP_INFO", None)  # Linux only
-_SENT_AND_RECEIVED_AGO = struct.Struct("=44xI4xI")
-_ACKNOWLEDGED_AND_RECEIVED = struct.Struct("=120xQQ")  # since Linux 4.1
+_FACTS = struct.Struct("=44xI4xI64xQQ")  # the last two since Linux 4.1
 
 
 class StoreLoop(asyncio.SelectorEventLoop):
@@ -312,25 +310,23 @@ class StoreLoop(asyncio.SelectorEventLoop):
         if more.get("ssl"):
             more.setdefault("ssl_handshake_timeout", SILENT_S)
         transport, protocol = await super().create_connection(*arguments, **more)
-        if (moved := _moved(transport)) is not None:
-            self._look_later(transport, protocol, moved, 0)
+        self._look(transport, protocol, [], 0)
         return transport, protocol
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Log what nobody waits for, such as clients that s3fs closes on another loop than theirs."""
         logger.debug("%s: %s", self._store, context.get("message"), exc_info=context.get("exception"))
 
-    def _look_later(self, transport: Any, protocol: Any, moved: tuple[int, int], still: int) -> None:
-        self.call_later(SILENT_S / _LOOKS, self._look, transport, protocol, moved, still)
-
-    def _look(self, transport: Any, protocol: Any, before: tuple[int, int], still: int) -> None:
-        if transport.is_closing() or (moved := _moved(transport)) is None:
+    def _look(self, transport: Any, protocol: Any, before: list[int], still: int) -> None:
+        if transport.is_closing() or (facts := _facts(transport)) is None:
             return
+        sent_ago, received_ago, *moved = facts
         still = still + 1 if moved == before else 0
         if still < _LOOKS:
-            self._look_later(transport, protocol, moved, still)
+            self.call_later(SILENT_S / _LOOKS, self._look, transport, protocol, moved, still)
             return
-        if _is_awaited(transport, protocol, moved):
+        # A request is under way: the last byte went out, or an answer is unfinished, as aiohttp tells.
+        if not moved[1] or sent_ago < received_ago or getattr(protocol, "should_close", False):
             self._warn()
         transport.abort()
 
@@ -372,27 +368,19 @@ def _key(url: str) -> tuple[int, str]:
     return os.getpid(), "/".join(without_password(url).split("/")[:3])
 
 
-def _moved(transport: Any) -> tuple[int, int] | None:
-    """Bytes that the other end has acknowledged, and that it has sent; ``None`` if the kernel does not count them."""
-    facts = _facts(transport, _ACKNOWLEDGED_AND_RECEIVED)
-    return facts if facts is not None and facts[0] else None  # what counts has counted the handshake
+def _facts(transport: Any) -> tuple[int, ...] | None:
+    """How long ago bytes were last sent and received; how many the other end has acknowledged, and sent.
 
-
-def _is_awaited(transport: Any, protocol: Any, moved: tuple[int, int]) -> bool:
-    """Whether a request is under way: the last byte went out, or an answer is unfinished, as aiohttp tells."""
-    sent_ago, received_ago = _facts(transport, _SENT_AND_RECEIVED_AGO) or (0, 0)
-    return not moved[1] or sent_ago < received_ago or bool(getattr(protocol, "should_close", False))
-
-
-def _facts(transport: Any, which: struct.Struct) -> tuple[int, int] | None:
+    ``None`` if the kernel does not count them.
+    """
     connection = transport.get_extra_info("socket")
     if _TCP_INFO is None or connection is None:
         return None
     try:
-        facts = which.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256))
+        facts = _FACTS.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256))
     except (OSError, struct.error):  # closed, no TCP, or an older kernel
         return None
-    return int(facts[0]), int(facts[1])
+    return facts if facts[2] else None  # what counts has counted the handshake
 
 
 class _Daemons(ThreadPoolExecutor):

@@ -17,6 +17,7 @@ from lightning_spot.store import s3, store
 from lightning_spot.store.fsspec_client import (
     REQUESTS,
     check_bucket,
+    code_of,
     connections,
     is_s3,
     move,
@@ -26,6 +27,7 @@ from lightning_spot.store.fsspec_client import (
 from lightning_spot.store.store import Data, Holdings, Progress, Ready, Store, Target, Writer, parts_of
 from lightning_spot.threads import all_at_once
 
+_IS_THERE = frozenset(("PreconditionFailed", "ConditionalRequestConflict", "412", "409"))
 _WRITE_BYTES = 32 * 1024 * 1024
 
 
@@ -121,12 +123,14 @@ class ObjectStore(Store):
         if len(contents) > 1:
             ready()
             ready = store.nothing
-        jobs = {below: functools.partial(self._write_one, below, data, ready) for below, data in contents.items()}
-        is_large = {below: self._is_s3 and len(data) > s3.BLOCK_BYTES for below, data in contents.items()}
-        for below in [each for each in jobs if is_large[each] or len(contents) == 1]:
-            jobs.pop(below)()  # of one object, many blocks are under way at once
+        jobs = []
+        for below, data in contents.items():
+            if len(contents) == 1 or (self._is_s3 and len(data) > s3.BLOCK_BYTES):
+                self._write_one(below, data, ready)  # of one object, many blocks are under way at once
+            else:
+                jobs.append(functools.partial(self._write_one, below, data, ready))
         if jobs:  # of what another library sends, it has a copy of so many bytes
-            move(jobs.values(), s3.BLOCK_BYTES if self._is_s3 else _WRITE_BYTES)
+            move(jobs, s3.BLOCK_BYTES if self._is_s3 else _WRITE_BYTES)
 
     def _write_one(self, below: str, data: Data, ready: Ready) -> None:
         path, parts = self._path(below), parts_of(data, self._at_once_bytes)
@@ -159,10 +163,14 @@ class ObjectStore(Store):
     def _create(self, below: str, data: bytes, by: Writer) -> None:
         path = self._path(below)
         try:
-            s3.create_object(self._fs, path, data)
-        except NotImplementedError:
-            if not self._fs.exists(path):
-                self._fs.pipe_file(path, data)
+            self._fs.pipe_file(path, data, mode="create")
+        except Exception as error:  # botocore's errors are made at run time, and s3fs translates some
+            code = code_of(error)
+            if isinstance(error, NotImplementedError) or code in ("NotImplemented", "501"):
+                if not self._fs.exists(path):  # who has created it, tells a look at it
+                    self._fs.pipe_file(path, data)
+            elif not isinstance(error, FileExistsError) and code not in _IS_THERE:
+                raise
 
     def _remove(self, below: str, names: Sequence[str]) -> None:
         def remove(name: str) -> Exception | None:

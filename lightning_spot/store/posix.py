@@ -189,33 +189,26 @@ def write_aside(folder: Path, parts: Iterable[memoryview], *, attempt: int, run_
     return temporary
 
 
-def create_exclusively(path: Path, data: memoryview, *, attempt: int, run_id: str) -> bool:
-    """Create ``path`` with ``data``, whole or not at all, unless it exists; whether that was done."""
+def create_exclusively(path: Path, data: memoryview, *, attempt: int, run_id: str) -> None:
+    """Create ``path`` with ``data``, whole or not at all, unless it exists."""
     temporary = write_aside(path.parent, [data], attempt=attempt, run_id=run_id)
     try:
-        try:
+        with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            return _create_in_place(path, data)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _create_in_place(path, data)
     finally:
         remove(temporary)
-    return True
 
 
-def _create_in_place(path: Path, data: memoryview) -> bool:
+def _create_in_place(path: Path, data: memoryview) -> None:
     """Where there are no hard links. Killed in the middle it leaves a damaged file, whose name still counts."""
-    try:
-        with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError:
-        return False
-    return True
+    with contextlib.suppress(FileExistsError), open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def make_directory(path: Path, *, like_parent: bool = False) -> None:

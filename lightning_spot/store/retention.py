@@ -154,10 +154,10 @@ def expired(held: Holdings, current: Manifest, keep: Keep, now_unix_s: float) ->
         keep: the policy.
         now_unix_s: the time.
     """
-    if held.sets_aside(current):
+    if held.sets_aside(current.order):
         return []
     older = [each for each in held.manifests if each.lineage == current.lineage and each.order < current.order]
-    names = kept([current, *(each for each in older if not held.sets_aside(each))], keep, now_unix_s)
+    names = kept([current, *(each for each in older if not held.sets_aside(each.order))], keep, now_unix_s)
     return [each for each in older if each.name not in names and (current.exact or not each.exact)]
 
 

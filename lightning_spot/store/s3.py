@@ -1,4 +1,4 @@
-"""Requests to S3 for which its library has no word: conditions, and uploads in parts.
+"""Requests to S3 for which its library has no word: rules of a bucket, and uploads in parts.
 
 A multipart upload is sent in parallel, and completed whole or aborted. The library's own would not do: its files send
 one part after the other, and of what it sends in parallel it has a copy in memory, and has it appear without asking
@@ -37,24 +37,6 @@ def aborts_unfinished(files: Any, path: str) -> bool:
         return rule.get("Status") == "Enabled" and "AbortIncompleteMultipartUpload" in rule and key.startswith(prefix)
 
     return any(map(is_one, found.get("Rules") or []))
-
-
-def create_object(files: Any, path: str, data: bytes) -> None:
-    """Create an object of a bucket unless there is one, as all libraries of object stores can.
-
-    Raises:
-        NotImplementedError: if this store cannot do that in one request.
-    """
-    try:
-        files.pipe_file(path, data, mode="create")
-    except FileExistsError:
-        return
-    except Exception as error:  # botocore's errors are made at run time, and s3fs translates some
-        code = code_of(error)
-        if code in ("NotImplemented", "501"):
-            raise NotImplementedError from error
-        if code not in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409"):
-            raise
 
 
 def block_bytes(nbytes: int) -> int:

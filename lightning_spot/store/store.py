@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError, TierReason
 from lightning_spot.say import say
 from lightning_spot.snapshot.files import FileSpan, check_zero, is_note, is_own_file, pieces
-from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, snapshot_order
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, Order, snapshot_order
 from lightning_spot.snapshot.parts import checksum, part_ranges
 from lightning_spot.snapshot.shards import (
     Image,
@@ -45,7 +45,7 @@ from lightning_spot.store.fences import (
     check_fence,
     check_owner,
     claim_name,
-    first_readable,
+    claimed_in,
     forgettable,
     highest_claim,
     read_twice,
@@ -92,19 +92,12 @@ class Holdings:
     rewinds: list[Rewind] = field(default_factory=list)
     copies: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
-    def sets_aside(self, manifest: Manifest) -> bool:
-        """Whether a rewind has set a snapshot aside, see :class:`Rewind`."""
-        return any(rewind.sets_aside(manifest.order) for rewind in self.rewinds)
+    def sets_aside(self, order: Order | None) -> bool:
+        """Whether a rewind has set the snapshot of that order aside, see :class:`Rewind`."""
+        return any(rewind.sets_aside(order) for rewind in self.rewinds)
 
-    @classmethod
-    def of_memory(cls, held: Iterable[Manifest], claimed: int = 0) -> Holdings:
-        """What a ring holds: snapshots, users' files, and shards, put together where all of a snapshot are there."""
-        snapshots = [manifest for manifest in held if not manifest.is_file]
-        shards = [manifest for manifest in snapshots if manifest.shard is not None]
-        whole = [manifest for manifest in snapshots if manifest.shard is None]
-        manifests = newest_first([*whole, *put_together(shards)])
-        return cls(manifests, {}, highest_attempt(claimed, (), snapshots), shards=shards)
 
+_MOST_DAMAGED = 8  # claims that are read to find one that is not
 
 SETTLED_S = 3600.0
 """A temporary or uncommitted snapshot of a live attempt that was not written to for so long has no writer any more."""
@@ -354,12 +347,23 @@ class Store(ABC):
         """The claim of the highest attempt that can be read, ``None`` if nobody has claimed the run.
 
         Raises:
+            CorruptSnapshotError: if there are claims and the newest few are all damaged.
             TierError: if it could not be read.
         """
+        damage: CorruptSnapshotError | None = None
         with self._errors():
-            return first_readable(
-                self._names(ATTEMPTS_DIR), lambda name: self._small(f"{ATTEMPTS_DIR}/{name}"), self.url
-            )
+            for attempt in claimed_in(self._names(ATTEMPTS_DIR))[:_MOST_DAMAGED]:
+                try:
+                    return self._read_claim(attempt)
+                except FileNotFoundError:
+                    continue  # removed meanwhile
+                except CorruptSnapshotError as error:
+                    damage = damage or error
+                    where = f"{self.url}/{ATTEMPTS_DIR}/{claim_name(attempt)}"
+                    say(logging.WARNING, "claim-damaged", "{about} cannot be used: {error}", about=where, error=error)
+        if damage is not None:
+            raise damage
+        return None
 
     def has(self, manifest: Manifest) -> bool:
         """Whether this very snapshot is committed: its manifest is read back and equal, its file has its size.
@@ -421,9 +425,22 @@ class Store(ABC):
             return str(manifest) if manifest is not None else None
         return manifest if manifest.name == name else f"its manifest is that of {manifest.name}"
 
+    def _read_claim(self, attempt: int) -> Claim:
+        """The claim of an attempt.
+
+        Raises:
+            FileNotFoundError: if it is not there.
+            CorruptSnapshotError: if it is damaged, or another one's.
+        """
+        name = claim_name(attempt)
+        claim = read_twice(lambda: Claim.from_json(self._small(f"{ATTEMPTS_DIR}/{name}")))
+        if claim.attempt != attempt:
+            raise CorruptSnapshotError(f"{name} holds the claim of attempt {claim.attempt}")
+        return claim
+
     def _claim_of(self, attempt: int) -> Claim | None:
         try:
-            return read_twice(lambda: Claim.from_json(self._small(f"{ATTEMPTS_DIR}/{claim_name(attempt)}")))
+            return self._read_claim(attempt)
         except (FileNotFoundError, CorruptSnapshotError):
             return None
 
@@ -495,18 +512,23 @@ class Store(ABC):
                 claim = self._claim_of(owner.attempt)
             check_owner(owner, claim, self.url)
 
-    def _check_fence(self, run: str, attempt: int) -> None:
-        """Refuse to act for an attempt that does not hold the run."""
+    def check_fence(self, run: str, attempt: int) -> None:
+        """Refuse to act for an attempt that does not hold the run, see :meth:`check_owner`.
+
+        Raises:
+            FencedError: if a later one has claimed it, or another trainer that number.
+            TierError: if the claims could not be read.
+        """
         self._all([lambda: check_fence(run, attempt, self.claimed()), self.check_owner])
 
     def _check_owner(self, run: str) -> None:
         """Refuse to delete anything for an attempt that does not hold the run any more."""
         if self.owner is not None:
-            self._check_fence(run, self.owner.attempt)
+            self.check_fence(run, self.owner.attempt)
 
     def _check_fences(self, manifest: Manifest, attempt: int) -> None:
         """Refuse to write for an attempt that does not hold the run, or over a later one's file."""
-        self._check_fence(manifest.run, attempt)
+        self.check_fence(manifest.run, attempt)
         if manifest.is_file:
             with self._errors():
                 noted = self._noted(manifest)

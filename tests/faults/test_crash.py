@@ -398,7 +398,7 @@ def check_history(root: Path, told: dict[str, int]) -> None:
     """What a kill between any two changes leaves is what was before the command, or what is after it."""
     steps, store = whole_steps(root), LocalStore(root / "durable")
     held = store.survey()
-    resumed = next((each.step for each in held.manifests if not held.sets_aside(each)), 0)
+    resumed = next((each.step for each in held.manifests if not held.sets_aside(each.order)), 0)
     if "again" in told:
         assert resumed == 4 or ("pruned" in told and not steps), "the newest went before others"
     elif "rewound" in told:

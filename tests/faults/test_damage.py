@@ -52,7 +52,7 @@ from lightning_spot.snapshot.files import FileSpan, note_name
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import failed
 from lightning_spot.store.commit import commit_left, put_shards
-from lightning_spot.store.fences import Claim, claim_name, first_readable
+from lightning_spot.store.fences import ATTEMPTS_DIR, Claim, claim_name
 from lightning_spot.store.local import LocalStore
 from lightning_spot.untrusted import (
     FileName,
@@ -275,7 +275,7 @@ def test_any_registers_at_storage_are_a_snapshot_or_refused(tmp_path: Path, case
                 if how > 0.9:
                     (folder / file).write_bytes(mutated(rnd, data))
         try:
-            made = commit_left(store, name)
+            made = commit_left(store, name).manifest
             fates["nothing" if made is None else "committed"] += 1
         except (CorruptSnapshotError, SnapshotFailedError) as error:
             fates[type(error).__name__] += 1
@@ -592,7 +592,9 @@ def test_a_file_is_not_saved_under_a_name_that_nobody_could_read(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_claims_that_all_disagree_with_their_names_are_damage() -> None:
-    files = {claim_name(number): CLAIM.to_json().encode() for number in (7, 8, 9)}
+def test_claims_that_all_disagree_with_their_names_are_damage(tmp_path: Path) -> None:
+    (tmp_path / ATTEMPTS_DIR).mkdir()
+    for number in (7, 8, 9):
+        (tmp_path / ATTEMPTS_DIR / claim_name(number)).write_text(CLAIM.to_json())
     with pytest.raises(CorruptSnapshotError, match=r"attempt 3\b"):
-        first_readable(list(files), files.__getitem__, "/r")
+        LocalStore(tmp_path).newest_claim()

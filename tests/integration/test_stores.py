@@ -145,7 +145,7 @@ def test_large_snapshot_in_many_parts(store: Store) -> None:
 
 
 def test_newest_first(store: Store) -> None:
-    store.claim(claim_of(2, keep=100))
+    store.claim(claim_of(2))
     for step, attempt in ((3, 1), (9, 1), (4, 2)):
         put(store, step, attempt=attempt, by=2)
     assert [(manifest.attempt, manifest.step) for manifest in store.survey().manifests] == [(2, 4), (1, 9), (1, 3)]
@@ -388,7 +388,7 @@ def test_retention_leaves_what_is_newer_and_what_cannot_be_read(store: Store) ->
 
 
 def test_retention_deletes_nothing_where_the_newest_is_missing(store: Store) -> None:
-    store.claim(claim_of(1, keep=100))
+    store.claim(claim_of(1))
     for step in (1, 2, 3):
         put(store, step)
     assert "is not listed there at once: nothing older is deleted" in retain(store, Keep(newest=1), snapshot(9)[0])

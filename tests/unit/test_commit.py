@@ -125,7 +125,7 @@ def test_one_that_failed_takes_back_what_others_brought(store: Store) -> None:
         assert "rank 3" in put_shards(store, shards_of(0, 1), attempt=1).why_aborted
         noted = {name for name in sizes(store) if is_note(name)}
         assert noted == {*(note_name(writer, failed=True) for writer in (0, 1, 3)), note_name(2)}
-    assert commit_left(store, NAME) is None
+    assert commit_left(store, NAME).manifest is None
     assert "rank" in put_shards(store, shards_of(2), attempt=1).why_aborted
     assert sizes(store) == {}  # no place is left that has not seen it
 
@@ -143,7 +143,7 @@ def left(store: Store, monkeypatch: pytest.MonkeyPatch) -> Manifest:
 
 def test_what_nobody_is_left_to_commit_is_committed_by_who_looks(store: Store, left: Manifest) -> None:
     assert look(store, NAME).manifest is None
-    assert commit_left(store, NAME) == left
+    assert commit_left(store, NAME).manifest == left
     assert look(store, NAME).manifest == left
     assert note_name(0) not in sizes(store)
 
@@ -152,7 +152,7 @@ def test_a_failure_counts_whatever_else_its_writer_has(store: Store, left: Manif
     folder = store.folder(NAME, attempt=1, run_id=RUN_ID)  # type: ignore[attr-defined]
     folder.write(note_name(3, failed=True), memoryview(failed_shard(1, 3, WRITERS).to_json().encode()))
     assert look(store, NAME).why_aborted
-    assert commit_left(store, NAME) is None
+    assert commit_left(store, NAME).manifest is None
     assert not store.has(left)
 
 
@@ -182,7 +182,7 @@ def test_who_cannot_write_there_knows_that_all_of_it_is_there(
 ) -> None:
     for owner, method in ((type(store), "note"), (Folder, "write_all"), (Folder, "remove")):
         monkeypatch.setattr(owner, method, _fails)
-    assert commit_left(store, NAME) == left
+    assert commit_left(store, NAME).manifest == left
 
 
 def test_damaged_bytes_leave_nothing(store: Store) -> None:
@@ -272,7 +272,7 @@ def test_the_loser_of_two_starts_leaves_nothing_to_commit(
         put_shards(store, shards_of(3), attempt=1)
     assert not any(map(is_note, sizes(store)))
     assert open_store(store.url).survey().manifests == []
-    assert commit_left(open_store(store.url), NAME) is None
+    assert commit_left(open_store(store.url), NAME).manifest is None
 
 
 @pytest.mark.parametrize("left", ["a file", "a note", "a note over ours"])
