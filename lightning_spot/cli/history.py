@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,9 @@ from lightning_spot.goodput.records import completed, newest_record
 from lightning_spot.run.identity import ServerRun
 from lightning_spot.run.sources import HOST, STORAGE
 from lightning_spot.server.runs import RunInfo, run_text
-from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, order_name, snapshot_name
-from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind, files_of_attempts
+from lightning_spot.snapshot.files import is_own_file
+from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest, order_name, snapshot_name, snapshot_order
+from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind, claim_name, files_of_attempts, highest_claim
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.posix import remove_if_empty
 from lightning_spot.store.retention import Keep, expired
@@ -184,6 +185,8 @@ def rm(arguments: argparse.Namespace) -> int:
         if any(rewind.to == wanted.order for rewind in _pending(run)):
             raise SettingsError(f"the run is rewound to {wanted.name}: undo that first, rewind --undo")
     gone = {entry.manifest.snapshot for entry in run.found.entries}
+    shown = [(entry.manifest, entry.source.tier) for entry in run.found.entries]
+    shown += [(manifest, STORAGE) for manifest in _incomplete(run)] if arguments.all else []
     if not arguments.dry_run:
         run.check_idle()
         _forget(run, gone)
@@ -194,7 +197,7 @@ def rm(arguments: argparse.Namespace) -> int:
         if arguments.all:
             run.check_not_begun()
             _remove_rest(run)
-    _show(run.url, ((entry.manifest, entry.source.tier) for entry in run.found.entries), arguments)
+    _show(run.url, shown, arguments)
     return 0
 
 
@@ -250,13 +253,24 @@ def _begin(run: _Run, known: ServerRun) -> RunInfo:
     return info
 
 
+def _incomplete(run: _Run) -> Iterator[Manifest]:
+    """What :func:`_remove_rest` removes of snapshots: those that hold nothing but our own files, as far as is known."""
+    for name in (*run.held.unfinished, *run.held.unreadable):
+        sizes, order = run.store.folder(name, attempt=0, run_id="").sizes(), snapshot_order(name)
+        if order and sizes and all(is_own_file(file) or file == MANIFEST_FILE for file in sizes):
+            yield Manifest(run="-", name=name, attempt=order[0], step=order[1], nbytes=sum(sizes.values()))
+
+
 def _remove_rest(run: _Run) -> None:
     """Remove what a run has besides snapshots: unfinished ones, then records and claims, the newest claim last."""
     for name in run.held.unreadable:
         run.store.folder(name, attempt=0, run_id="").remove([MANIFEST_FILE])
     last, run_id = run.attempt + 1, run.seen.identity.run_id  # after which nothing is on its way any more
     run.store.sweep(Manifest(run="-", run_id=run_id, name=snapshot_name(0, last), step=0, attempt=last, nbytes=0))
-    run.attempts.remove(files_of_attempts(run.attempts.sizes()))
+    names = files_of_attempts(run.attempts.sizes())
+    newest = claim_name(highest_claim(names))
+    run.attempts.remove([name for name in names if name != newest])
+    run.attempts.remove([newest])  # only then: a kill leaves no earlier one that counts as the newest
     if isinstance(run.store, LocalStore):
         for place in (run.store.root / ATTEMPTS_DIR, run.store.root):
             remove_if_empty(place)

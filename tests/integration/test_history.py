@@ -26,6 +26,7 @@ from lightning_spot.store.retention import Keep, retain
 from lightning_spot.store.store import Store
 from tests.conftest import Cli
 from tests.integration.test_stores import put
+from tests.support.faulty import Plan, faulty_calls
 from tests.support.oracle import claim_of
 from tests.support.server import RUN, RUN_ID, StartServer, committed, image_of, manifest_of, named_run, snapshot_server
 from tests.support.snapshots import EachDurable
@@ -293,13 +294,36 @@ def test_rm_of_a_run_leaves_nothing_of_it_and_all_else(store: Store, cli: Cli) -
     broken.write("manifest.json", memoryview(b"{"))
     attempts = store.folder("attempts", attempt=0, run_id="")  # type: ignore[attr-defined]
     attempts.write("mine.txt", memoryview(b"mine"))
-    cli("rm", store.url, "--all", "--dry-run")
+    incomplete = {snapshot_name(8, 2), snapshot_name(9, 2)}
+    assert incomplete <= {each["name"] for each in deleted(cli, "--dry-run", store.url)}
     assert there(store) == ALL
-    cli("rm", store.url, "--all")
+    assert incomplete <= {each["name"] for each in deleted(cli, store.url)}
     found = store.survey()
     assert (found.manifests, found.unreadable, found.unfinished, found.attempts) == ([], {}, [], ["mine.txt"])
     attempts.remove(["mine.txt"])
     assert main(["ls", store.url]) == 2
+
+
+def deleted(cli: Cli, *arguments: str) -> list[dict[str, Any]]:
+    """What a removal of a run says is gone."""
+    found: list[dict[str, Any]] = json.loads(cli("rm", *arguments, "--all", "-o", "json"))["deleted"]
+    return found
+
+
+def test_a_removal_that_ends_early_leaves_no_older_claim_alone(tmp_path: Path) -> None:
+    """It would count as the newest: the next attempt took a number that there was."""
+    for at in range(1, 9):
+        store, fault = LocalStore(tmp_path / str(at)), Plan("EIO", at=at, only=("unlink",))
+        for attempt in (1, 2, 3):
+            store.claim(claim_of(attempt))
+        put(store, 1, attempt=3)
+        with faulty_calls(fault, store.root / ATTEMPTS_DIR):
+            main(["rm", store.url, "--all"])
+        assert store.claimed() in (0, 3)
+        if not fault.struck:
+            assert at > 3
+            return
+    raise AssertionError("it does not end")
 
 
 def test_rm_leaves_no_directory(tmp_path: Path, cli: Cli) -> None:
