@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import socket
 import threading
 import time
@@ -17,11 +16,11 @@ import s3fs
 from lightning_spot.cli import doctor, main, snapshots
 from lightning_spot.client.stores import open_store
 from lightning_spot.retry import RetryPolicy
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.store import fsspec_client
 from lightning_spot.threads import in_background
 from tests.support.proxy import Proxy
 from tests.support.said import said_about
+from tests.support.store import put
 
 pytestmark = [pytest.mark.guarantee("G2"), pytest.mark.guarantee("G17")]
 
@@ -45,12 +44,6 @@ def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     s3fs.S3FileSystem.clear_instance_cache()
 
 
-def sealed(step: int, nbytes: int) -> tuple[Manifest, memoryview]:
-    image = memoryview(random.Random(step).randbytes(nbytes))
-    made = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=nbytes, part_bytes=MIB)
-    return made.sealed(image), image
-
-
 @pytest.mark.parametrize("reads", [True, False], ids=["what comes is lost", "nothing is read"])
 @pytest.mark.parametrize("nbytes", [1000, 12 * MIB], ids=["small", "in blocks"])
 def test_a_put_is_durable_soon_after_the_store_is_back(
@@ -58,14 +51,13 @@ def test_a_put_is_durable_soon_after_the_store_is_back(
 ) -> None:
     """S3's library waited for 15 s on each of its dead connections, one after the other."""
     store = open_store(f"{s3}/run-1")
-    store.put(*sealed(1, nbytes), attempt=1)  # connections that will be lost
+    put(store, 1, nbytes=nbytes, part_bytes=MIB)  # connections that will be lost
     proxy.fall_silent(reads=reads)
-    second, image = sealed(2, nbytes)
-    put = in_background(lambda: store.put(second, image, attempt=1), "put")
+    putting = in_background(lambda: put(store, 2, nbytes=nbytes, part_bytes=MIB), "put")
     time.sleep(2 * SILENT_S)  # that long it is silent; not for order
-    assert not put.done()
+    assert not putting.done()
     proxy.speak()
-    put.result(timeout=40)  # its library would wait for longer, see above
+    second = putting.result(timeout=40)  # its library would wait for longer, see above
     assert store.has(second)
     (silent,) = said_about(caplog, "storage-silent")
     assert silent.startswith(s3)

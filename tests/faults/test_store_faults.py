@@ -330,13 +330,11 @@ def _put_small(store: Store, attempt: int) -> Manifest:
 LAG_S = 0.25
 
 
-@pytest.mark.parametrize("lacks", ["nothing", "listings at once"])
-def test_a_store_that_lacks_something_loses_nothing(
-    s3: str, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_store_that_lists_late_loses_nothing(
+    s3: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A snapshot of several files failed until a listing showed all of them."""
-    if lacks == "listings at once":
-        monkeypatch.setattr(faulty.FaultyS3, "unlisted_s", LAG_S)
+    monkeypatch.setattr(faulty.FaultyS3, "unlisted_s", LAG_S)
     store = open_store(f"{s3}/run".replace("s3://", "faulty-s3://"))
     said: set[str] = set()
     put: list[Manifest] = []
@@ -348,8 +346,8 @@ def test_a_store_that_lacks_something_loses_nothing(
             assert store.has(put[-1])
             said.add(retain(store, Keep(newest=2), put[-1]))
             if step % 2:
-                time.sleep(LAG_S if lacks == "listings at once" else 0)
-        time.sleep(LAG_S if lacks == "listings at once" else 0)
+                time.sleep(LAG_S)
+        time.sleep(LAG_S)
         found = store.survey()
         assert [item.name for item in found.manifests[:2]] == [item.name for item in put[:-3:-1]]
         assert found.highest_attempt == attempt

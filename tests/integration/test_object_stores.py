@@ -34,7 +34,7 @@ from lightning_spot.store.store import Store
 from lightning_spot.threads import all_at_once
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
-from tests.support.store import Kept, fetched, put, snapshot
+from tests.support.store import Kept, fetched, parts_of, put, snapshot
 from tests.support.waiting import until
 
 KIB, MIB = 2**10, 2**20
@@ -45,15 +45,6 @@ BLOCK_BYTES = 8 * KIB
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uploads in blocks, with little data."""
     monkeypatch.setattr("lightning_spot.store.s3.BLOCK_BYTES", BLOCK_BYTES)
-
-
-def parts_of(image: bytes, nbytes: int, fail_at: int | None = None) -> Iterator[memoryview]:
-    for index, start in enumerate(range(0, len(image), nbytes)):
-        if index == fail_at:
-            raise OSError("the source is gone")
-        scratch = bytearray(image[start : start + nbytes])
-        yield memoryview(scratch)
-        scratch[:] = bytes(len(scratch))  # done with when the next one is asked for
 
 
 @pytest.fixture
@@ -100,13 +91,9 @@ def test_a_missing_bucket_is_an_error_and_is_not_created(s3: str, raw: s3fs.S3Fi
     assert not raw.exists(nowhere)
 
 
-@pytest.mark.parametrize("kind", ["s3", "local"])
-def test_of_two_hosts_that_claim_at_once_one_is_fenced(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Any
-) -> None:
+def test_of_two_hosts_that_claim_at_once_one_is_fenced(s3: str) -> None:
     for number in range(1, 6):
-        url = f"{request.getfixturevalue('s3')}/run-{number}" if kind == "s3" else str(tmp_path / f"run-{number}")
-        stores = [open_store(url) for _ in range(4)]
+        stores = [open_store(f"{s3}/run-{number}") for _ in range(4)]
         claims = [claim_of(1, token=f"token-{index}") for index in range(4)]
 
         barrier = threading.Barrier(4)

@@ -40,7 +40,7 @@ from lightning_spot.store.retention import Keep, retain, worth_keeping
 from lightning_spot.store.store import Holdings, Store
 from tests.support.oracle import claim_of
 from tests.support.real_stores import SERVERS, Server, use, why_missing
-from tests.support.store import Kept, fetched, put, snapshot
+from tests.support.store import Kept, fetched, parts_of, put, snapshot
 from tests.support.waiting import kept_port
 
 pytestmark = pytest.mark.guarantee("G14")
@@ -297,15 +297,7 @@ def test_an_empty_listing_beside_claims_is_no_empty_run(tmp_path: Path) -> None:
 
 def test_parts_one_by_one(store: Store) -> None:
     manifest, data = snapshot(4)
-    scratch = bytearray(256)
-
-    def parts() -> Iterator[memoryview]:
-        for start in range(0, len(data), 256):
-            part = data[start : start + 256]
-            scratch[: len(part)] = part  # one buffer for all: a part is done with when the next is asked for
-            yield memoryview(scratch)[: len(part)]
-
-    stored = store.put_parts(replace(manifest, checksums=()), parts(), attempt=1)
+    stored = store.put_parts(replace(manifest, checksums=()), parts_of(data), attempt=1)
     assert stored.checksums == manifest.checksums
     assert store.has(stored)
     assert fetched(store, stored) == data
@@ -314,9 +306,8 @@ def test_parts_one_by_one(store: Store) -> None:
 @pytest.mark.parametrize("announced", [900, 1200])
 def test_parts_that_are_not_what_was_announced(store: Store, announced: int) -> None:
     manifest, data = snapshot(4)
-    parts = (memoryview(data)[start : start + 256] for start in range(0, len(data), 256))
     with pytest.raises(SpotError):
-        store.put_parts(replace(manifest, checksums=(), nbytes=announced), parts, attempt=1)
+        store.put_parts(replace(manifest, checksums=(), nbytes=announced), parts_of(data), attempt=1)
     assert store.survey().manifests == []
     assert _there(store) == []
 
@@ -590,8 +581,7 @@ def test_the_same_snapshot_once_more_is_durable_all_the_time(
     store.put(manifest, memoryview(data), attempt=1)
     removed: list[str] = []
     monkeypatch.setattr(s3fs.S3FileSystem, "rm_file", lambda _fs, path: removed.append(path))
-    parts = [memoryview(data)[start : start + 2**20] for start in range(0, nbytes, 2**20)]
-    assert store.put_parts(replace(manifest, checksums=()), iter(parts), attempt=1) == manifest
+    assert store.put_parts(replace(manifest, checksums=()), parts_of(data, 2**20), attempt=1) == manifest
     assert removed == []
     assert fetched(store, manifest) == data
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,16 @@ def put(store: Store, step: int, *, by: int | None = None, **more: Any) -> Manif
     manifest, data = snapshot(step, **more)
     store.put(manifest, memoryview(data), attempt=by or manifest.attempt)
     return manifest
+
+
+def parts_of(image: bytes, nbytes: int = 256, fail_at: int | None = None) -> Iterator[memoryview]:
+    """The bytes of a snapshot, part by part."""
+    for index, start in enumerate(range(0, len(image), nbytes)):
+        if index == fail_at:
+            raise OSError("the source is gone")
+        scratch = bytearray(image[start : start + nbytes])
+        yield memoryview(scratch)
+        scratch[:] = bytes(len(scratch))  # done with when the next one is asked for
 
 
 def fetched(store: Store, manifest: Manifest) -> memoryview:

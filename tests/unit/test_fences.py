@@ -16,7 +16,7 @@ from lightning_spot.errors import FencedError
 from lightning_spot.store.fences import Owner, digest_of
 from lightning_spot.store.store import Store
 from tests.support.oracle import claim_of
-from tests.support.store import Kept, fetched, put, snapshot
+from tests.support.store import Kept, fetched, parts_of, put, snapshot
 
 pytestmark = pytest.mark.guarantee("G15")
 
@@ -51,16 +51,11 @@ def names(url: str) -> set[str]:
 CHANGES: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put(OTHER, memoryview(MORE), attempt=1),
     "put-what-is-there": lambda store: store.put(THERE, memoryview(DATA), attempt=1),
-    "put-in-parts": lambda store: store.put_parts(replace(OTHER, checksums=()), iter(parts(MORE)), attempt=1),
+    "put-in-parts": lambda store: store.put_parts(replace(OTHER, checksums=()), parts_of(MORE), attempt=1),
     "delete": lambda store: store.delete(THERE),
     "sweep": lambda store: store.sweep(THERE),
     "claim": lambda store: store.claim(claim_of(1, token="mine")),
 }
-
-
-def parts(data: bytes) -> Iterator[memoryview]:
-    for start in range(0, len(data), 256):
-        yield memoryview(data)[start : start + 256]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -95,14 +90,14 @@ def test_who_is_overtaken_while_its_bytes_come_leaves_none(url: str) -> None:
     store = mine(url)
     store.claim(claim_of(1, token="mine"))
 
-    def coming() -> Iterator[memoryview]:
-        first, *rest = parts(MORE)
-        yield first
+    def parts() -> Iterator[memoryview]:
+        coming = parts_of(MORE)
+        yield next(coming)
         take_over(url)
-        yield from rest
+        yield from coming
 
     with pytest.raises(FencedError):
-        store.put_parts(replace(OTHER, checksums=()), coming(), attempt=1)
+        store.put_parts(replace(OTHER, checksums=()), parts(), attempt=1)
     assert names(url) == {"attempt-0001.json"}
 
 

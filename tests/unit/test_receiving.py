@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ import pytest
 from lightning_spot.errors import CorruptSnapshotError, TierError
 from lightning_spot.run import reading
 from lightning_spot.run.sources import StoreSource
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.objects import ObjectStore
 from tests.support.oracle import claim_of
 from tests.support.said import said
+from tests.support.store import put, snapshot
 
 pytestmark = pytest.mark.guarantee("G1")
 
@@ -28,12 +28,9 @@ def source(tmp_path: Path) -> StoreSource:
     return StoreSource(store, "durable")
 
 
-def stored(source: StoreSource, step: int, nbytes: int = NBYTES) -> tuple[Manifest, bytes]:
-    data = random.Random(step).randbytes(nbytes)
-    manifest = Manifest(run="run", name=snapshot_name(step, 1), step=step, attempt=1, nbytes=nbytes, part_bytes=1 << 20)
-    sealed = manifest.sealed(memoryview(data))
-    source.store.put(sealed, memoryview(data), attempt=1)
-    return sealed, data
+def stored(source: StoreSource, nbytes: int = NBYTES) -> tuple[Manifest, bytes]:
+    made = {"nbytes": nbytes, "part_bytes": 1 << 20}
+    return put(source.store, 1, **made), snapshot(1, **made)[1]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1 << 20, NBYTES])
@@ -46,7 +43,7 @@ def test_every_byte_is_received(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(reading, "available_bytes", lambda: room)
-    manifest, data = stored(source, 1, nbytes)
+    manifest, data = stored(source, nbytes)
     moved: list[int] = []
     snapshot = source.open(manifest, moved.append)
     try:
@@ -60,14 +57,14 @@ def test_every_byte_is_received(
 
 
 def test_what_is_damaged_is_not_opened(source: StoreSource) -> None:
-    manifest, data = stored(source, 1)
+    manifest, data = stored(source)
     source.store._fs.pipe_file(source.store._path(manifest.data_path), data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CorruptSnapshotError, check=lambda error: error.part == 4):
         source.open(manifest)
 
 
 def test_room_nowhere_is_one_clear_error(source: StoreSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, _ = stored(source, 1)
+    manifest, _ = stored(source)
 
     def full(*_of: int) -> None:
         raise OSError(28, "No space left on device")
@@ -84,7 +81,7 @@ def test_an_error_stays_itself_if_its_traceback_holds_the_image(source: StoreSou
     def use(part: memoryview) -> None:
         raise CorruptSnapshotError(f"{len(part)} bytes that nobody can read")
 
-    manifest, _ = stored(source, 1)
+    manifest, _ = stored(source)
     snapshot = source.open(manifest)
     try:
         with pytest.raises(CorruptSnapshotError, match="10 bytes"), snapshot.image() as image:
@@ -94,7 +91,7 @@ def test_an_error_stays_itself_if_its_traceback_holds_the_image(source: StoreSou
 
 
 def test_a_view_of_an_image_stays_valid_as_long_as_it_is_held(source: StoreSource) -> None:
-    manifest, data = stored(source, 1)
+    manifest, data = stored(source)
     snapshot = source.open(manifest)
     with snapshot.image() as image:
         part = image[10:20]
