@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from lightning_spot.client.local_server import LocalServer
@@ -27,7 +27,7 @@ from lightning_spot.server.tier import Listed
 from lightning_spot.snapshot.files import pieces
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import verify_file
-from lightning_spot.snapshot.shards import JoinedImage, sections
+from lightning_spot.snapshot.shards import JoinedImage, Section, sections
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.posix import open_regular, tier_errors
 from lightning_spot.store.store import (
@@ -127,7 +127,9 @@ class MemorySource:
                 snapshot.fds += map(host.open_snapshot, held)  # one after the other: what is open is closed in any case
             # Ranks of a sharded model read what they need; others look at all of it for longer than a slot may be kept.
             if shared and not manifest.is_sharded and has_room(manifest.nbytes):
-                return receive(lambda into: _copy(snapshot, into, progress), manifest, HOST, _HERE)
+                read = functools.partial(_read_slots, snapshot.fds, manifest, snapshot.sections)
+                ranges = manifest.ranges()
+                return receive(lambda into: fetch_ranges(read, ranges, into, progress, _READERS), manifest, HOST, _HERE)
             for fd, each in zip(snapshot.fds, held, strict=True):
                 _verify(fd, each, _HERE, progress, _READERS)
             opened.pop_all()
@@ -146,10 +148,7 @@ class MemorySource:
                     if manifest.name not in fds:
                         fds[manifest.name] = host.open_snapshot(manifest)
                         opened.callback(os.close, fds[manifest.name])
-                with SnapshotReader([fds[manifest.name]], manifest, _HERE, check=False) as reader:
-                    reader.seek(start)
-                    reader.readinto(into)
-                manifest.verify_range(start, into, _HERE)
+                _read_slots([fds[manifest.name]], manifest, (), start, into)
 
             yield read
 
@@ -160,17 +159,11 @@ class MemorySource:
         return host
 
 
-def _copy(slots: OpenSnapshot, into: Target, progress: Progress | None) -> None:
-    """Copy slots that are open, and check what was copied."""
-    manifest = slots.manifest
-
-    def read(start: int, part: memoryview) -> None:
-        with slots.reader(whole=True) as reader:
-            reader.seek(start)
-            reader.readinto(part)
-        manifest.verify_range(start, part, _HERE)
-
-    fetch_ranges(read, manifest.ranges(), into, progress, _READERS)
+def _read_slots(fds: Sequence[int], manifest: Manifest, found: Sequence[Section], start: int, into: memoryview) -> None:
+    """Read whole parts of slots that are open, and check what was read."""
+    with SnapshotReader(fds, manifest, _HERE, found) as reader:
+        reader.seek(start)
+        reader.readinto(into)
 
 
 class StoreSource:

@@ -177,10 +177,8 @@ class NotedParts:
         manifest, sizes = self._manifest, [nbytes for _, nbytes in self._noted]
         wanted = [stop - start for start, stop in part_ranges(manifest.nbytes, manifest.part_bytes)]
         if sizes != wanted:
-            raise CorruptSnapshotError(
-                f"{manifest.name} came as {sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in"
-                f" {len(wanted)}; it is not committed"
-            )
+            what = f"{sum(sizes)} bytes in {len(sizes)} parts, not as {manifest.nbytes} bytes in {len(wanted)}"
+            raise CorruptSnapshotError(f"{manifest.name} came as {what}; it is not committed")
         return replace(manifest, checksums=tuple(digest for digest, _ in self._noted))
 
 
@@ -651,10 +649,7 @@ class Store(ABC):
         Raises:
             CorruptSnapshotError: if a byte that is in no file is not zero.
         """
-
-        def sealed() -> Manifest:
-            return data.sealed() if isinstance(data, NotedParts) else manifest
-
+        sealed = data.sealed if isinstance(data, NotedParts) else lambda: manifest
         files: dict[str, Data] = {manifest.data_path: data}
         if manifest.files and not isinstance(data, NotedParts):
             for gap, start, stop in pieces(manifest.spans, 0, len(data)):

@@ -382,16 +382,11 @@ registers fit each other | server.uploads | registers::a_shard_that_does_not_fit
 # damaged weights are taken for good ones
 checksum at verify, and at resume from memory | run.sources | cli::verify & registers::a_shard_that_left_memory_or_was_damaged_is_not_read
 -    verify_file(fd, manifest.nbytes, manifest.checksums, manifest.part_bytes, where, progress, threads)
-checksum of slots that are copied for several ranks | run.sources | slot_readers::a_slot_that_is_damaged_is_found_as_it_is_copied
--        manifest.verify_range(start, part, _HERE)
--
--    fetch_ranges
-+    fetch_ranges
 checksum of what storage gives, and of what is there already | store.store | stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[local-0] & stores::a_chunk_unlike_the_committed_one_is_noticed_as_it_comes[kept-0] & on_disk::what_is_there_but_damaged_is_written_anew
 -        manifest.verify_range(start, into, self.url)
 -
 +
-checksum of what is read later | run.reading | resume::a_file_damaged_between_check_and_use_falls_back[flip]
+checksum of what is read later | run.reading | resume::a_file_damaged_between_check_and_use_falls_back[flip] & slot_readers::a_slot_that_is_damaged_is_found_as_it_is_copied
 -        self._manifest.verify_range(start, into, self._where)
 checksum at the adoption of slots | server.area | ring::a_damaged_leftover_is_dropped
 -                manifest.verify(view, where)
