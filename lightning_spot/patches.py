@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 
 class Patches(ExitStack):
@@ -35,3 +36,24 @@ class Patches(ExitStack):
                 own.update(before)
 
         self.callback(undo)
+
+    def once(self, owner: Any, name: str, instead: Callable[..., Any]) -> Self:
+        """Have a method replaced until it is called, or until :meth:`close`.
+
+        Args:
+            owner: whose method it is.
+            name: of the method.
+            instead: is called once in its place, with the method and its arguments.
+
+        Returns:
+            what undoes it where it is called first.
+        """
+        once = type(self)()
+        self.push(once)
+
+        def first(method: Callable[..., Any], *arguments: Any) -> Any:
+            once.close()
+            return instead(method, *arguments)
+
+        once.wrap(owner, name, partial(partial, first))
+        return once

@@ -3,7 +3,7 @@
 Before training, rank 0 asks all tiers, reads the newest snapshot whose checksums hold, and hands it to the others; what
 it lacks for this model is an error then. Others may resume the ``fit``, too, from files of their own, or end its second
 start. What is put back at which place of the loops is in
-:class:`~lightning_spot.state.fit_state.Restoring`.
+:class:`~lightning_spot.state.fit_state.FitState`.
 """
 
 from __future__ import annotations
@@ -463,11 +463,8 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str, patches: Patches) -> No
         snapshot: its name and place, for the message.
         patches: take that back, as far as nothing was loaded.
     """
-    once = Patches()
-    patches.push(once)
 
     def load_optimizer_state_dict(load: Callable[[Any], None], checkpoint: Mapping[str, Any]) -> None:
-        once.close()
         FitState.of(trainer).fixed_steps.note(trainer)
         saved, present = checkpoint["optimizer_states"], [vars(optimizer) for optimizer in trainer.optimizers]
         before, now, cause = _groups(saved), _groups(present), None
@@ -487,7 +484,7 @@ def check_optimizers(trainer: pl.Trainer, snapshot: str, patches: Patches) -> No
             reshaped=[],
         ) from cause
 
-    once.wrap(trainer.strategy, "load_optimizer_state_dict", partial(partial, load_optimizer_state_dict))
+    patches.once(trainer.strategy, "load_optimizer_state_dict", load_optimizer_state_dict)
 
 
 def _groups(optimizers: Sequence[Mapping[str, Any]]) -> str:

@@ -51,3 +51,12 @@ def test_an_attribute_that_is_not_there_is_not_replaced() -> None:
     with pytest.raises(AttributeError):
         patches.wrap(loop, "retreat", around("ours"))
     assert vars(loop) == {}
+
+
+def test_what_is_replaced_once_is_called_once_or_put_back() -> None:
+    loop, patches = Loop(), Patches()
+    patches.once(loop, "advance", lambda advance: f"ours({advance()})")
+    assert [loop.advance(), loop.advance()] == ["ours(loop)", "loop"]
+    patches.once(loop, "advance", lambda advance: f"ours({advance()})")
+    patches.close()
+    assert vars(loop) == {}
