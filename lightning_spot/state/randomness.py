@@ -15,6 +15,13 @@ State = dict[str, Any]
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """Kinds of generators whose state can be read."""
 
+_OF_PROCESS = {
+    "python": random.random.__self__,  # type: ignore[attr-defined] # a bound method
+    "numpy": np.random.get_state.__self__,  # type: ignore[attr-defined] # likewise
+    "torch": torch.default_generator,
+}
+"""What functions draw from that are given no generator."""
+
 
 def capture_random(device: torch.device | None = None) -> State:
     """State of every process-wide generator that training draws from, as values that load with ``weights_only=True``.
@@ -22,11 +29,7 @@ def capture_random(device: torch.device | None = None) -> State:
     Args:
         device: whose generator counts, too, if it is a GPU.
     """
-    state: State = {
-        "python": _of_python(random.getstate()),
-        "numpy": _plain(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-    }
+    state: State = {name: capture_generator(generator) for name, generator in _OF_PROCESS.items()}
     if device is not None and device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -34,9 +37,8 @@ def capture_random(device: torch.device | None = None) -> State:
 
 def restore_random(state: State, device: torch.device | None = None) -> None:
     """Set what :func:`capture_random` returned."""
-    random.setstate(_python(state["python"]))
-    np.random.set_state(_arrays(state["numpy"]))
-    torch.set_rng_state(state["torch"])
+    for name, generator in _OF_PROCESS.items():
+        restore_generator(generator, state[name])
     if device is not None and device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
@@ -46,10 +48,11 @@ def capture_generator(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
+        return mapped(_plain, generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
-        return _plain(generator.get_state(legacy=False))
-    return _of_python(generator.getstate())
+        return mapped(_plain, generator.get_state(legacy=False))
+    version, words, gauss = generator.getstate()
+    return [version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss]  # a third of torch.tensor's time
 
 
 def restore_generator(generator: Any, state: Any) -> None:
@@ -57,11 +60,12 @@ def restore_generator(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _arrays(state)
+        generator.bit_generator.state = mapped(_array, state)
     elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_arrays(state))
+        generator.set_state(mapped(_array, state))
     else:
-        generator.setstate(_python(state))
+        version, words, gauss = state
+        generator.setstate((version, tuple(words.tolist()), gauss))
 
 
 def stamp_of(state: Any) -> Any:
@@ -69,34 +73,18 @@ def stamp_of(state: Any) -> Any:
     return mapped(lambda item: item.numpy().tobytes() if isinstance(item, torch.Tensor) else item, state)
 
 
-def _python(state: Any) -> Any:
-    version, internal, gauss = state
-    return version, tuple(internal.tolist()), gauss
-
-
-def _plain(state: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Numpy's states hold arrays, which do not load ``weights_only``: tensors in their place."""
-    return mapped(_tensor, state)
-
-
-def _tensor(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.astype(np.int64) if value.dtype == np.uint32 else value.view(np.int64).copy())
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _of_python(state: tuple[Any, ...]) -> list[Any]:
-    version, words, gauss = state
-    return [version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss]  # a third of torch.tensor's time
-
-
-def _arrays(state: Any) -> Any:
-    return mapped(lambda value: _array(value) if isinstance(value, torch.Tensor) else value, state)
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    # Words of 32 bits were widened; those of 64 bits (Philox, SFC64) were only reinterpreted, and may be negative.
-    array = tensor.numpy()
+def _array(value: Any) -> Any:
+    """The same, back. Words of 32 bits were widened, those of 64 bits (Philox, SFC64) only reinterpreted."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    array = value.numpy()
     return array.astype(np.uint32) if array.size == _MT19937_WORDS else array.view(np.uint64)
 
 
@@ -105,7 +93,4 @@ _MT19937_WORDS = 624
 
 def is_of_process(generator: Any) -> bool:
     """Whether a generator is one of the process or of a device: who holds one does not keep a state with it."""
-    of_numpy = getattr(np.random.mtrand, "_rand", None)  # which its functions draw from
-    of_python = random.random.__self__  # type: ignore[attr-defined] # a bound method
-    own = (torch.default_generator, *torch.cuda.default_generators, of_python, of_numpy)
-    return any(generator is each for each in own)
+    return any(generator is each for each in (*_OF_PROCESS.values(), *torch.cuda.default_generators))

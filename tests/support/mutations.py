@@ -15,12 +15,12 @@ from pathlib import Path
 ROWS = r"""
 # a resumed run is another one: augmentations
 random of python | state.randomness | exact::killed_twice_and_equal[plain]
--random.setstate(_python(state["python"]))
+-generator.setstate((version, tuple(words.tolist()), gauss))
 random of numpy | state.randomness | exact::killed_twice_and_equal[plain]
--np.random.set_state(_arrays(state["numpy"]))
+-generator.set_state(mapped(_array, state))
 # a resumed run is another one: dropout, the order of samples
 random of torch | state.randomness | exact_table::equal_or_warned_of[max-steps]
--torch.set_rng_state(state["torch"])
+-generator.set_state(state)
 # a resumed run is another one: dropout on a GPU
 random of the device | state.fit_state | exact::the_generator_of_the_device_is_set_too
 -            restore_random(random, self._trainer.strategy.root_device)
