@@ -111,14 +111,24 @@ _END = object()
 _BUFFERS = ("buffer_size", "bufsize", "shuffle_buffer", "shuffle_buffer_size")
 
 
-def begin_epoch(loader: Any, workers: LastingWorkers | None, indices: Indices | None = None) -> Iterator[Any]:
-    """Have a loader begin an epoch: by its workers if they persist, else with ``indices`` in its sampler's place."""
-    if workers is not None:
-        return workers.begin_epoch()
+def begin_epoch(
+    loader: Any, workers: LastingWorkers | None, indices: Indices | None = None, **passing: Any
+) -> Iterator[Any]:
+    """Have a loader begin an epoch: by its workers if they persist, else with ``indices`` in its sampler's place.
+
+    Args:
+        loader: any.
+        workers: those that persist.
+        indices: theirs, or some for the loader; ``None`` where its sampler is left alone.
+        **passing: attributes of the indices for this pass.
+    """
     if indices is None:
-        return begin_watched(loader)
-    with replacing(loader, indices.values(loader)):
-        return iter(loader)
+        return workers.begin_epoch() if workers is not None else begin_watched(loader)
+    with replacing(indices, passing):
+        if workers is not None:
+            return workers.begin_epoch()
+        with replacing(loader, indices.values(loader)):
+            return iter(loader)
 
 
 class Epoch:
@@ -143,14 +153,16 @@ class Epoch:
         at = resume or {}
         self.yielded: int = at.get("yielded", 0)
         self.exhausted: bool = at.get("exhausted", False)
-        self.at_iter: State = at.get("at_iter", {})
-        self.at_first: State | None = at.get("at_first")
-        self.made_of: State = at.get("made_of") or made_of(self.loader)
-        self.first_batch: str | None = at.get("begins_with")
-        # Whether workers were seen to draw numbers or change the data; None if nobody looks.
-        self.workers_act: bool | None = None if has_workers(self.loader) and watch_of(self.loader) is None else False
-        if "at_iter" in at:
-            self.workers_act = at.get("workers_act")
+        is_seen = not has_workers(self.loader) or watch_of(self.loader) is not None
+        begun = {
+            "at_iter": {},
+            "at_first": None,
+            "made_of": made_of(self.loader),
+            "begins_with": None,  # its first batch
+            # Whether workers were seen to draw numbers or change the data; None if nobody looks.
+            "workers_act": False if is_seen else None,
+        }
+        self.at: State = {name: at.get(name, value) for name, value in begun.items()}
         # Lightning fetches one batch ahead of loaders without a length: where they were before it must be known.
         self._is_fetched_ahead = not has_length(self.loader)
         self.before: State | None = None
@@ -160,9 +172,9 @@ class Epoch:
             self.indices.instead = dealt(self.dealt, self.loader) if self.dealt is not None else None
             self.indices.draws_along |= at.get("draws_along", False)
         self._lost: list[str] = [*at.get("data", ())]
-        self._begins_otherwise = self._due_random = self._has_loaded = False
+        self._due_random = False
         self._ended: Any = None
-        self._loaded: list[tuple[Any, str, Any, Any]] = []
+        self._loaded: list[tuple[Any, str, Any, Any]] | None = None
         if not self.is_rest:
             self._begin_at_start()
         elif self.workers is not None:
@@ -170,7 +182,7 @@ class Epoch:
             self._lost += self.workers.lost()
 
     def _begin_at_start(self) -> None:
-        self.at_iter = self.own.capture_all()
+        self.at["at_iter"] = self.own.capture_all()
         self.inner = begin_epoch(self.loader, self.workers, self.indices)
 
     def __iter__(self) -> Iterator[Any]:
@@ -183,8 +195,8 @@ class Epoch:
         elif self._due_random:
             self._due_random = False
             self._restore_step(True)
-        if self.at_first is None:
-            self.at_first = self.own.capture_all()
+        if self.at["at_first"] is None:
+            self.at["at_first"] = self.own.capture_all()
         if self._is_fetched_ahead:
             self.before = self._state()
         try:
@@ -193,7 +205,7 @@ class Epoch:
             self.exhausted = True
             raise
         if self.yielded == 0:
-            self.first_batch = _digest_of(batch)
+            self.at["begins_with"] = _digest_of(batch)
         self.yielded += 1
         return batch
 
@@ -215,19 +227,16 @@ class Epoch:
         watch = watch_of(self.loader)
         return {
             **state,
-            "at_iter": self.at_iter,
-            "at_first": self.at_first,
+            **self.at,
             "ahead": ahead,
             "workers": self.workers.saved(now=done) if self.workers is not None else None,
             "exhausted": done,
             "ended": state["exhausted"],
             "draws_along": self.indices is not None and self.indices.draws_along,
-            "order": self.dealt or order_of(self.loader, self.at_iter, self.at_first),
+            "order": self.dealt or order_of(self.loader, self.at["at_iter"], self.at["at_first"]),
             "dealt": self.dealt is not None,
             "data": self.own.changed_data(),
-            "made_of": self.made_of,
-            "begins_with": self.first_batch,
-            "workers_act": True if watch is not None and watch.acts else self.workers_act,
+            "workers_act": True if watch is not None and watch.acts else self.at["workers_act"],
         }
 
     def _state(self) -> State:
@@ -256,22 +265,21 @@ class Epoch:
             present = self.own.capture_all()
             self._come_to_end(self.resume)
             self.own.restore_all(present)
-        for item, name, before, loaded in self._loaded:
+        for item, name, before, loaded in self._loaded or ():
             if vars(item).get(name) is loaded:
                 vars(item)[name] = before
-        if self._has_loaded and are_made(self.loader):
+        if self._loaded is not None and are_made(self.loader):
             self.inner = iter(())
             compat.WORKERS_ITERATOR.set(self.loader, None)
             make_unnoticed(self.loader)
         elif self.is_rest and self.exhausted and self.workers is None:  # it may have gone to its end without them
             make_unnoticed(self.loader)
-        self._loaded, self._has_loaded = [], False
+        self._loaded = None
 
     def _begin(self, resume: State) -> None:
         present, by_state = capture_random(), self._goes_by_state(resume)
         if "at_iter" not in resume:  # the end of an epoch: the next one begins as it would have
-            if not self._restore_step(True):
-                restore_random(present)
+            self._restore_step(True)
             self.own.restore(resume["own"], values=False)  # these came before hooks began this epoch
             if by_state:
                 self._come_to_end(resume)
@@ -281,7 +289,7 @@ class Epoch:
             self._begin_at_start()
             return
         if by_state or not self.exhausted:  # streams have to be told their epoch first, and samplers draw again
-            self.own.restore_all(self.at_iter)
+            self.own.restore_all(self.at["at_iter"])
         if self.exhausted and by_state:
             self._come_to_end(resume)
         if self.exhausted:
@@ -290,8 +298,6 @@ class Epoch:
             self.inner = self._load(resume["state"])
         else:
             self.inner = self._iter_from(resume["yielded"])
-            if self.indices is not None:
-                self.indices.at_start = None
         self.own.restore(resume["own"])
         self.say_what_differs()
 
@@ -307,7 +313,7 @@ class Epoch:
         resume = self.resume or {}
         if "state" in resume:
             return (self._goes_by_state(resume) and not self.exhausted) or lasts(self.loader)
-        are_there = has_workers(self.loader) and self.made_of["workers"] == self.loader.num_workers
+        are_there = has_workers(self.loader) and self.at["made_of"]["workers"] == self.loader.num_workers
         return are_there and self._data_resume == "seek" and self.indices is not None and self.is_within
 
     @property
@@ -319,33 +325,26 @@ class Epoch:
         """Warn of what an attempt before had changed in the data, and that does not come back. Once."""
         names, self._lost = self._lost, []
         say_changed(names)
-        if self._begins_otherwise and not names and made_of(self.loader) == self.made_of:
-            why = (
-                f"the first batch of this epoch, loaded again, differs: {type(self.loader).__name__} does not yield the"
-                " same twice, and the rest of this epoch is not exact. Give it a state_dict and a load_state_dict"
-            )
-            say_not_exact([why])
-        self._begins_otherwise = False
 
     def _goes_by_state(self, resume: State) -> bool:
         """Whether its own state brings the loader to its place: one of as many workers."""
         if "state" not in resume or not is_stateful(self.loader) or self._data_resume == "replay":
             return False
         loses_buffer = self._data_resume == "auto" and any(shuffle_buffers(self.own))
-        return not loses_buffer and self.made_of["workers"] == getattr(self.loader, "num_workers", 0)
+        return not loses_buffer and self.at["made_of"]["workers"] == getattr(self.loader, "num_workers", 0)
 
     def _load(self, state: State) -> Iterator[Any]:
         """Have a loader go on from its own state."""
         before = [(item, dict(vars(item))) for _, item in self.own.items() if _can_load(item)]
         self.loader.load_state_dict(state)
         inner = begin_watched(self.loader, apart=True)
-        for item, attributes in before:
-            for name, value in vars(item).items():
-                # A loader counts on from its state; that one was loaded is a flag, as litdata's is.
-                is_left = item is not self.loader or type(value) is bool
-                if is_left and name in attributes and value is not attributes[name]:
-                    self._loaded.append((item, name, attributes[name], value))
-        self._has_loaded = True
+        self._loaded = [
+            (item, name, attributes[name], value)
+            for item, attributes in before
+            for name, value in vars(item).items()
+            # A loader counts on from its state; that one was loaded is a flag, as litdata's is.
+            if (item is not self.loader or type(value) is bool) and attributes.get(name, value) is not value
+        ]
         return inner
 
     def _come_to_end(self, resume: State) -> None:
@@ -360,38 +359,37 @@ class Epoch:
             self.loader.load_state_dict(resume["state"])
 
     def _iter_from(self, batches: int) -> Iterator[Any]:
-        workers = getattr(self.loader, "num_workers", 0)
+        workers, had_workers = has_workers(self.loader), self.at["made_of"]["workers"]
         # With workers, a sampler draws its order where the epoch begins; without, where its first batch is asked for.
-        at_first = self.at_first if workers or not self.made_of["workers"] else None
-        if self.indices is not None:
-            if workers and not self.made_of["workers"] and at_first is not None:
-                self.indices.at_start = lambda: self.own.restore_all(at_first)
-            if self._data_resume == "seek" or (self._data_resume == "auto" and not workers):
-                return self._iter_by_index(self.indices, batches, at_first)
-        inner = begin_epoch(self.loader, self.workers, self.indices)
-        if at_first is not None:
+        at_first = self.at["at_first"] if workers or not had_workers else None
+        sought = self.indices if self._data_resume == "seek" or (self._data_resume == "auto" and not workers) else None
+        passing: State = {"first": batches} if sought is not None and workers else {}
+        if workers and not had_workers and at_first is not None:
+            passing["at_start"] = lambda: self.own.restore_all(at_first)
+        inner = begin_epoch(self.loader, self.workers, self.indices, **passing)
+        if at_first is not None and "first" not in passing:
             self.own.restore_all(at_first)
+        if sought is None:
+            self._load_again(inner, batches)
+        elif not workers:  # no worker makes it draw: it does now, with the generators as they were there
+            deque(islice(sought.draws, batches), 0)
+        return inner
+
+    def _load_again(self, inner: Iterator[Any], batches: int) -> None:
+        """Drop the batches that were trained on. The first of them is compared with that of the attempt before."""
         for passed in range(batches):
-            batch = next(inner, _END)
-            if passed == 0:
-                self._begins_otherwise = self.first_batch not in (None, _digest_of(batch))
-            if batch is _END:
+            if (batch := next(inner, _END)) is _END:
                 text = "the data has only {batches} batches now. This epoch ends there. Resume with the data of before."
                 say(logging.WARNING, "data-shorter", text, batches=passed)
                 break
-        return inner
-
-    def _iter_by_index(self, indices: Indices, batches: int, at_first: State | None) -> Iterator[Any]:
-        indices.first = batches if self.loader.num_workers else 0
-        try:
-            inner = begin_epoch(self.loader, self.workers, indices)
-        finally:
-            indices.first = 0
-        if not self.loader.num_workers:  # no worker makes it draw: it does now, with the generators as they were there
-            if at_first is not None:
-                self.own.restore_all(at_first)
-            deque(islice(indices.draws, batches), 0)
-        return inner
+            is_other = passed == 0 and self.at["begins_with"] not in (None, _digest_of(batch))
+            if is_other and not self._lost and made_of(self.loader) == self.at["made_of"]:
+                why = (
+                    f"the first batch of this epoch, loaded again, differs: {type(self.loader).__name__} does not yield"
+                    " the same twice, and the rest of this epoch is not exact. Give it a state_dict and a"
+                    " load_state_dict"
+                )
+                say_not_exact([why])
 
 
 def say_changed(names: list[str]) -> None:
@@ -613,7 +611,7 @@ def why_not_exact(follower: Positioned) -> Iterator[str]:
         kind = type(data).__iter__ if isinstance(data, IterableDataset) else None
         if inspect.isgeneratorfunction(kind) and not hasattr(data, "state_dict"):
             yield f"{_BEGINS_AGAIN} {type(data).__name__} has no state_dict: give it one"
-        for buffer in shuffle_buffers(OwnState({"dataset": data})) if follower.data_resume == "seek" else ():
+        for buffer in shuffle_buffers(follower.own) if follower.data_resume == "seek" else ():
             yield (
                 f"the shuffle buffer of {type(data).__name__} ({buffer}) may be in no state: a resume in mid-epoch may"
                 ' lose or repeat samples. Leave data_resume="seek" out: batches are loaded again'
@@ -650,10 +648,10 @@ _BEGINS_AGAIN = (
 
 def _what_workers_lack(epoch: Epoch | None, why: str, do: str) -> Iterator[str]:
     """What the workers of the attempt before had done in an epoch, and those that go on in it have not."""
-    if epoch is not None and epoch.has_other_workers and epoch.workers_act is not False:
+    if epoch is not None and epoch.has_other_workers and epoch.at["workers_act"] is not False:
         yield (
-            f"workers of {type(epoch.loader).__name__} {'' if epoch.workers_act else 'may '}draw random numbers or"
-            f" change the data, which {why}: what they load is not exact after this resume. {do}"
+            f"workers of {type(epoch.loader).__name__} {'' if epoch.at['workers_act'] else 'may '}draw random numbers"
+            f" or change the data, which {why}: what they load is not exact after this resume. {do}"
         )
 
 

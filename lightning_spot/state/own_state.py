@@ -84,14 +84,12 @@ class OwnState:
 
     def capture(self) -> State:
         """Generators, seeds of samplers that make a new generator for each epoch, and plain values that changed."""
-        state: State = {"generators": {}, "seeds": {}, "values": {}}
-        for path, item in self.items():
-            if isinstance(item, GENERATORS):
-                state["generators"][path] = capture_generator(item)
-            elif _is_seeded(item):
-                state["seeds"][path] = item.seed
-        state["values"] = {path: kept for path, _, kept in self._changed() if kept}
-        return state
+        found = list(self.items())
+        return {
+            "generators": {path: capture_generator(item) for path, item in found if isinstance(item, GENERATORS)},
+            "seeds": {path: item.seed for path, item in found if _is_seeded(item)},
+            "values": {path: kept for path, _, kept in self._changed() if kept},
+        }
 
     def restore(self, state: State, *, values: bool = True, but: Collection[int] = ()) -> None:
         """Set what :meth:`capture` returned, as far as it is still there.

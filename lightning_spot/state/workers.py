@@ -108,9 +108,9 @@ def sampler_name(loader: DataLoader[Any]) -> str:
 
 
 @contextmanager
-def replacing(loader: DataLoader[Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Attributes of a loader have other values meanwhile. An iterator that is made in there keeps them."""
-    attributes = vars(loader)
+def replacing(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Attributes of a loader, or of indices, are others meanwhile. An iterator that is made in there keeps them."""
+    attributes = vars(owner)
     before = {name: attributes[name] for name in values}
     attributes.update(values)  # past DataLoader.__setattr__, which forbids it
     try:
@@ -195,20 +195,18 @@ class LastingWorkers:
         Those at work already are known if we had them made: by a tuner's trial, which asks for the loader before
         training does, or by a validation with the loader that training has.
         """
-        if not lasts(loader) or not _can_be_asked(loader):
+        if not (lasts(loader) and draws_at_once(loader)) or loader.batch_sampler is None:  # no batches of indices
             return None
-        return _known(loader) or cls(loader, own)
+        known: LastingWorkers | None = getattr(compat.WORKERS_ITERATOR.of(loader), _KNOWN, None)
+        return cls(loader, own) if known is None and not are_made(loader) else known
 
     def _make(self, saved: State) -> None:
         """Make them without an epoch, from the numbers they were made from."""
         present, self._made = self._own.capture_all(), saved["made"]
         self._own.restore_all(saved["made"])
-        self.indices.rest = True
-        try:
+        with replacing(self.indices, {"rest": True}):
             self._make_iterator(saved["workers"])
-        finally:
-            self.indices.rest = False
-            self._own.restore_all(present)
+        self._own.restore_all(present)
 
     def _make_iterator(self, states: list[State] | None) -> Iterator[Any]:
         """``iter(loader)`` for the first time: its iterator keeps our sampler, and its workers our function."""
@@ -224,9 +222,9 @@ class LastingWorkers:
             return
         self._is_known = True
         states: list[State] | None = None
-        self.indices.questions = self._loader.num_workers
         try:
-            answers = list(DataLoader.__iter__(self._loader))
+            with replacing(self.indices, {"questions": self._loader.num_workers}):
+                answers = list(DataLoader.__iter__(self._loader))
             states = [_own_copy(answer[_STATE]) for answer in sorted(answers, key=lambda item: item["worker"])]
         except Exception as error:
             text = (
@@ -234,8 +232,6 @@ class LastingWorkers:
                 " resume is not exact. Set persistent_workers=False."
             )
             say(logging.WARNING, "workers-unknown", text, error=f"{type(error).__name__}: {error}")
-        finally:
-            self.indices.questions = 0
         self._saved = {"made": self._made, "workers": states}
 
 
@@ -252,7 +248,6 @@ class WorkerWatch:
     """
 
     def __init__(self, loader: DataLoader[Any], *, answers: bool = False) -> None:
-        self._collate, self._init = loader.collate_fn, loader.worker_init_fn
         self._by_state = is_stateful(loader)
         self._answers = answers
         self.states: list[State] = []
@@ -371,16 +366,3 @@ def make_unnoticed(loader: Any) -> None:
     before = own.capture_all()
     begin_watched(loader)
     own.restore_all(before)
-
-
-def _known(loader: Any) -> LastingWorkers | None:
-    """Who had the workers made that are at work for this loader; ``None`` if nobody of ours did."""
-    known: LastingWorkers | None = getattr(compat.WORKERS_ITERATOR.of(loader), _KNOWN, None)
-    return known
-
-
-def _can_be_asked(loader: DataLoader[Any]) -> bool:
-    """Whether workers that persist can be asked: they load batches of indices, and are not at work for others yet."""
-    if not draws_at_once(loader):
-        return False
-    return loader.batch_sampler is not None and (not are_made(loader) or _known(loader) is not None)

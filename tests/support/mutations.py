@@ -95,7 +95,8 @@ weights that hooks overwrite | state.buffers | hooks::a_resumed_run_has_the_valu
 -        write(here, value)
 # a curriculum begins anew in a resumed run
 values of objects in the data | state.own_state | loaders::changed_data_are_kept_or_named[an object-mid-epoch]
--state["values"] = {path: kept for path, _, kept in self._changed() if kept}
+-"values": {path: kept for path, _, kept in self._changed() if kept},
++"values": {},
 # a resumed run is another one: weights that training tied are two again
 what shares memory otherwise | state.module_state | aliases::what_a_module_shares_is_shared_after_a_resume_or_named[weights that training ties]
 -        self._apart = sorted({*differing(saved["shared"], shared), *others})
