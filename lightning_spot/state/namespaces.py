@@ -59,11 +59,8 @@ def of(owner: Any, module: str) -> ModuleType:
         ImportError: if it has no such module.
     """
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-    for kind in kinds:
-        for name in _FABRICS:
-            if kind.__module__.startswith(f"{name}."):
-                return importlib.import_module(_path(name, module))
-    return importlib.import_module(_path(imported()[0], module))
+    names = (name for kind in kinds for name in _FABRICS if kind.__module__.startswith(f"{name}."))
+    return importlib.import_module(_path(next(names, imported()[0]), module))
 
 
 @functools.lru_cache(maxsize=256)

@@ -109,13 +109,12 @@ class GradientOrder:
 
     def __init__(self) -> None:
         self._indices: dict[int, None] = {}
-        self._known = False
         self._begin_step = 0
         self._hooks: list[Callable[[], None]] = []
 
     def saved(self) -> list[int]:
         """Indices into ``parameters()`` in the order of the first step; empty where it plays no role."""
-        return list(self._indices) if self._known else []
+        return [] if self._hooks else list(self._indices)
 
     def begin(self, trainer: pl.Trainer, saved: list[int]) -> None:
         """When training begins: rehearse what was saved, or record.
@@ -130,7 +129,7 @@ class GradientOrder:
         parameters = list(ddp.parameters())
         if saved and all(index < len(parameters) for index in saved):
             _rehearse(ddp, [parameters[index] for index in saved])
-            self._indices, self._known = dict.fromkeys(saved), True
+            self._indices = dict.fromkeys(saved)
             return
         self._begin_step = trainer.global_step
         for index, parameter in enumerate(parameters):
@@ -145,7 +144,8 @@ class GradientOrder:
         if self._hooks and trainer.global_step > self._begin_step:
             self.end()
             wanted = sum(parameter.requires_grad for parameter in trainer.lightning_module.parameters())
-            self._known = len(self._indices) == wanted
+            if len(self._indices) != wanted:
+                self._indices.clear()
 
     def end(self) -> None:
         """Stop recording."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from itertools import chain, count, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,16 +81,6 @@ class Dtensors:
             ) from None
         return {_STATE: state, _GROUPS: groups}
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, reader: ImageReader, key: str) -> dict[int, State]:
-        """The saved state of an optimizer, as this rank has it, by the numbers of its parameters."""
-        parameters = {self._names[id(one)]: one for group in optimizer.param_groups for one in group[_NAMES]}
-
-        def room(tensor: ShardedTensor) -> torch.Tensor:
-            return _empty_like(parameters[str(tensor.path[2])], tensor)
-
-        numbers = {name: number for number, name in enumerate(parameters)}
-        return {numbers[name]: value for name, value in load_all(reader, (key, _STATE), room).items()}
-
 
 def is_sharded(trainer: pl.Trainer) -> bool:
     """Whether each rank has a part of the model only."""
@@ -106,14 +96,11 @@ def holder_of(trainer: pl.Trainer) -> Dtensors:
 @contextlib.contextmanager
 def live_states(trainer: pl.Trainer) -> Iterator[None]:
     """Have a sharded strategy give its live tensors for a checkpoint: its own way copies them, and may step."""
-    if not is_sharded(trainer):
-        yield
-        return
-    strategy: Any = trainer.strategy
-    holder = holder_of(trainer)
     with Patches() as patches:
-        patches.wrap(strategy, "lightning_module_state_dict", lambda _: holder.model_state)
-        patches.wrap(strategy, "optimizer_state", lambda _: holder.optimizer_state)
+        if is_sharded(trainer):
+            holder = holder_of(trainer)
+            patches.wrap(trainer.strategy, "lightning_module_state_dict", lambda _: holder.model_state)
+            patches.wrap(trainer.strategy, "optimizer_state", lambda _: holder.optimizer_state)
         yield
 
 
@@ -195,11 +182,12 @@ def _put_back_optimizer(holder: Dtensors, optimizer: torch.optim.Optimizer, read
             missing=sorted(now - before),
             unexpected=sorted(before - now),
         )
-    values = holder.load_optimizer(optimizer, reader, key)
-    numbers = count()
-    for group, own in zip(groups, optimizer.param_groups, strict=True):
-        group[_NAMES] = list(islice(numbers, len(own[_NAMES])))
-    state = {_STATE: values, _GROUPS: groups}
+    parameters = {holder.name(each): each for group in optimizer.param_groups for each in group[_NAMES]}
+    numbers = {name: number for number, name in enumerate(parameters)}
+    for group, names in zip(groups, present, strict=True):
+        group[_NAMES] = [numbers[name] for name in names]
+    values = load_all(reader, (key, _STATE), lambda tensor: _empty_like(parameters[str(tensor.path[2])], tensor))
+    state = {_STATE: {numbers[name]: value for name, value in values.items()}, _GROUPS: groups}
     optimizer.load_state_dict(state)
     dtypes = {str(tensor.path[1]): dtype_of(tensor) for tensor in reader.shards.tensors if tensor.path[0] == MODEL}
     keep_dtypes(optimizer, state, lambda parameter: dtypes.get(holder.name(parameter)))
