@@ -501,12 +501,12 @@ class Coordinator(OfTrainer):
             return dump
         content: dict[str, Any] | RankCheckpoint | ShardedCheckpoint
         if self._is_sharded:
-            state, values = split(dump.complete(trainer, []))
+            state, values = split(dump.complete([]))
             content = ShardedCheckpoint(state, dump.state, values)
         elif gathers:
-            content = values = dump.complete(trainer, gather(trainer, dump.state))
+            content = values = dump.complete(gather(trainer, dump.state))
         else:
-            values = dump.complete(trainer, [dump.state]) if self._is_first else dump.checkpoint
+            values = dump.complete([dump.state]) if self._is_first else dump.checkpoint
             nbytes = owned_nbytes(by_storage(trainer.lightning_module.parameters()))
             content = RankCheckpoint(values, dump.state, nbytes, how.ranges)
         if self.attempt is not None and self._is_first:

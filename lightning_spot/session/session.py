@@ -359,7 +359,7 @@ def _save_beside_model_checkpoint(trainer: pl.Trainer, seam: StepBoundary) -> No
         return
     path = _preempted(found)
     dump = FitState.of(trainer).dump(before_validation=seam is StepBoundary.BEFORE_VALIDATION)
-    trainer.strategy.save_checkpoint(dump.complete(trainer, gather(trainer, dump.state)), path)
+    trainer.strategy.save_checkpoint(dump.complete(gather(trainer, dump.state)), path)
     trainer.strategy.barrier("lightning_spot.preempted")
     forget_listings(str(found.dirpath))
     text = "step {step} is saved in {about}"

@@ -70,7 +70,7 @@ class Difference:
 
 def differences(left: Any, right: Any) -> list[str]:
     """The entries that make two states unequal, see :func:`compare`; none if they are equal bit by bit."""
-    states = [with_ranks(state, read_checkpoint) for state in (left, right)]  # torch alone reads some of it as bytes
+    states = [with_ranks(state) for state in (left, right)]  # torch alone reads some of it as bytes
     return [str(found) for found in compare(*states) if not found.of_the_run]
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,6 +22,7 @@ from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.snapshot.safe_load import safe_load
+from lightning_spot.trees import walk
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -36,7 +36,6 @@ VERSION = 6
 """Of the exact state's form; that of the version before is read, too, see :func:`in_present_form`."""
 
 _LENGTH_BYTES = 8
-_KEYED: frozenset[type] = frozenset((dict, OrderedDict, defaultdict))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +45,13 @@ class Dump:
     Attributes:
         checkpoint: of Lightning, the same on all ranks as far as rank 0's counts.
         state: of this rank.
-        validation_progress: count of validation batches, if a validation follows the step; else ``None``.
-        loggers: where each logger is, on rank 0.
-        untracked: names of attributes that have changed and are in no ``state_dict``.
-        lost: likewise, of modules.
+        shared: what the exact state has besides those of ranks, on rank 0.
         noted: how the checkpoint's tensors were; ``None`` if that was not noted.
     """
 
     checkpoint: dict[str, Any]
     state: State
-    validation_progress: dict[str, int] | None
-    loggers: list[dict[str, Any]]
-    untracked: list[str]
-    lost: list[str]
+    shared: State
     noted: Noted | None = None
 
     def kept(self) -> Dump:
@@ -68,31 +61,21 @@ class Dump:
         them on.
         """
         noted = Noted(tensors_in([value for key, value in self.checkpoint.items() if key != KEY]))
-        return replace(self, checkpoint=_with_own_containers(self.checkpoint, {}), noted=noted)
+        same = {id(item): item for _, item in walk(self.checkpoint) if not isinstance(item, (set, deque, bytearray))}
+        return replace(self, checkpoint=copy.deepcopy(self.checkpoint, same), noted=noted)
 
     @property
     def is_unchanged(self) -> bool:
         """Whether no tensor was written to since it was :meth:`kept`, as weight averaging does around a validation."""
         return self.noted is not None and self.noted.are_unchanged
 
-    def complete(self, trainer: pl.Trainer, ranks: list[Any]) -> dict[str, Any]:
+    def complete(self, ranks: list[Any]) -> dict[str, Any]:
         """The checkpoint with the exact states of ranks in it.
 
         Args:
-            trainer: whose checkpoint it is.
             ranks: those of all ranks, see :func:`gather`; or as far as they are not kept in files of their own.
         """
-        self.checkpoint[KEY] = {
-            "version": VERSION,
-            "world_size": trainer.world_size,
-            "shares": share_of(trainer)[1],
-            "max_steps": trainer.max_steps,
-            "validation_progress": self.validation_progress,
-            "loggers": self.loggers,
-            "untracked": self.untracked,
-            "lost": self.lost,
-            "ranks": ranks,
-        }
+        self.checkpoint[KEY] = {**self.shared, "ranks": ranks}
         return self.checkpoint
 
 
@@ -136,29 +119,6 @@ def _drop_what_fits_made_data(ranks: Any) -> Iterator[str]:
                     hooked["attributes"][name] = {each: own[each] for each in own.keys() - gone}
 
 
-def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:
-    """The same value; plain dicts, lists and what is like them are copies, what is in them is not.
-
-    Args:
-        value: any value.
-        made: copies so far, by the identity of what they are of: a container may hold itself.
-    """
-    kind = type(value)
-    if id(value) in made:
-        return made[id(value)]
-    if kind in _KEYED:
-        own = made[id(value)] = copy.copy(value)  # with its attributes, such as those of a ``state_dict``
-        own.update((key, _with_own_containers(item, made)) for key, item in value.items())
-        return own
-    if kind is list:
-        own = made[id(value)] = []
-        own += [_with_own_containers(item, made) for item in value]
-        return own
-    if kind is tuple:
-        return tuple(_with_own_containers(item, made) for item in value)
-    return copy.copy(value) if kind in (set, deque, bytearray) else value
-
-
 def gather(trainer: pl.Trainer, state: State | SpotError) -> list[Any]:
     """The states of all ranks, on rank 0; those of others are packed. Every rank calls this at the same place.
 
@@ -196,19 +156,19 @@ def _told(state: State | SpotError, trainer: pl.Trainer) -> torch.Tensor | SpotE
 
 def read_checkpoint(file: IO[bytes] | str, map_location: str = "cpu", *, mapped: str = "") -> Any:
     """Read a checkpoint, and the states of ranks in it, as :func:`safe_load` does; see there."""
-    return with_ranks(safe_load(file, map_location, mapped=mapped), safe_load)
+    return with_ranks(safe_load(file, map_location, mapped=mapped))
 
 
-def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any]) -> Any:
-    """The same checkpoint with the exact states of all ranks as values, if it has any.
+def with_ranks(checkpoint: Any, read: Callable[[IO[bytes]], Any] = safe_load) -> Any:
+    """The same checkpoint with the exact states of all ranks as values, if it has any; what is none of ours stays.
 
     Args:
         checkpoint: changed in place.
-        read: reads the state of a rank.
+        read: reads the state of a rank, a file of ``torch.save``.
     """
     exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
     if isinstance(exact, dict) and isinstance(exact.get("ranks"), list):
-        exact["ranks"] = unpacked(exact["ranks"], read)
+        exact["ranks"] = [read(_content(state)) if _is_packed(state) else state for state in exact["ranks"]]
     return checkpoint
 
 
@@ -225,24 +185,14 @@ def packed(state: State) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def unpacked(states: list[Any], read: Callable[[IO[bytes]], Any]) -> list[Any]:
-    """The states as values; what is none of ours stays as it is.
-
-    Args:
-        states: of all ranks, as they were read.
-        read: reads a file of ``torch.save``.
-    """
-    return [read(io.BytesIO(_content(state))) if _is_packed(state) else state for state in states]
-
-
 def _is_packed(state: Any) -> bool:
     return isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.device.type == "cpu"
 
 
-def _content(state: torch.Tensor) -> bytes:
+def _content(state: torch.Tensor) -> IO[bytes]:
     data = state.numpy().tobytes()
     nbytes = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    return data[_LENGTH_BYTES : _LENGTH_BYTES + nbytes]
+    return io.BytesIO(data[_LENGTH_BYTES : _LENGTH_BYTES + nbytes])
 
 
 def states_in_files(trainer: pl.Trainer, shared: State, read: Callable[[str], memoryview]) -> list[State]:
@@ -260,25 +210,12 @@ def states_in_files(trainer: pl.Trainer, shared: State, read: Callable[[str], me
 
 # -- shares of the data: as many as ranks, or fewer, where ranks of tensor parallelism see the same batches ------------
 
-_known: WeakKeyDictionary[Any, tuple[Any, tuple[int, int]]] = WeakKeyDictionary()
-"""Of strategies: their mesh, and the share by it."""
-
 
 def share_of(trainer: pl.Trainer) -> tuple[int, int]:
     """Which share of the data this rank has, and of how many: ranks of tensor parallelism have the same."""
-    mesh = None
+    data = None
     with suppress(RuntimeError):  # before it is set up, a strategy raises this
-        mesh = getattr(trainer.strategy, "device_mesh", None)
-    if mesh is None:
-        return _share(trainer)
-    known = _known.get(trainer.strategy)
-    if known is None or known[0] is not mesh:  # to cut its part out of a mesh takes longer than all that goes with it
-        known = _known[trainer.strategy] = (mesh, _share(trainer))
-    return known[1]
-
-
-def _share(trainer: pl.Trainer) -> tuple[int, int]:
-    data = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # a single device has none
+        data = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # a single device has none
     return (data["rank"], data["num_replicas"]) if data else (trainer.global_rank, trainer.world_size)
 
 

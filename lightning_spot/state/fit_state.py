@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,6 @@ from lightning_spot.state.dump import (
     Dump,
     are_these,
     in_present_form,
-    read_checkpoint,
     share_of,
     with_ranks,
 )
@@ -222,11 +221,22 @@ class FitState(PerTrainer):
         return Dump(
             checkpoint=checkpoint,
             state={**self.capture(at_end=at_end), "added": added},
-            validation_progress=total,
-            loggers=run(compat.LOGGERS, places) or [],
-            untracked=run(compat.HOOKED, lambda: self._untracked.names(trainer)) or [],
-            lost=sorted(self.hooked.lost),
+            shared={
+                "version": VERSION,
+                "world_size": trainer.world_size,
+                "shares": self._shares,
+                "max_steps": trainer.max_steps,
+                "validation_progress": total,
+                "loggers": run(compat.LOGGERS, places) or [],
+                "untracked": run(compat.HOOKED, lambda: self._untracked.names(trainer)) or [],
+                "lost": sorted(self.hooked.lost),
+            },
         )
+
+    @cached_property
+    def _shares(self) -> int:
+        """Of the data; to cut its part out of a mesh takes longer than all else that goes with a snapshot."""
+        return share_of(self._trainer)[1]
 
     def capture(self, *, at_end: bool = False) -> State:
         """The state of this rank, as values of its own that load with ``weights_only=True``.
@@ -287,7 +297,7 @@ class FitState(PerTrainer):
             of_another_run: whether another run took it, whose logs stay its own.
         """
         if self._is_attached:  # or it is a fit whose state is not kept
-            with_ranks(checkpoint, read_checkpoint)  # a file that the user named was read by Lightning
+            with_ranks(checkpoint)  # a file that the user named was read by Lightning
             self._restoring.load(checkpoint, of_another_run=of_another_run)
 
     def restore(self, stage: Stage, values: State) -> None:

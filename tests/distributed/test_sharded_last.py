@@ -113,9 +113,7 @@ class Ranks:
         parts = {"w": self.weights[slice(*RANGES[rank])].clone(), "f": self.trainers[rank].lightning_module.f.data}
         state = {name: rows(part.view(-1, COLUMNS), 4) for name, part in parts.items()}
         checkpoint = {"state_dict": state, "optimizer_states": [], "epoch": 0}
-        dump = Dump(
-            checkpoint=checkpoint, state={"rank": rank}, validation_progress=None, loggers=[], untracked=[], lost=[]
-        )
+        dump = Dump(checkpoint=checkpoint, state={"rank": rank}, shared={})
         try:
             self.ranks[rank].write(dump, how, wait_s=LAST_S)
         except TierError:  # one of all

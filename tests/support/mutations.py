@@ -147,8 +147,8 @@ names of what does not come back | state.fit_state | exact_guards::changes_no_ch
 -run(compat.HOOKED, lambda: self._untracked.names(trainer)) or []
 +[]
 names of what is lost of modules | state.fit_state | exact_table::equal_or_warned_of[objects-of-the-module]
--lost=sorted(self.hooked.lost),
-+lost=[],
+-"lost": sorted(self.hooked.lost),
++"lost": [],
 # a snapshot that was said to be durable is lost with the machine's page cache
 fsync of files | store.posix | on_disk::bytes_reach_the_disk_before_names_and_the_manifest_last[1-names0]
 -            write_parts(file, parts)
