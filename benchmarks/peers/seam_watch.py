@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.state.loops import StepBoundaries
+from lightning_spot.state.fit_state import FitState
 
 
 class SeamWatch(pl.Callback):
@@ -30,12 +30,12 @@ class SeamWatch(pl.Callback):
         self.spent_s = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        StepBoundaries.of(trainer).add(self)
+        FitState.of(trainer).listeners.insert(0, self)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._last is None:  # by now ours have added themselves
             self._last = _Last(self)
-            StepBoundaries.of(trainer).add(self._last)
+            FitState.of(trainer).listen(self._last)
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         self._begun_s, self._before = time.monotonic(), self._counts()
@@ -51,11 +51,6 @@ class SeamWatch(pl.Callback):
 
     def _counts(self) -> tuple[int, int]:
         return self._spot.snapshots.begun_step, self._spot.num_skipped
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        StepBoundaries.of(trainer).remove(self)
-        if self._last is not None:
-            StepBoundaries.of(trainer).remove(self._last)
 
 
 class _Last:

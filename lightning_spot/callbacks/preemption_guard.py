@@ -21,7 +21,7 @@ from lightning_spot.session.ranks import Place, StopAgreement, end_restarts_here
 from lightning_spot.session.session import FitSession
 from lightning_spot.state import compat
 from lightning_spot.state.fit_state import FitState
-from lightning_spot.state.loops import StepBoundaries, StepBoundary
+from lightning_spot.state.loops import StepBoundary
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -104,7 +104,7 @@ class PreemptionGuard(FitCallback):
         """Listen for the places at which training can stop, before those who take snapshots there."""
         if self._stop is None:
             return
-        StepBoundaries.of(trainer).add(self)
+        FitState.of(trainer).listen(self)
         fit = FitSession.of(trainer)
         fit.expect_stop()
         if self._watcher is not None and (cloud := self._watcher.cloud) is not None:
@@ -117,7 +117,7 @@ class PreemptionGuard(FitCallback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """The end of a batch, where no better place is to be had."""
-        StepBoundaries.of(trainer).batch_ended(self)
+        FitState.of(trainer).batch_ended(self)
 
     def after_batch(self, trainer: pl.Trainer) -> None:
         """The end of a batch."""
@@ -137,10 +137,6 @@ class PreemptionGuard(FitCallback):
             if self._stop.passed(last):
                 self._leave(trainer, StepBoundary.SANITY_CHECK if trainer.sanity_checking else StepBoundary.VALIDATION)
             self._place = Place(self._place.batch)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A run at its end needs no urgent snapshot: it takes its last one now."""
-        StepBoundaries.of(trainer).remove(self)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +202,6 @@ class PreemptionGuard(FitCallback):
     def _end(self, trainer: pl.Trainer, error: BaseException | None) -> None:
         """Stop watching, once what is committed is in safety: until then a signal does not end the process."""
         self._patches.close()
-        StepBoundaries.of(trainer).remove(self)
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.signals.restore()

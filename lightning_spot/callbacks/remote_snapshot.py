@@ -34,7 +34,7 @@ from lightning_spot.session.preflight import takes_part
 from lightning_spot.session.session import FitSession
 from lightning_spot.session.snapshotter import Snapshotter
 from lightning_spot.snapshot.packing import chosen_compression
-from lightning_spot.state.loops import StepBoundaries
+from lightning_spot.state.fit_state import FitState
 from lightning_spot.store.retention import Keep
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class RemoteSnapshot(FitCallback):
         """Look at the loss."""
         if self.snapshotter is not None:
             self.snapshotter.read(outputs)
-            StepBoundaries.of(trainer).batch_ended(self.snapshotter)
+            FitState.of(trainer).batch_ended(self.snapshotter)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the state go that was kept for the time of the validation."""

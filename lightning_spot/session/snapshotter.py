@@ -37,7 +37,7 @@ from lightning_spot.state import namespaces
 from lightning_spot.state.dump import Dump
 from lightning_spot.state.fit_state import FitState
 from lightning_spot.state.logged_values import last_values
-from lightning_spot.state.loops import StepBoundaries, StepBoundary
+from lightning_spot.state.loops import StepBoundary
 from lightning_spot.state.per_trainer import OfTrainer
 
 if TYPE_CHECKING:
@@ -459,8 +459,7 @@ class Snapshotter(OfTrainer):
         elif self._resume.found is not None:
             say_what_is_left(self._resume.found)
         self.pacing.begin(trainer, writing.number, self._resume.interval)
-        StepBoundaries.of(trainer).add(self)
-        self._patches.callback(lambda: StepBoundaries.of(trainer).remove(self))
+        FitState.of(trainer).listen(self)
         writing.follow()
         self._patches.callback(writing.schedule.end)
         self._steps_itself = namespaces.overrides(trainer.lightning_module, "optimizer_step")

@@ -58,10 +58,10 @@ from lightning_spot.state.logged_values import (
     restore_last,
     restore_results,
 )
-from lightning_spot.state.loops import StepBoundaries, is_tuning
+from lightning_spot.state.loops import BoundaryListener, is_tuning
 from lightning_spot.state.module_state import ModuleState, PreTrainingEffects, UntrackedAttributes
 from lightning_spot.state.optimizers import FixedSteps, keep_dtypes, names_of, precise_of, restore_toggled, toggled
-from lightning_spot.state.per_trainer import OfTrainer, PerTrainer
+from lightning_spot.state.per_trainer import PerTrainer
 from lightning_spot.state.randomness import State, capture_random, restore_random
 from lightning_spot.state.replicas import GradientOrder, restore_sharing, shares_buffers, what_is_rank_0s
 from lightning_spot.state.sharded import checkpoint_of, checkpoint_through_save, gradient_like, is_sharded
@@ -76,16 +76,13 @@ class Stage(enum.Enum):
     Attributes:
         LOAD: Lightning has loaded the checkpoint; it has not asked for loaders yet, nor whether there is more to train.
         TRAIN_START: all hooks at the start of training are done, which a resumed run calls, too.
-        FIRST_BATCH: the first step comes next, or the validation that the run was stopped in front of.
-        UNTRAINED: ``fit`` ends, and training has not begun since the run was complete: a further fit may follow.
-        END: ``fit`` ends, and no step was taken: the program goes on as after training.
+        FIRST_BATCH: the first step comes next, or the validation that the run was stopped in front of; or ``fit`` ends,
+            and no step was taken.
     """
 
     LOAD = enum.auto()
     TRAIN_START = enum.auto()
     FIRST_BATCH = enum.auto()
-    UNTRAINED = enum.auto()
-    END = enum.auto()
 
 
 class FitState(PerTrainer):
@@ -103,6 +100,7 @@ class FitState(PerTrainer):
         modules: all modules in that of the trainer, with their names, while a capture is under way.
         at_end: whether what is captured is that of a run at its end, outside any epoch.
         has_begun: whether training has.
+        listeners: are told of each batch that is done, one after the other.
         patches: that are undone when the fit is over.
     """
 
@@ -118,12 +116,24 @@ class FitState(PerTrainer):
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.at_end = self.has_begun = False
         self.patches = Patches()
+        self.listeners: list[BoundaryListener] = [self]
+        self.loaders = Loaders(self)
+        self._run = self.switches.run
         self._untracked = UntrackedAttributes()
-        self._restoring = Restoring(self)
-        positions = self._restoring.position_for, self._restoring.has_positions, self._restoring.before_step
-        self.loaders = Loaders(trainer, *positions, lambda: self.data_resume, self.once.paused)
         self._callbacks: list[pl.Callback] = []
         self._is_attached = False
+        # Of a checkpoint that the fit goes on from:
+        self._values: State | None = None  # until the first step
+        self._findings: list[str] = []  # what is known not to be exact before training begins
+        self._changed: list[str] = []  # names of attributes that the training before had changed, and that are lost
+        self._lost: list[str] = []  # likewise, of modules
+        self._steps_are_over = False  # whether the run was to take no more of them
+        self._waits_for_begin = False
+        self._places: list[State | None] | None = None  # of the training loaders of the snapshot
+        self._random: State | None = None
+        self._val_total: dict[str, int] | None = None
+        self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
+        self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -140,7 +150,7 @@ class FitState(PerTrainer):
         if self._is_attached:
             return
         self._is_attached = True
-        trainer, run = self._trainer, self.switches.run
+        trainer, run = self._trainer, self._run
         self.switches.probe(trainer)
         run(compat.HOOKED, lambda: self.hooked.note_limits(trainer))
         run(compat.LOADERS, self.loaders.follow)
@@ -151,10 +161,32 @@ class FitState(PerTrainer):
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
         # After on_train_start of all callbacks and of the module, which are called again in a resumed run.
         self.patches.wrap(trainer.strategy, "on_train_start", partial(partial, self._after_train_start))
-        seams = StepBoundaries.of(trainer)
-        seams.is_on = self.can(compat.BOUNDARIES)
-        seams.add(self._restoring)
-        self.patches.callback(seams.remove, self._restoring)
+        loop, around = trainer.fit_loop.epoch_loop, partial(partial, self._on_advance_end)
+        run(compat.BOUNDARIES, lambda: compat.ADVANCE_END.wrap(self.patches, loop, around))
+
+    def _on_advance_end(self, on_advance_end: Callable[[Any], None], data_fetcher: Any) -> None:
+        """Tell listeners in front of the validation that follows a batch, or else behind all that follows it."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        if is_tuning(trainer, self._callbacks):
+            on_advance_end(data_fetcher)
+            return
+        # A checkpoint of Lightning's own, taken after the last validation of an epoch, comes here once more.
+        validates = compat.SHOULD_VALIDATE.of(loop)(data_fetcher) and not compat.SKIP_NEXT_VAL.of(loop)
+        for listener in self.listeners if validates else ():
+            listener.before_validation(trainer)
+        on_advance_end(data_fetcher)
+        for listener in self.listeners if not validates else ():
+            listener.after_batch(trainer)
+
+    def listen(self, listener: BoundaryListener) -> None:
+        """Tell ``listener`` from now on, after those before it. A second call does nothing: hooks may come twice."""
+        if listener not in self.listeners:
+            self.listeners.append(listener)
+
+    def batch_ended(self, listener: BoundaryListener) -> None:
+        """Where this Lightning does not show the ends of batches, tell ``listener`` in ``on_train_batch_end``."""
+        if not self.can(compat.BOUNDARIES) and listener in self.listeners:
+            listener.after_batch(self._trainer)
 
     def can(self, part: str) -> bool:
         """Whether a part of :mod:`~lightning_spot.state.compat` can do its work; from :meth:`attach` on."""
@@ -176,28 +208,28 @@ class FitState(PerTrainer):
         if self.has_begun:
             return
         self.has_begun = True
-        trainer, restoring, run = self._trainer, self._restoring, self.switches.run
+        trainer, run, due = self._trainer, self._run, self._values or {}
         run(compat.LOGGERS, lambda: loggers.keep_whole(trainer, self.patches))
         run(compat.HOOKED, lambda: self.hooked.begin(trainer))
-        restoring.begin()
-        due = restoring.values or {}
+        if due:
+            self._begin_again(due)
         self.fixed_steps.check(trainer)
         self.buffers.begin(self.module)
         run(compat.BUCKETS, lambda: self.gradient_order.begin(trainer, due.get("gradient_order", [])))
-        run(compat.HOOKED, lambda: self._untracked.begin(trainer, restoring.untracked))
-        self.hooked.lost.update(restoring.lost)
-        found = [*restoring.findings, *restoring.what_has_other_data()]
+        run(compat.HOOKED, lambda: self._untracked.begin(trainer, self._changed))
+        self.hooked.lost.update(self._lost)
+        found = [*self._findings, *self._what_has_other_data()]
         found += [reason for loader in self.loaders.training for reason in why_not_exact(loader)]
         found += [reason for loader in self.loaders.validation for reason in why_workers_are_not_exact(loader)]
         found += builtin_callbacks.what_never_comes_back(trainer)
         if due:
             made = buffers.made_in_training(self.module, due.get("buffers", {}))
             found += builtin_callbacks.what_begins_anew(trainer)
-            found += self._untracked.begin_anew([*restoring.lost, *made])
+            found += self._untracked.begin_anew([*self._lost, *made])
             found += what_is_rank_0s(trainer)
             found += self.hooked.what_is_apart()
         say_not_exact(found)
-        restoring.go_on_without_batch()
+        self._go_on_without_batch()
 
     # -- capture --------------------------------------------------------------------------------------------------
 
@@ -208,7 +240,7 @@ class FitState(PerTrainer):
             before_validation: whether a validation follows the step.
             at_end: whether the run has come to its end, outside any epoch.
         """
-        trainer, run = self._trainer, self.switches.run
+        trainer, run = self._trainer, self._run
         self.gradient_order.stepped(trainer)
         # It calls the user's hooks, and ranks that share an optimizer's state wait for each other in it.
         checkpoint = run(compat.SNAPSHOTS, lambda: checkpoint_of(trainer), (AttributeError, TypeError))
@@ -246,24 +278,12 @@ class FitState(PerTrainer):
         """
         self.at_end, self.modules = at_end, list(self.module.named_modules())
         try:
-            return {part.name: self._run(part, partial(part.capture, self)) for part in PARTS}
+            return {part.name: self._do(part, part.capture, self) for part in PARTS}
         finally:
             self.modules = []  # training may drop some
 
-    def _run(self, part: StatePart, do: Callable[[], Any]) -> Any:
-        return self.switches.run(part.requires, do) if part.requires is not None else do()
-
-    def random(self) -> State:
-        """Generators of the process and of the device."""
-        return capture_random(self._trainer.strategy.root_device)
-
-    def metrics(self) -> State:
-        """States of metrics in the module."""
-        return logged_values.metrics_of(self.modules)
-
-    def changed_buffers(self) -> State:
-        """Buffers that the checkpoint lacks."""
-        return self.buffers.capture(self.module, is_first=self._trainer.is_global_zero)
+    def _do(self, part: StatePart, do: Callable[..., Any], *arguments: Any) -> Any:
+        return do(*arguments) if part.requires is None else self._run(part.requires, partial(do, *arguments))
 
     def gradients(self) -> State:
         """Copies of those on which the next step may build: it adds to them while the snapshot is copied."""
@@ -285,7 +305,7 @@ class FitState(PerTrainer):
         if not self.module.automatic_optimization:
             return True
         loop = self._trainer.fit_loop.epoch_loop
-        return self.switches.run(compat.PROGRESS, lambda: bool(compat.SHOULD_ACCUMULATE.of(loop)())) is not False
+        return self._run(compat.PROGRESS, lambda: bool(compat.SHOULD_ACCUMULATE.of(loop)())) is not False
 
     # -- resume ---------------------------------------------------------------------------------------------------
 
@@ -296,9 +316,222 @@ class FitState(PerTrainer):
             checkpoint: that Lightning loads.
             of_another_run: whether another run took it, whose logs stay its own.
         """
-        if self._is_attached:  # or it is a fit whose state is not kept
-            with_ranks(checkpoint)  # a file that the user named was read by Lightning
-            self._restoring.load(checkpoint, of_another_run=of_another_run)
+        if not self._is_attached:
+            return  # it is a fit whose state is not kept
+        with_ranks(checkpoint)  # a file that the user named was read by Lightning
+        shared, trainer = checkpoint.get(KEY), self._trainer
+        if shared is None:
+            self._findings.append(builtin_callbacks.why_without_exact_state(trainer))
+            return
+        shared = in_present_form(shared)
+        is_known = shared["version"] == VERSION
+        found = shared["ranks"][0]["found"] if is_known else {}
+        self._run(compat.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self.patches))
+        if not is_known:
+            self._findings.append(
+                f"the exact state of the snapshot has version {shared['version']}, and this lightning_spot writes"
+                f" {VERSION}: weights, optimizers and loops are restored; random numbers and the position in the data"
+                " are not. Resume with the version of lightning_spot that took it"
+            )
+            return
+        warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
+        self._values = values = self._of_this_rank(shared)
+        self._places = values["loaders"]
+        self._random = values["random"]
+        self._val_total = shared["validation_progress"]
+        self._run(compat.LOADERS, self.loaders.ask_again)
+        self.restore(Stage.LOAD, values)
+        is_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
+        is_over |= trainer.max_epochs is not None and 0 <= trainer.max_epochs <= checkpoint["epoch"]
+        continued = partial(loggers.continue_in, of_another_run=of_another_run, is_over=is_over)
+        self._run(compat.LOGGERS, lambda: continued(trainer, shared["loggers"]))
+        # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
+        limits = (trainer.max_steps, shared["max_steps"])
+        reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
+        stops = values["should_stop"] and self._run(compat.PROGRESS, lambda: loops.may_stop(trainer, checkpoint))
+        self._steps_are_over = bool(stops) or reached
+        self._changed, self._lost = shared["untracked"], shared["lost"]
+        self._loaded = {} if is_sharded(trainer) else buffers.loaded(trainer.lightning_module, checkpoint)
+        if states := precise_of(checkpoint):
+            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
+        self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))
+        stopped = partial(self._enter_stopped, checkpoint, should_stop=values["should_stop"])
+        self._run(compat.PROGRESS, stopped)
+
+    def _of_this_rank(self, shared: State) -> State:
+        trainer, ranks = self._trainer, shared["ranks"]
+        if are_these(shared, trainer):
+            return ranks[trainer.global_rank]  # type: ignore[no-any-return]
+        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share_of(trainer), shared["shares"])
+        return self._others.values(trainer)
+
+    def _begin_again(self, values: State) -> None:
+        """When training begins: put back what no later place would."""
+        trainer = self._trainer
+        self._run(compat.PROGRESS, lambda: loops.forget_validations(trainer))
+        self._restore_overwritten()
+        self.restore(Stage.TRAIN_START, values)
+        if self._others is not None:
+            self._go_on_from(self._others, values)
+        if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
+            self._count_validations()
+
+    def _restore_overwritten(self) -> None:
+        """Put back what hooks at the start have written over."""
+        loaded, self._loaded = self._loaded, {}
+        if written := buffers.put_loaded(self.module, loaded):
+            text = (
+                "hooks at the start of training overwrote restored values of {about}. Those of the snapshot are put"
+                " back. Initialise weights in __init__ or configure_model."
+            )
+            say(logging.WARNING, "weights-put-back", text, about=format_names(written), only_rank_zero=True)
+
+    def _keep_dtypes(self, states: list[State], dtypes: dict[str, torch.dtype]) -> None:
+        """Give optimizers back what torch rounds, as soon as Lightning has had them load it: hooks look at them next.
+
+        Args:
+            states: of the optimizers, as they were saved.
+            dtypes: that the weights had then, by name.
+        """
+        trainer = self._trainer
+
+        def load_optimizer_state_dict(load: Callable[[Mapping[str, Any]], None], checkpoint: Mapping[str, Any]) -> None:
+            load(checkpoint)
+            names = names_of(trainer.lightning_module)
+            for optimizer, state in zip(trainer.optimizers, states, strict=False):
+                keep_dtypes(optimizer, state, lambda parameter: dtypes.get(names.get(id(parameter), "")))
+
+        self.patches.once(trainer.strategy, "load_optimizer_state_dict", load_optimizer_state_dict)
+
+    def _go_on_from(self, others: OtherRanks, values: State) -> None:
+        """Of a run that other ranks have left: its epoch has more batches now, or less."""
+        trainer = self._trainer
+        places = (each.batches_done() for each in self.loaders.training)
+        done = max((place for place in places if place is not None), default=None)
+        if done is not None:
+            done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
+            self._run(compat.PROGRESS, lambda: loops.number_batches(trainer, done))
+        ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
+        is_over = ended or (done is not None and done >= trainer.num_training_batches)
+        others.gather_anew(values, is_over=is_over)
+        # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
+        is_place = is_over or bool(done and others.is_between_batches)
+        if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
+            self._val_total = self._run(compat.PROGRESS, lambda: loops.validate_first(trainer, self.patches))
+        say(logging.INFO, "ranks-changed", "{about}", about=others.line(trainer), only_rank_zero=True)
+        self._findings += others.reasons
+
+    def _go_on_without_batch(self) -> None:
+        """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now.
+
+        So it is where a loader without a length was asked for one already, and its epoch has none.
+        """
+        values = self._values
+        if values is None or self._val_total is not None:
+            return
+        if self._waits_for_begin:
+            self._go_on_with_random()  # the epoch after this one begins at its start
+        elif self._steps_are_over:
+            restore_random(values["random"], self._trainer.strategy.root_device)
+            self._go_on()
+
+    def _enter_stopped(self, checkpoint: dict[str, Any], *, should_stop: bool) -> None:
+        """Of a run that takes no more steps: have Lightning come to the end of its epoch."""
+        validates = self._val_total is not None
+        if self._steps_are_over and loops.is_in_epoch(checkpoint):
+            loops.enter_epoch(self._trainer, self.patches, validates=validates, should_stop=should_stop)
+
+    def position_for(self, follower: Positioned) -> State | None:
+        """Position at which a loader begins its epoch: the saved one for the first epoch after a resume."""
+        followers, places = self.loaders.training, self._places
+        index = next((number for number, each in enumerate(followers) if each is follower), None)
+        if index is None or self._random is None or places is None or len(places) != len(followers):
+            return None
+        return places[index] if self._others is None else self._others.position(follower.loader, index)
+
+    def _what_has_other_data(self) -> list[str]:
+        """Why training loaders do not begin where those of the snapshot were."""
+        followers, places = self.loaders.training, self._places
+        if not followers or places is None:
+            return []
+        if len(places) != len(followers):
+            return ["the number of training loaders has changed: their positions are not exact"]
+        both = zip(followers, places, strict=True) if self._others is None else ()
+        return [reason for each, saved in both for reason in differences(saved, each.loader)]
+
+    def has_positions(self) -> bool:
+        """Whether a snapshot has told where training loaders were."""
+        return bool(self._places)
+
+    def before_step(self, has_batch: bool = True) -> bool:
+        """Just before the first step, unless a validation comes first; whether generators were set.
+
+        Args:
+            has_batch: whether the epoch has one more batch to step on.
+        """
+        if self._val_total is not None:
+            return False  # see before_validation
+        if not (has_batch or self.has_begun):
+            # Of a loader without a length, Lightning asks for a batch before it looks where in its epoch it is.
+            self._waits_for_begin = True
+            return False
+        return self._go_on_with_random()
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        """Of a run stopped in front of a validation: that validation draws the numbers it would have drawn."""
+        if self._val_total is not None:
+            self._go_on_with_random()
+            self._count_validations()
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """Of a run whose loaders could not be positioned: what else was saved is put back after its first batch."""
+        self._go_on()
+        self.gradient_order.stepped(trainer)
+
+    def _validates(self, *, should_stop: bool) -> bool:
+        """Whether a run stopped in front of a validation begins with it: it may have been told to validate no more."""
+        comes = self._run(compat.BOUNDARIES, lambda: loops.is_validation_due(self._trainer, should_stop=should_stop))
+        return comes is not False
+
+    def _count_validations(self) -> None:
+        """Take the mark out that makes Lightning begin with a validation (see mark_before_validation)."""
+        total, self._val_total = self._val_total, None
+        batches = compat.VAL_BATCH_PROGRESS.of(self._trainer.fit_loop.epoch_loop.val_loop)
+        batches.total.load_state_dict(total)
+
+    def _go_on_with_random(self) -> bool:
+        """Also set the generators of the process and of the device; whether there was anything to set them to."""
+        random, self._random = self._random, None
+        self._go_on()
+        if random is not None:
+            restore_random(random, self._trainer.strategy.root_device)
+        return random is not None
+
+    def _go_on(self) -> None:
+        """Put back what belongs to the step. A second call does nothing."""
+        values, self._values = self._values, None
+        if values is None:
+            return
+        trainer = self._trainer
+        self._run("skipped batches", lambda: loops.restore(trainer, values["added"]))
+        self.restore(Stage.FIRST_BATCH, values)
+        # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
+        # the metrics. Here they are.
+        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))
+
+    def end_untrained(self) -> None:
+        """At the end of a ``fit`` that had nothing left to train: the program goes on as it did after training.
+
+        It draws what it drew then, forecasts with buffers that no ``state_dict`` has, reads what was logged last. A
+        further fit of this trainer takes what hooks changed as it finds it.
+        """
+        if (values := self._values) is not None:
+            if not self.has_begun:
+                self.restore(Stage.TRAIN_START, values)
+            self._go_on_with_random()
+            self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))
+        if not self.has_begun:
+            say_not_exact(self._findings)
 
     def restore(self, stage: Stage, values: State) -> None:
         """Put back what :meth:`capture` found, as far as it belongs to a stage.
@@ -310,7 +543,7 @@ class FitState(PerTrainer):
         for part in PARTS:
             restore, saved = part.restore.get(stage), values.get(part.name)
             if restore is not None and saved is not None:
-                self._run(part, partial(restore, self, saved))
+                self._do(part, restore, self, saved)
 
     def restore_gradients(self, saved: State) -> None:
         """Give parameters the gradients that they had."""
@@ -318,12 +551,6 @@ class FitState(PerTrainer):
         for name, value in saved.items():
             if name in parameters:
                 parameters[name].grad = gradient_like(parameters[name], value)
-
-    def end_untrained(self) -> None:
-        """At the end of ``fit``: of a run that was complete already, put back what a program may read now."""
-        self._restoring.end_untrained()
-        if not self.has_begun:
-            say_not_exact(self._restoring.findings)
 
 
 Capture = Callable[[FitState], Any]
@@ -352,12 +579,16 @@ def _of(function: Callable[[pl.Trainer], Any]) -> Capture:
     return lambda fit: function(fit.trainer)
 
 
-def _to(function: Callable[[pl.Trainer, Any], object], *stages: Stage) -> Mapping[Stage, Restore]:
-    return dict.fromkeys(stages, lambda fit, saved: function(fit.trainer, saved))
+def _to(function: Callable[[pl.Trainer, Any], object], stage: Stage) -> Mapping[Stage, Restore]:
+    return {stage: lambda fit, saved: function(fit.trainer, saved)}
 
 
-def _restore_random(trainer: pl.Trainer, saved: State) -> None:
-    restore_random(saved, trainer.strategy.root_device)
+def _random(trainer: pl.Trainer) -> State:
+    return capture_random(trainer.strategy.root_device)
+
+
+def _metrics(fit: FitState) -> State:
+    return logged_values.metrics_of(fit.modules)
 
 
 def _restore_metrics(trainer: pl.Trainer, saved: State) -> None:
@@ -366,6 +597,10 @@ def _restore_metrics(trainer: pl.Trainer, saved: State) -> None:
 
 def _restore_stop(trainer: pl.Trainer, saved: bool) -> None:
     trainer.should_stop = saved
+
+
+def _changed_buffers(fit: FitState) -> State:
+    return fit.buffers.capture(fit.module, is_first=fit.trainer.is_global_zero)
 
 
 def _restore_buffers(fit: FitState, saved: State) -> None:
@@ -381,16 +616,14 @@ _HOOKED: Mapping[Stage, Restore] = {
     Stage.LOAD: lambda fit, saved: fit.hooked.restore_limits(fit.trainer, saved),
     Stage.TRAIN_START: lambda fit, saved: fit.hooked.restore(fit.trainer, saved),
     Stage.FIRST_BATCH: lambda fit, saved: fit.hooked.restore_generators(fit.trainer, saved),
-    Stage.UNTRAINED: lambda fit, saved: fit.hooked.restore(fit.trainer, saved),
 }
 
 PARTS = (
-    # Before a step, generators are set last of all: see Restoring.
-    StatePart("random", None, FitState.random, _to(_restore_random, Stage.END)),
+    StatePart("random", None, _of(_random)),  # set last of all: see _go_on_with_random
     StatePart("loaders", compat.LOADERS, lambda fit: fit.loaders.positions(at_end=fit.at_end)),
     StatePart("around_loaders", compat.LOADERS, lambda fit: fit.loaders.capture(), _AROUND_LOADERS),
-    StatePart("metrics", compat.METRICS, FitState.metrics, _to(_restore_metrics, Stage.FIRST_BATCH)),
-    StatePart("logged", compat.LOGGED, _of(capture_last), _to(restore_last, Stage.FIRST_BATCH, Stage.END)),
+    StatePart("metrics", compat.METRICS, _metrics, _to(_restore_metrics, Stage.FIRST_BATCH)),
+    StatePart("logged", compat.LOGGED, _of(capture_last), _to(restore_last, Stage.FIRST_BATCH)),
     StatePart("results", compat.LOGGED, _of(capture_results), _to(restore_results, Stage.FIRST_BATCH)),
     StatePart("in_epoch", compat.LOGGED, _of(is_in_epoch), _to(restore_in_epoch, Stage.FIRST_BATCH)),
     StatePart(
@@ -404,262 +637,11 @@ PARTS = (
     ),
     StatePart("found", "what the tuners found", _of(capture_found)),  # see rest_tuners
     StatePart("should_stop", None, lambda fit: fit.trainer.should_stop, _to(_restore_stop, Stage.FIRST_BATCH)),
-    StatePart(
-        "buffers", None, FitState.changed_buffers, dict.fromkeys((Stage.FIRST_BATCH, Stage.END), _restore_buffers)
-    ),
+    StatePart("buffers", None, _changed_buffers, {Stage.FIRST_BATCH: _restore_buffers}),
     StatePart("shared_buffers", compat.SHARING, _of(shares_buffers), _to(restore_sharing, Stage.FIRST_BATCH)),
     StatePart("hooked", compat.HOOKED, lambda fit: fit.hooked.capture(fit.trainer, fit.modules), _HOOKED),
-    StatePart("toggled", compat.TOGGLES, _of(toggled), _to(restore_toggled, Stage.TRAIN_START, Stage.UNTRAINED)),
+    StatePart("toggled", compat.TOGGLES, _of(toggled), _to(restore_toggled, Stage.TRAIN_START)),
     StatePart("gradients", None, FitState.gradients, {Stage.FIRST_BATCH: FitState.restore_gradients}),
     StatePart("gradient_order", None, lambda fit: fit.gradient_order.saved()),
 )
 """All parts, in the order in which they are captured, and put back within a stage."""
-
-
-class Restoring(OfTrainer):
-    """Puts the exact state of a checkpoint back in one ``fit``. Without a checkpoint, nothing here does anything.
-
-    Args:
-        fit: what is put back.
-
-    Attributes:
-        values: the state that was loaded, until the first step; ``None`` of a run that begins.
-        untracked: names of attributes that the training before had changed, and that do not come back.
-        lost: likewise, of modules.
-        findings: what is known not to be exact before training begins.
-    """
-
-    def __init__(self, fit: FitState) -> None:
-        super().__init__(fit.trainer)
-        self.untracked: list[str] = []
-        self.lost: list[str] = []
-        self.findings: list[str] = []
-        self._fit, self._run = fit, fit.switches.run
-        self.values: State | None = None
-        self._steps_are_over = False  # whether the run was to take no more of them
-        self._waits_for_begin = False
-        self._places: list[State | None] | None = None  # of the training loaders of the snapshot
-        self._random: State | None = None
-        self._val_total: dict[str, int] | None = None
-        self._loaded: dict[str, torch.Tensor] = {}  # weights, until hooks at the start of training are done
-        self._others: OtherRanks | None = None  # where those that took the snapshot had other shares of the data
-
-    def load(self, checkpoint: dict[str, Any], *, of_another_run: bool = False) -> None:
-        """Take the exact state of a checkpoint, if it has one that fits; see :meth:`FitState.load`."""
-        shared, trainer = checkpoint.get(KEY), self._trainer
-        if shared is None:
-            self.findings.append(builtin_callbacks.why_without_exact_state(trainer))
-            return
-        shared = in_present_form(shared)
-        is_known = shared["version"] == VERSION
-        found = shared["ranks"][0]["found"] if is_known else {}
-        self._run(compat.TUNERS, lambda: builtin_callbacks.rest_tuners(trainer, found, self._fit.patches))
-        if not is_known:
-            self.findings.append(
-                f"the exact state of the snapshot has version {shared['version']}, and this lightning_spot writes"
-                f" {VERSION}: weights, optimizers and loops are restored; random numbers and the position in the data"
-                " are not. Resume with the version of lightning_spot that took it"
-            )
-            return
-        warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
-        self.values = values = self._of_this_rank(shared)
-        self._places = values["loaders"]
-        self._random = values["random"]
-        self._val_total = shared["validation_progress"]
-        self._run(compat.LOADERS, self._fit.loaders.ask_again)
-        self._fit.restore(Stage.LOAD, values)
-        is_over = 0 <= trainer.max_steps <= checkpoint["global_step"]
-        is_over |= trainer.max_epochs is not None and 0 <= trainer.max_epochs <= checkpoint["epoch"]
-        continued = partial(loggers.continue_in, of_another_run=of_another_run, is_over=is_over)
-        self._run(compat.LOGGERS, lambda: continued(trainer, shared["loggers"]))
-        # Of a run that was to go on, and is given less steps than it has taken, nothing is trained, and nothing ends.
-        limits = (trainer.max_steps, shared["max_steps"])
-        reached = all(0 <= limit <= checkpoint["global_step"] for limit in limits)
-        stops = values["should_stop"] and self._run(compat.PROGRESS, lambda: loops.may_stop(trainer, checkpoint))
-        self._steps_are_over = bool(stops) or reached
-        self.untracked, self.lost = shared["untracked"], shared["lost"]
-        self._loaded = {} if is_sharded(trainer) else buffers.loaded(trainer.lightning_module, checkpoint)
-        if states := precise_of(checkpoint):
-            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
-        self._run("states of callbacks", lambda: builtin_callbacks.before_loading(trainer, checkpoint))
-        stopped = partial(self._enter_stopped, checkpoint, should_stop=values["should_stop"])
-        self._run(compat.PROGRESS, stopped)
-
-    def _of_this_rank(self, shared: State) -> State:
-        trainer, ranks = self._trainer, shared["ranks"]
-        if are_these(shared, trainer):
-            return ranks[trainer.global_rank]  # type: ignore[no-any-return]
-        self._others = OtherRanks(ranks, trainer.global_rank, trainer.world_size, share_of(trainer), shared["shares"])
-        return self._others.values(trainer)
-
-    def begin(self) -> None:
-        """When training begins: what no later place would put back."""
-        trainer, values = self._trainer, self.values
-        if values is None:
-            return
-        self._run(compat.PROGRESS, lambda: loops.forget_validations(trainer))
-        self._restore_overwritten()
-        self._fit.restore(Stage.TRAIN_START, values)
-        if self._others is not None:
-            self._go_on_from(self._others, values)
-        if self._val_total is not None and not self._validates(should_stop=values["should_stop"]):
-            self._count_validations()
-
-    def _restore_overwritten(self) -> None:
-        """Put back what hooks at the start have written over."""
-        loaded, self._loaded = self._loaded, {}
-        if written := buffers.put_loaded(self._fit.module, loaded):
-            text = (
-                "hooks at the start of training overwrote restored values of {about}. Those of the snapshot are put"
-                " back. Initialise weights in __init__ or configure_model."
-            )
-            say(logging.WARNING, "weights-put-back", text, about=format_names(written), only_rank_zero=True)
-
-    def _keep_dtypes(self, states: list[State], dtypes: dict[str, torch.dtype]) -> None:
-        """Give optimizers back what torch rounds, as soon as Lightning has had them load it: hooks look at them next.
-
-        Args:
-            states: of the optimizers, as they were saved.
-            dtypes: that the weights had then, by name.
-        """
-        trainer, once = self._trainer, Patches()
-        self._fit.patches.push(once)
-
-        def load_optimizer_state_dict(load: Callable[[Mapping[str, Any]], None], checkpoint: Mapping[str, Any]) -> None:
-            once.close()
-            load(checkpoint)
-            names = names_of(trainer.lightning_module)
-            for optimizer, state in zip(trainer.optimizers, states, strict=False):
-                keep_dtypes(optimizer, state, lambda parameter: dtypes.get(names.get(id(parameter), "")))
-
-        once.wrap(trainer.strategy, "load_optimizer_state_dict", partial(partial, load_optimizer_state_dict))
-
-    def _go_on_from(self, others: OtherRanks, values: State) -> None:
-        """Of a run that other ranks have left: its epoch has more batches now, or less."""
-        trainer = self._trainer
-        places = (each.batches_done() for each in self._fit.loaders.training)
-        done = max((place for place in places if place is not None), default=None)
-        if done is not None:
-            done = int(min(done, trainer.num_training_batches))  # of which a limit, or another loader, leaves less
-            self._run(compat.PROGRESS, lambda: loops.number_batches(trainer, done))
-        ended = all(position is not None and position.get("exhausted") for position in values["loaders"] or [None])
-        is_over = ended or (done is not None and done >= trainer.num_training_batches)
-        others.gather_anew(values, is_over=is_over)
-        # Batches that these ranks would have seen by now may end with a validation, where those of the others had none.
-        is_place = is_over or bool(done and others.is_between_batches)
-        if is_place and self._val_total is None and not self._steps_are_over and self._validates(should_stop=False):
-            self._val_total = self._run(compat.PROGRESS, lambda: loops.validate_first(trainer, self._fit.patches))
-        say(logging.INFO, "ranks-changed", "{about}", about=others.line(trainer), only_rank_zero=True)
-        self.findings += others.reasons
-
-    def go_on_without_batch(self) -> None:
-        """Of a run that was to stop: maybe not one more batch is fetched, so what waits for one is put back now.
-
-        So it is where a loader without a length was asked for one already, and its epoch has none.
-        """
-        values = self.values
-        if values is None or self._val_total is not None:
-            return
-        if self._waits_for_begin:
-            self._go_on_with_random()  # the epoch after this one begins at its start
-        elif self._steps_are_over:
-            restore_random(values["random"], self._trainer.strategy.root_device)
-            self.go_on()
-
-    def _enter_stopped(self, checkpoint: dict[str, Any], *, should_stop: bool) -> None:
-        """Of a run that takes no more steps: have Lightning come to the end of its epoch."""
-        validates = self._val_total is not None
-        if self._steps_are_over and loops.is_in_epoch(checkpoint):
-            loops.enter_epoch(self._trainer, self._fit.patches, validates=validates, should_stop=should_stop)
-
-    def position_for(self, follower: Positioned) -> State | None:
-        """Position at which a loader begins its epoch: the saved one for the first epoch after a resume."""
-        followers, places = self._fit.loaders.training, self._places
-        index = next((number for number, each in enumerate(followers) if each is follower), None)
-        if index is None or self._random is None or places is None or len(places) != len(followers):
-            return None
-        return places[index] if self._others is None else self._others.position(follower.loader, index)
-
-    def what_has_other_data(self) -> list[str]:
-        """Why training loaders do not begin where those of the snapshot were."""
-        followers, places = self._fit.loaders.training, self._places
-        if not followers or places is None:
-            return []
-        if len(places) != len(followers):
-            return ["the number of training loaders has changed: their positions are not exact"]
-        both = zip(followers, places, strict=True) if self._others is None else ()
-        return [reason for each, saved in both for reason in differences(saved, each.loader)]
-
-    def has_positions(self) -> bool:
-        """Whether a snapshot has told where training loaders were."""
-        return bool(self._places)
-
-    def before_step(self, has_batch: bool = True) -> bool:
-        """Just before the first step, unless a validation comes first; whether generators were set.
-
-        Args:
-            has_batch: whether the epoch has one more batch to step on.
-        """
-        if self._val_total is not None:
-            return False  # see before_validation
-        if not (has_batch or self._fit.has_begun):
-            # Of a loader without a length, Lightning asks for a batch before it looks where in its epoch it is.
-            self._waits_for_begin = True
-            return False
-        return self._go_on_with_random()
-
-    def before_validation(self, trainer: pl.Trainer) -> None:
-        """Of a run stopped in front of a validation: that validation draws the numbers it would have drawn."""
-        if self._val_total is not None:
-            self._go_on_with_random()
-            self._count_validations()
-
-    def after_batch(self, trainer: pl.Trainer) -> None:
-        """Of a run whose loaders could not be positioned: what else was saved is put back after its first batch."""
-        self.go_on()
-        self._fit.gradient_order.stepped(trainer)
-
-    def _validates(self, *, should_stop: bool) -> bool:
-        """Whether a run stopped in front of a validation begins with it: it may have been told to validate no more."""
-        comes = self._run(compat.BOUNDARIES, lambda: loops.is_validation_due(self._trainer, should_stop=should_stop))
-        return comes is not False
-
-    def _count_validations(self) -> None:
-        """Take the mark out that makes Lightning begin with a validation (see mark_before_validation)."""
-        total, self._val_total = self._val_total, None
-        batches = compat.VAL_BATCH_PROGRESS.of(self._trainer.fit_loop.epoch_loop.val_loop)
-        batches.total.load_state_dict(total)
-
-    def _go_on_with_random(self) -> bool:
-        """Also set the generators of the process and of the device; whether there was anything to set them to."""
-        random, self._random = self._random, None
-        self.go_on()
-        if random is not None:
-            restore_random(random, self._trainer.strategy.root_device)
-        return random is not None
-
-    def go_on(self) -> None:
-        """Put back what belongs to the step. A second call does nothing."""
-        values, self.values = self.values, None
-        if values is None:
-            return
-        trainer = self._trainer
-        self._run("skipped batches", lambda: loops.restore(trainer, values["added"]))
-        self._fit.restore(Stage.FIRST_BATCH, values)
-        # Lightning leaves metric-driven schedulers alone at the end of an epoch it was restarted in: it does not have
-        # the metrics. Here they are.
-        self._run(compat.PROGRESS, lambda: compat.RESTARTING.set(trainer.fit_loop, False))
-
-    def end_untrained(self) -> None:
-        """At the end of a ``fit`` that had nothing left to train: the program goes on as it did after training.
-
-        It draws what it drew then, forecasts with buffers that no ``state_dict`` has, reads what was logged last. A
-        further fit of this trainer takes what hooks changed as it finds it.
-        """
-        values = self.values
-        if values is None:
-            return
-        if not self._fit.has_begun:
-            self._fit.restore(Stage.UNTRAINED, values)
-        self._fit.restore(Stage.END, values)
-        self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))

@@ -7,61 +7,50 @@ first; with ``reload_dataloaders_every_n_epochs`` Lightning would also count fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_spot.patches import Patches
 from lightning_spot.state import compat
-from lightning_spot.state.dataloader import DataResume, FollowedLoader, Follower, Positioned, follower_of, loader_itself
-from lightning_spot.state.per_trainer import OfTrainer
+from lightning_spot.state.dataloader import FollowedLoader, Follower, Positioned, follower_of, loader_itself
 from lightning_spot.state.randomness import State, capture_random, restore_random
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_spot.state.fit_state import FitState
 
-class Loaders(OfTrainer):
+
+class Loaders:
     """The loaders of one fit; none where they are not followed, as in one that takes no snapshots.
 
     Args:
-        trainer: whose they are.
-        position_for: position at which a training loader begins its epoch, ``None`` for its start.
-        has_positions: whether there are some, of the snapshot that the fit goes on from.
-        restore_step: see :class:`Positioned`.
-        data_resume: how a training loader gets to its position.
-        asking: entered while the program is asked for loaders.
+        fit: whose they are.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        position_for: Callable[[Positioned], State | None],
-        has_positions: Callable[[], bool],
-        restore_step: Callable[[bool], bool],
-        data_resume: Callable[[], DataResume],
-        asking: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(trainer)
-        self._position_for, self._has_positions, self._restore_step = position_for, has_positions, restore_step
-        self._data_resume, self._asking = data_resume, asking
+    def __init__(self, fit: FitState) -> None:
+        self._fit = fit
         self._requests: dict[str, State] = {}
         self._due: dict[str, State] = {}
         self._states: list[State | None] = []
         self._has_begun = False
         self._patches = Patches()
 
+    @property
+    def _trainer(self) -> pl.Trainer:
+        return self._fit.trainer
+
     def follow(self) -> None:
         """Follow each loader for training or validation that Lightning asks for from now on."""
         compat.PROCESS_DATALOADER.wrap(self._patches, self._trainer.strategy, partial(partial, self._followed))
 
     def _followed(self, process: Callable[[object], object], loader: object) -> object:
-        processed, trainer = process(loader), self._trainer
+        processed, fit, trainer = process(loader), self._fit, self._trainer
         if trainer.state.stage == "train":
-            if self._has_positions():  # given to loaders once these know their epoch: Lightning gives them before that
+            if fit.has_positions():  # given to loaders once these know their epoch: Lightning gives them before that
                 compat.LOADER_STATES.set(trainer.fit_loop, [])
-            follower = Positioned(processed, self._position_for, self._restore_step, self._data_resume())
-            return FollowedLoader(follower)
+            return FollowedLoader(Positioned(processed, fit.position_for, fit.before_step, fit.data_resume))
         if trainer.state.stage in ("validate", "sanity_check"):
             return FollowedLoader(Follower(processed, self._before_validation))
         return processed
@@ -98,7 +87,7 @@ class Loaders(OfTrainer):
                 self._requests[name] = self._request()
                 if name == "validation":
                     self._states = []
-                with self._asking():
+                with self._fit.once.paused():
                     return original()
             if name == "validation":
                 compat.LAST_VAL_RELOAD.set(loop, saved["reloaded"])

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_spot.patches import Patches
 from lightning_spot.state import compat
-from lightning_spot.state.per_trainer import PerTrainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,7 +29,7 @@ class StepBoundary(enum.Enum):
 
 
 class BoundaryListener(Protocol):
-    """What is told of seams."""
+    """What is told where training is."""
 
     def before_validation(self, trainer: pl.Trainer) -> None:
         """A batch is done and a validation follows; also when a resumed run comes to the one it stopped at."""
@@ -49,60 +47,6 @@ def is_tuning(trainer: pl.Trainer, callbacks: Sequence[pl.Callback]) -> bool:
     """
     present = trainer.callbacks  # type: ignore[attr-defined] # Lightning's Trainer has it
     return bool(callbacks) and not any(callback in present for callback in callbacks)
-
-
-class StepBoundaries(PerTrainer):
-    """The seams of one trainer. One for each trainer: see :meth:`of`.
-
-    Attributes:
-        is_on: whether this Lightning lets them be found. If not, :meth:`batch_ended` stands for them.
-    """
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        super().__init__(trainer)
-        self._listeners: list[BoundaryListener] = []
-        self._patches = Patches()
-        self.is_on = True
-
-    def add(self, listener: BoundaryListener) -> None:
-        """Tell ``listener``, after those added before it."""
-        if listener in self._listeners:
-            return
-        self._listeners.append(listener)
-        if len(self._listeners) == 1 and self.is_on:
-            self._wrap()
-
-    def batch_ended(self, listener: BoundaryListener) -> None:
-        """Where there are no seams, tell ``listener`` in ``on_train_batch_end``: before what follows the batch."""
-        if not self.is_on and listener in self._listeners:
-            listener.after_batch(self._trainer)
-
-    def remove(self, listener: BoundaryListener) -> None:
-        """Tell it no more."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
-            if not self._listeners:
-                self._patches.close()
-
-    def _wrap(self) -> None:
-        loop = self._trainer.fit_loop.epoch_loop
-        ours = list(self._trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
-
-        def on_advance_end(original: Callable[[Any], None], data_fetcher: Any) -> None:
-            if is_tuning(self._trainer, ours):
-                original(data_fetcher)
-                return
-            # A checkpoint of Lightning's own, taken after the last validation of an epoch, comes here once more.
-            validates = compat.SHOULD_VALIDATE.of(loop)(data_fetcher) and not compat.SKIP_NEXT_VAL.of(loop)
-            if validates:
-                for listener in list(self._listeners):
-                    listener.before_validation(self._trainer)
-            original(data_fetcher)
-            if not validates:
-                for listener in list(self._listeners):
-                    listener.after_batch(self._trainer)
-
-        compat.ADVANCE_END.wrap(self._patches, loop, partial(partial, on_advance_end))
 
 
 State = dict[str, Any]
@@ -157,15 +101,12 @@ def validate_first(trainer: pl.Trainer, patches: Patches) -> dict[str, int]:
         the count of validation batches.
     """
     loop = trainer.fit_loop.epoch_loop
-    once = Patches()
-    patches.push(once)
 
     def validate(advance: Callable[[Any], None], data_fetcher: Any) -> None:
-        once.close()
         if not (loop.restarting and compat.SHOULD_VALIDATE.of(loop)(data_fetcher)):
             advance(data_fetcher)
 
-    compat.ADVANCE_IN_EPOCH.wrap(once, loop, partial(partial, validate))
+    patches.once(loop, compat.ADVANCE_IN_EPOCH.name, validate)
     return dict(compat.VAL_BATCH_PROGRESS.of(loop.val_loop).total.state_dict())
 
 
@@ -236,23 +177,18 @@ def enter_epoch(trainer: pl.Trainer, patches: Patches, *, validates: bool, shoul
     """
     loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     kind = type(loop)
-    once = Patches()
-    patches.push(once)
 
     def enter(advance: Callable[[], None]) -> None:
-        once.close()
         if validates:
-            compat.ADVANCE_IN_EPOCH.wrap(once, epoch_loop, partial(partial, validate))
+            patches.once(epoch_loop, compat.ADVANCE_IN_EPOCH.name, validate)
         else:  # or one more batch would be fetched before that is looked at
             compat.HAS_VALIDATED.set(epoch_loop.val_loop, True)
         advance()
 
     def validate(advance: Callable[[Any], None], data_fetcher: Any) -> None:
-        once.close()
         trainer.should_stop = should_stop
         if compat.SHOULD_VALIDATE.of(epoch_loop)(data_fetcher):  # else it would train one more batch
             advance(data_fetcher)
 
-    compat.ADVANCE.wrap(once, loop, partial(partial, enter))
-    once.callback(setattr, loop, "__class__", kind)
+    patches.once(loop, compat.ADVANCE.name, enter).callback(setattr, loop, "__class__", kind)
     loop.__class__ = type(kind.__name__, (kind,), {"done": False})

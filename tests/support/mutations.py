@@ -29,8 +29,10 @@ random of the device | state.fit_state | exact::the_generator_of_the_device_is_s
 +        return
 # a program draws other numbers after a run that was complete
 random after a complete run | state.fit_state | fit::a_finished_run_is_as_after_training
--_to(_restore_random, Stage.END)
-+{}
+-            self._go_on_with_random()
+-            self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))
++            self._go_on()
++            self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))
 # a resumed run is another one: what a generator of the module draws
 random of generators of the module | state.module_state | exact_table::equal_or_warned_of[generator-of-the-module-and-its-sampler]
 -        self._put(trainer, generators)
@@ -59,7 +61,7 @@ loaders that have ended | state.fit_state | exact_table::equal_or_warned_of[relo
 +
 # a resumed run is another one: an epoch's metrics are those of its rest
 metrics | state.fit_state | exact_table::equal_or_warned_of[logging]
--compat.METRICS, FitState.metrics,
+-compat.METRICS, _metrics,
 +compat.METRICS, lambda _: {},
 # a resumed run is another one: an epoch's means are those of its rest
 logged means | state.logged_values | exact_table::equal_or_warned_of[logging]
@@ -77,12 +79,14 @@ gradients | state.fit_state | exact_table::equal_or_warned_of[manual]
 +None, lambda _: {},
 # a resumed run is another one: buffers outside the state dict
 buffers | state.fit_state | exact_table::equal_or_warned_of[buffers-outside-the-state-dict]
--None, FitState.changed_buffers,
+-None, _changed_buffers,
 +None, lambda _: {},
 # a finished run forecasts from other buffers
 buffers of a complete run | state.fit_state | fit::a_finished_run_is_as_after_training
--(Stage.FIRST_BATCH, Stage.END), _restore_buffers
-+(Stage.FIRST_BATCH,), _restore_buffers
+-            self._go_on_with_random()
+-            self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))
++            restore_random(values["random"])
++            self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))
 # a resumed run is another one: what torch rounds as it loads
 precise buffers | state.buffers | exact_table::equal_or_warned_of[double]
 - or _is_equal(here, _as(value, here))

@@ -42,7 +42,8 @@ def test_state_parts_are_restored_by_stage_in_table_order(trainer: Any, monkeypa
             name, None, lambda _: value, dict.fromkeys(stages, lambda _, saved: done.append((name, saved)))
         )
 
-    rows = part("a", 1, Stage.LOAD, Stage.END), part("b", False, Stage.LOAD), part("c", None, Stage.LOAD), part("d", 4)
+    stages = Stage.LOAD, Stage.FIRST_BATCH
+    rows = part("a", 1, *stages), part("b", False, Stage.LOAD), part("c", None, Stage.LOAD), part("d", 4)
     monkeypatch.setattr(fit_state, "PARTS", rows)
     parts = FitState(trainer)
     saved = parts.capture(at_end=True)
@@ -50,6 +51,14 @@ def test_state_parts_are_restored_by_stage_in_table_order(trainer: Any, monkeypa
     for stage in Stage:
         parts.restore(stage, {name: value for name, value in saved.items() if name != "d"})
     assert done == [("a", 1), ("b", False), ("a", 1)]
+
+
+def test_a_hook_that_comes_twice_adds_one_listener(trainer: Any) -> None:
+    """Lightning goes through a list of callbacks that one of them may change."""
+    fit, listener = FitState(trainer), SimpleNamespace()
+    for _ in range(2):
+        fit.listen(listener)  # type: ignore[arg-type]
+    assert fit.listeners == [fit, listener]
 
 
 def test_what_training_drops_from_a_module_is_freed(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
