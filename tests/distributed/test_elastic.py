@@ -127,39 +127,25 @@ def test_a_dealt_epoch_is_itself_resumed_to_the_sample() -> None:
     assert again.train() == whole[1]
 
 
-def test_tensor_parallel_ranks_get_the_same_remaining_samples() -> None:
-    torch.manual_seed(3)
-    pair = Ranks(1, 30)  # two ranks that see the same batches
-    seen = pair.train(4)
-    states = pair.states() * 2
-    for share, world in (((0, 1), 1), ((0, 1), 4), ((1, 2), 4)):
-        others = OtherRanks(states, 3 % world, world, share)
-        sampler: Any = DistributedSampler(Numbers(30), share[1], share[0]) if world > 1 else None
-        loader = DataLoader(Numbers(30), batch_size=3, sampler=sampler, shuffle=sampler is None)
-        rest = [number for batch in follow(loader, others).begin_epoch() for number in batch.flatten().tolist()]
-        assert others.reasons == []
-        assert not set(rest) & set(seen)
-        assert len(rest) == 18 // share[1]
-
-
-@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (1, 4), (4, 1)])
-def test_the_same_rank_count_with_other_data_shares_is_elastic(old: int, new: int) -> None:
-    """Of four ranks, others see the same batches now: each went on as if it had had its new share from the first."""
+@pytest.mark.parametrize(("ranks", "old", "new"), [(4, 2, 4), (4, 4, 2), (4, 1, 4), (4, 4, 1), (2, 1, 1), (2, 1, 2)])
+def test_ranks_that_see_the_same_batches_are_given_the_same_rest(ranks: int, old: int, new: int) -> None:
+    """As many ranks, or four now: each goes on as if it had had its new share from the first."""
     torch.manual_seed(3)
     before = Ranks(old, 96)
     seen = before.train(4)
-    states = [state for state in before.states() for _ in range(4 // old)]
+    states = [state for state in before.states() for _ in range(ranks // old)]
     for share in range(new):
         data = {"num_replicas": new, "rank": share}
         strategy = SimpleNamespace(distributed_sampler_kwargs=data)
         trainer: Any = SimpleNamespace(world_size=4, global_rank=share, strategy=strategy)
-        assert not are_these({"world_size": 4, "shares": old}, trainer)
+        assert not are_these({"world_size": ranks, "shares": old}, trainer)
         assert are_these({"world_size": 4, "shares": new}, trainer)
         others = OtherRanks(states, share, 4, share_of(trainer), old)
         going_on = follow(Ranks(new, 96).loaders[share].loader, others)
         seen += [number for batch in going_on.begin_epoch() for number in batch.flatten().tolist()]
         assert others.reasons == []
-        assert f"4 ranks with {old} shares of the data -> {new}: " in others.line(SimpleNamespace(current_epoch=0))  # type: ignore[arg-type]
+        says = f"4 ranks with {old} shares of the data -> {new}: " if ranks == 4 else "2 ranks -> 4: "
+        assert says in others.line(SimpleNamespace(current_epoch=0))  # type: ignore[arg-type]
     assert sorted(seen) == list(range(96))
 
 

@@ -50,25 +50,28 @@ def _marked(name: str, case: Case) -> list[Any]:
     return [once, again] if len(case.stops) > 1 else [once]
 
 
-@pytest.mark.parametrize(("case", "stops"), [item for name, case in CASES.items() for item in _marked(name, case)])
-def test_equal_or_warned_of(case: Case, stops: tuple[int, ...], tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
+def check(case: Case, root: Path, *stops: pl.Callback, every: int = 2) -> None:
+    """Stop a run where these callbacks do, and go on each time: it is equal to one that nothing stops, or warned of."""
     for attempt, stop in enumerate(stops):
         with pytest.raises(Stop):
-            train(
-                case, broken, StopAfter(abs(stop), in_validation=stop < 0), seed=11 if attempt == 0 else 100 + attempt
-            )
-    said = train(case, broken, seed=200, every=SELDOM)
+            train(case, root / "broken", stop, seed=11 + attempt, every=every)
+    said = train(case, root / "broken", seed=200, every=SELDOM)
     assert any(case.says in text for text in said) if case.says else said == []
-    if not case.differs:
-        told: list[str] = []
-        train(case, tmp_path / "undisturbed", seed=11, every=SELDOM, told=told)
-        assert case.says or not told
-        found = list(differences(final(tmp_path / "undisturbed"), final(broken)))
-        assert [text for text in found if not any(part in text for part in case.ignored)] == []
-        expected = logged(tmp_path / "undisturbed", case.ignored)
-        assert logged(broken, case.ignored) == expected
-        assert bool(expected) == bool(case.settings.get("logger", True))
+    if case.differs:
+        return
+    told: list[str] = []
+    train(case, root / "undisturbed", seed=11, every=SELDOM, told=told)
+    assert case.says or not told
+    found = list(differences(final(root / "undisturbed"), final(root / "broken")))
+    assert [text for text in found if not any(part in text for part in case.ignored)] == []
+    expected = logged(root / "undisturbed", case.ignored)
+    assert logged(root / "broken", case.ignored) == expected
+    assert bool(expected) == bool(case.settings.get("logger", True))
+
+
+@pytest.mark.parametrize(("case", "stops"), [item for name, case in CASES.items() for item in _marked(name, case)])
+def test_equal_or_warned_of(case: Case, stops: tuple[int, ...], tmp_path: Path) -> None:
+    check(case, tmp_path, *(StopAfter(abs(stop), in_validation=stop < 0) for stop in stops))
 
 
 AT_ENDS = {
@@ -100,14 +103,7 @@ AT_ENDS = {
 @pytest.mark.parametrize("name", AT_ENDS)
 def test_equal_where_no_batch_is_left_of_an_epoch(name: str, tmp_path: Path) -> None:
     case, stop = AT_ENDS[name]
-    with pytest.raises(Stop):
-        train(case, tmp_path / "broken", stop, seed=11, every=1)
-    said = train(case, tmp_path / "broken", seed=200, every=SELDOM)
-    assert any(case.says in text for text in said) if case.says else said == []
-    train(case, tmp_path / "undisturbed", seed=11, every=SELDOM)
-    found = list(differences(final(tmp_path / "undisturbed"), final(tmp_path / "broken")))
-    assert [text for text in found if not any(part in text for part in case.ignored)] == []
-    assert logged(tmp_path / "broken") == logged(tmp_path / "undisturbed") != []
+    check(case, tmp_path, stop, every=1)
 
 
 def test_a_start_where_averaging_begins_is_not_warned_of(tmp_path: Path) -> None:
