@@ -131,20 +131,24 @@ def _stop_at(address: Address, discard: bool) -> Stopped:
         raise SettingsError(f"{address} refuses to be stopped: {error}") from error
     except SpotError:
         runs, process = [], None
-    if process is not None and _listens(process.pid, address.port):  # it says so, and so does the kernel
+    is_there = process is not None and _listens(process.pid, address.port)  # it says so, and so does the kernel
+    if process is not None and is_there:
         found.runs = runs  # trainers on other hosts turn to other servers meanwhile
         _wait_for(runs, discard)
         if not end_process(process, discard=discard):
             found.result, found.reason = "running", f"pid {process.pid} did not end"
             return found
-    elif not discard:
-        raise SnapshotNotFoundError(f"no snapshot server of this user answers at {address}")
+    removed: list[bool] = []
     for area in own_directories(port_area(shm_dir, address.port)) if shm_dir is not None else ():
         with area:
             left += left_in(area)
             if discard:
-                remove_abandoned(area)
-    if left and not discard:
+                removed.append(remove_abandoned(area))
+    if not (is_there or removed):
+        raise SnapshotNotFoundError(f"no snapshot server of this user answers at {address}")
+    if not all(removed):
+        found.result, found.reason = "running", "it does not answer, and holds what is in its memory"
+    elif left and not discard:
         found.keeps(left, f". lightning-spot serve at port {address.port} takes them over")
     return found
 

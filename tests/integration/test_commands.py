@@ -300,6 +300,21 @@ def test_stop_drops_nothing_of_a_server_that_does_not_answer(tmp_path: Path, cli
         process.send(signal.SIGCONT)
 
 
+def test_what_a_server_that_hangs_holds_is_not_discarded(start_server: Callable[..., RunningServer], cli: Cli) -> None:
+    """It was said to be, although nothing was."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        listen = f"127.0.0.1:{free.getsockname()[1]}"
+    server = start_server(listen=listen)
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        (found,) = stopped(cli("stop", "--server", server.url, "--discard", "-o", "json", code=1))
+        assert found["result"] == "running"
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    assert stopped(cli("stop", "--server", server.url, "--discard", "-o", "json"))[0]["result"] == "discarded"
+    cli("stop", "--server", server.url, "--discard", code=2)  # nothing is left to discard
+
+
 def left_by_a_killed_server(run: Path, durable: str) -> ServerRecord:
     """Commit a snapshot at a local server that has no time to store it, and kill that."""
     host = start(str(run), "run", slots=2, memory_bytes=64 * MIB, server_idle_timeout_s=60.0)
