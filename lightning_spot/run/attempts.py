@@ -241,6 +241,8 @@ def _is_own(family: int, address: tuple[str, int] | tuple[str, int, int, int] | 
 
 
 _READERS = 32
+MOST_READ = 2000
+"""Manifests of a folder that are read when its first file is saved; beyond them, the clock orders what is saved."""
 
 _attempts: dict[str, int] = {}  # attempts of this process, by folder
 _attempts_lock = threading.Lock()
@@ -249,7 +251,8 @@ _attempts_lock = threading.Lock()
 def folder_info(folder: str, now_unix_s: float | None = None) -> RunInfo:
     """A user's folder as a server knows it: the folder is a run, and whoever begins to save there is an attempt.
 
-    The attempt is the time in seconds, or one more than that of any file that is there, or that was given here before.
+    The attempt is the time in seconds, or one more than that of any file that is there (of very many: of the last ones,
+    by name, so of ``last.ckpt``), or that was given here before.
     So what is left with the server of somebody before never replaces what is saved from now on.
 
     Args:
@@ -279,7 +282,7 @@ def _highest_attempt(folder: str) -> int:
     """Highest attempt of the files that have manifests in a folder; 0 if none, or if it cannot be read."""
     try:
         manifests = open_store(folder).folder(OWN_DIR, attempt=0, run_id="")
-        names = [name for name in manifests.sizes() if name.endswith(f".{MANIFEST_FILE}")]
+        names = sorted(name for name in manifests.sizes() if name.endswith(f".{MANIFEST_FILE}"))[-MOST_READ:]
     except TierError as error:
         text = "{error}. Only the clock orders what is saved there"
         say(logging.WARNING, "manifests-not-read", text, about=folder, error=error)

@@ -28,6 +28,7 @@ from lightning_spot.config import read_environment
 from lightning_spot.errors import TierError
 from lightning_spot.protocol.record import find_record
 from lightning_spot.protocol.wire import Address
+from lightning_spot.run import attempts
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.snapshot.manifest import OWN_DIR, Manifest
 from lightning_spot.state.sharded import checkpoint_of
@@ -286,6 +287,17 @@ def test_of_very_many_files_none_fences_who_saves_next(tmp_path: Path) -> None:
     last = os.listdir(tmp_path / OWN_DIR)[-1]
     (tmp_path / OWN_DIR / last).write_text(replace(noted, attempt=2).to_json())
     assert folder_info(str(tmp_path), now_unix_s=0.0).attempt == 3
+
+
+def test_a_first_save_reads_a_bounded_number_of_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a folder were read, however many ``save_top_k=-1`` had left there."""
+    monkeypatch.setattr(attempts, "MOST_READ", 3)
+    noted = Manifest(run="files", name="x", file="", step=1, attempt=1, nbytes=0)
+    (tmp_path / OWN_DIR).mkdir()
+    for name, attempt in {"a": 20, "b": 7, "c": 8, "d": 6, "last": 9}.items():
+        manifest = replace(noted, name=f"{name}.ckpt", attempt=attempt)
+        (tmp_path / manifest.manifest_path).write_text(manifest.to_json())
+    assert folder_info(str(tmp_path), now_unix_s=0.0).attempt == 10  # the last ones by name
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "held.ckpt"])
