@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import http.client
 import logging
 from collections.abc import Mapping, Sequence
@@ -313,6 +314,7 @@ def detect_cloud(dmi: Path = _DMI) -> str | None:
     return None
 
 
+@functools.cache  # a callback is checked when it is made, and opens its sources in each fit
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()

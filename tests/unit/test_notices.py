@@ -354,6 +354,8 @@ def test_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pyte
         (dmi := tmp_path / f"{cloud} by {file}").mkdir()
         (dmi / file).write_text(text + "\n")
         assert detect_cloud(dmi) == cloud
+        (dmi / file).unlink()  # it is read once
+        assert detect_cloud(dmi) == cloud
     assert not said(caplog, "cloud-unknown")
     assert detect_cloud(tmp_path / "none") is None
     assert len(said(caplog, "cloud-unknown")) == 1
