@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_spot.callbacks.fit_callback import FitCallback
-from lightning_spot.config import check_choice, check_flag
+from lightning_spot.config import check_choice
 from lightning_spot.renamed import refusing_old
 from lightning_spot.run.location import Location
 from lightning_spot.session.preflight import takes_part
@@ -53,7 +53,6 @@ class AutoResume(FitCallback):
         super().__init__()
         check_choice("data_resume", data_resume, DATA_RESUMES)
         self.data_resume: DataResume = data_resume
-        check_flag("local_server", local_server)
         check_choice("on_resume_failure", on_resume_failure, get_args(OnResumeFailure))
         self.on_resume_failure = on_resume_failure
         self.location = self._named = Location.of(

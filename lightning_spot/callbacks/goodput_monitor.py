@@ -23,6 +23,7 @@ from lightning_spot.say import say
 from lightning_spot.server.runs import Figures
 from lightning_spot.session.preflight import takes_part
 from lightning_spot.session.session import FitSession
+from lightning_spot.session.snapshotter import Snapshotter
 from lightning_spot.state.loggers import logged_step
 from lightning_spot.state.namespaces import SpotCallback
 
@@ -64,24 +65,21 @@ class GoodputMonitor(SpotCallback):
         self._heartbeat_s = float(heartbeat_s)
         self._journal: Journal | None = None
         self._ended: Journal | None = None
-        self._snapshots: RemoteSnapshot | None = None
         self._begun_unix_s = self._logged_s = 0.0
         self._patches = Patches()
 
     def of_a_fit(self) -> dict[str, Any]:
         """See :class:`~lightning_spot.state.namespaces.Copied`."""
-        return {"_journal": None, "_ended": None, "_snapshots": None, "_patches": Patches()}
+        return {"_journal": None, "_ended": None, "_patches": Patches()}
 
     # -- Lightning's hooks ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Read what earlier attempts noted (rank 0)."""
-        self._snapshots = None
         if not (takes_part(trainer, stage) and trainer.is_global_zero):
             return
         fit = FitSession.of(trainer)
-        self._snapshots = next(iter(fit.callbacks(RemoteSnapshot)), None)
-        if self._snapshots is None:
+        if not fit.callbacks(RemoteSnapshot):
             raise SettingsError("GoodputMonitor needs a RemoteSnapshot in the same Trainer, whose run it measures")
         self._begun_unix_s, self._journal, self._ended = begin_unix_s(), None, None
         fit.at_end.append(self._end)
@@ -90,17 +88,15 @@ class GoodputMonitor(SpotCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """From here on time is productive."""
-        if self._snapshots is not None:
-            with self._measuring():
-                self._begin_training(trainer)
-
-    def _begin_training(self, trainer: pl.Trainer) -> None:
-        journal = self._journal or self._begin(trainer)
-        resume = FitSession.of(trainer).resume
-        taken_s = resume.chosen.created_unix_s if resume.chosen is not None else None
-        journal.train(trainer.global_step, taken_s, resume.took_s)
-        self._log(trainer)  # from the first row on: no logger gets a new column in the middle of a run
-        self._show(trainer)
+        fit = FitSession.of(trainer)
+        if not trainer.is_global_zero or fit.snapshotter is None:
+            return
+        with self._measuring():
+            journal, chosen = self._journal or self._begin(trainer), fit.resume.chosen
+            taken_s = chosen.created_unix_s if chosen is not None else None
+            journal.train(trainer.global_step, taken_s, fit.resume.took_s)
+            self._log(trainer)  # from the first row on: no logger gets a new column in the middle of a run
+            self._show(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Note where training is."""
@@ -117,13 +113,13 @@ class GoodputMonitor(SpotCallback):
                 self._note(trainer)
                 self._log(trainer)
                 self._close("complete")
-                FitSession.of(trainer).summarize = self._say_summary
+                FitSession.of(trainer).summarize = partial(self._say_summary, _snapshotter(trainer))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the summary, once everything is uploaded."""
         if self._ended is not None:
             FitSession.of(trainer).complete()
-            self._say_summary()
+            self._say_summary(_snapshotter(trainer))
 
     def _end(self, trainer: pl.Trainer, error: BaseException | None) -> None:
         """Note how it ended, if nothing did before: with an error, or nothing was left to train."""
@@ -133,8 +129,8 @@ class GoodputMonitor(SpotCallback):
                 self._note(trainer)
         with self._measuring():
             self._close("complete" if error is None else "preempted" if is_preempted else "failed")
-        if is_preempted:
-            self._say_summary()
+        if is_preempted and self._ended is not None:
+            self._say_summary(_snapshotter(trainer))
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -155,43 +151,36 @@ class GoodputMonitor(SpotCallback):
             if journal is not None:
                 journal.leave()
 
-    @property
-    def _taken(self) -> RemoteSnapshot:
-        """Takes the snapshots of this ``fit``."""
-        assert self._snapshots is not None  # see setup
-        return self._snapshots
-
     def _begin(self, trainer: pl.Trainer) -> Journal:
-        fit, snapshots = FitSession.of(trainer), self._taken
+        fit, snapshotter = FitSession.of(trainer), _snapshotter(trainer)
         self._journal = journal = Journal(
-            snapshots.location.url,
-            snapshots.attempt,
+            snapshotter.location.url,
+            snapshotter.writing.number,
             snapshots=fit.resume.snapshots,
             heartbeat_s=self._heartbeat_s,
             begun_unix_s=self._begun_unix_s,
-            newest_persisted=partial(_newest_in, snapshots.location.url),
-            tell=partial(_tell, fit, snapshots),
+            newest_persisted=partial(_newest_in, snapshotter.location.url),
+            tell=partial(_tell, fit, snapshotter),
         )
         fit.report = journal.hurry
         return journal
 
     def _note(self, trainer: pl.Trainer) -> None:
         if self._journal is not None:
-            snapshotter = self._taken.snapshotter
-            taken = snapshotter.writing.taken if snapshotter is not None else 0
-            self._journal.note(trainer.global_step, self._taken.blocked_s, taken)
+            snapshotter = _snapshotter(trainer)
+            self._journal.note(trainer.global_step, snapshotter.pacing.stall_s, snapshotter.writing.taken)
 
     def _log(self, trainer: pl.Trainer) -> None:
-        whole, self._logged_s = self.spent(), time.monotonic()
+        whole, snapshotter, self._logged_s = self.spent(), _snapshotter(trainer), time.monotonic()
         self.metric.reset()
         self.metric.update(**{name: getattr(whole, name) for name in Spent.__slots__})
         values = {"goodput": float(self.metric.compute())}
         values |= {f"badput_{name}": getattr(whole, name) for name in _BADPUT}
-        committed = self._taken.last_committed_step
+        committed = snapshotter.writing.committed
         persisted = self._journal.persisted if self._journal is not None else None
-        values["last_committed_step"] = _NO_STEP if committed is None else float(committed)
+        values["last_committed_step"] = _NO_STEP if committed is None else float(committed.step)
         values["last_persisted_step"] = _NO_STEP if persisted is None else float(persisted[0])
-        values["snapshot_blocked_ms"] = 1000 * self._taken.snapshot_blocked_s
+        values["snapshot_blocked_ms"] = 1000 * snapshotter.pacing.blocked_each_s
         if self._log_every_s is None:
             return
         step = logged_step(trainer)  # what Lightning itself logs by
@@ -216,41 +205,47 @@ class GoodputMonitor(SpotCallback):
             journal.close(end)
             self._ended = journal
 
-    def _say_summary(self) -> None:
+    def _say_summary(self, snapshotter: Snapshotter) -> None:
         """Log where the time of the run went, and what became of the snapshots of this attempt."""
         journal, self._ended = self._ended, None
         if journal is None or journal.record.trained_unix_s is None:
             return
         with self._measuring():
-            whole, snapshots = journal.spent, self._taken
+            whole, writing = journal.spent, snapshotter.writing
             lost = sum(lost_steps([*journal.earlier.latest, journal.record]))
             lines = [
                 "goodput {goodput:.1%} of {total} in {attempts}",
                 "  steps      {step} done, {lost_steps} done again",
                 "  time       " + ", ".join(f"{name.removesuffix('_s')} {{{name}:.1f}} s" for name in _BADPUT),
+                "  snapshots  {taken} taken, {skipped} skipped, {dropped} dropped, {uploaded} uploaded",
             ]
-            facts: dict[str, Any] = {name: getattr(whole, name) for name in _BADPUT}
-            if snapshots.snapshotter is not None:
-                writing = snapshots.snapshotter.writing
-                lines.append("  snapshots  {taken} taken, {skipped} skipped, {dropped} dropped, {uploaded} uploaded")
-                facts |= _counts(snapshots, writing.taken)
-                facts |= {"uploaded": format_bytes(writing.uploaded_bytes), "uploaded_bytes": writing.uploaded_bytes}
+            facts: dict[str, Any] = {**{name: getattr(whole, name) for name in _BADPUT}, **_counts(snapshotter)}
             say(
                 logging.INFO,
                 "run-summary",
                 "\n".join(lines),
-                about=snapshots.location.name,
+                about=snapshotter.location.name,
                 goodput=whole.goodput,
                 total=format_seconds(whole.total_s),
                 attempts=format_count(journal.earlier.count + 1, "attempt"),
                 step=journal.record.step,
                 lost_steps=lost,
+                uploaded=format_bytes(writing.uploaded_bytes),
+                uploaded_bytes=writing.uploaded_bytes,
                 **facts,
             )
 
 
-def _counts(snapshots: RemoteSnapshot, taken: int) -> dict[str, float]:
-    return {"taken": taken, "skipped": snapshots.num_skipped, "dropped": snapshots.num_dropped}
+def _snapshotter(trainer: pl.Trainer) -> Snapshotter:
+    """What takes the snapshots of a ``fit``, while one is measured."""
+    found = FitSession.of(trainer).snapshotter
+    assert found is not None
+    return found
+
+
+def _counts(snapshotter: Snapshotter) -> dict[str, float]:
+    writing = snapshotter.writing
+    return {"taken": writing.taken, "skipped": snapshotter.skipped, "dropped": writing.dropped}
 
 
 def _newest_in(url: str) -> tuple[int, float] | None:
@@ -260,16 +255,14 @@ def _newest_in(url: str) -> tuple[int, float] | None:
     return (newest.step, newest.created_unix_s) if newest is not None else None
 
 
-def _tell(fit: FitSession, snapshots: RemoteSnapshot, journal: Journal) -> None:
+def _tell(fit: FitSession, snapshotter: Snapshotter, journal: Journal) -> None:
     """Tell the local server what was measured. Any thread may call it."""
-    if (snapshotter := snapshots.snapshotter) is None:
-        return
     is_noticed = fit.deadline is not None
     end = "preempted" if is_noticed and journal.record.end == "running" else journal.record.end
     whole, persisted = journal.spent, journal.persisted or (-1, 0.0)
     snapshotter.report(
         Figures(
-            snapshots=_counts(snapshots, snapshotter.writing.taken),
+            snapshots=_counts(snapshotter),
             blocked=snapshotter.pacing.blocked,
             seconds={name.removesuffix("_s"): getattr(whole, name) for name in Spent.__slots__},
             attempts=dict(Counter([*(each.end for each in journal.earlier.latest), end])),

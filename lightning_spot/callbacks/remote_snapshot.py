@@ -17,7 +17,6 @@ from lightning_spot.config import (
     SERVER_IDLE_TIMEOUT_S,
     UPLOAD_TIMEOUT_S,
     check_choice,
-    check_flag,
     check_number,
     check_webhook,
     parse_bytes,
@@ -39,7 +38,6 @@ from lightning_spot.store.retention import Keep
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    import torch
 
 
 class RemoteSnapshot(FitCallback):
@@ -104,7 +102,6 @@ class RemoteSnapshot(FitCallback):
         check_number("server_call_timeout_s", server_call_timeout_s, 0, above=True)
         check_choice("on_error", on_error, ("warn", "raise"))
         check_choice("copy_mode", copy_mode, get_args(CopyMode))
-        check_flag("local_server", local_server)
         self.location = self._named = Location.of(
             dirpath, servers=servers, local_server=local_server, run_name=run_name
         )
@@ -187,11 +184,6 @@ class RemoteSnapshot(FitCallback):
         return self.snapshotter.pacing.stall_s if self.snapshotter is not None else 0.0
 
     @property
-    def snapshot_blocked_s(self) -> float:
-        """Seconds that training waits for one snapshot, a mean that outliers do not move; 0 before the first."""
-        return self.snapshotter.pacing.blocked_each_s if self.snapshotter is not None else 0.0
-
-    @property
     def begun_step(self) -> int:
         """``global_step`` of the newest snapshot that was begun, -1 before the first."""
         return self.snapshotter.writing.begun_step if self.snapshotter is not None else -1
@@ -243,16 +235,14 @@ class RemoteSnapshot(FitCallback):
         if self.snapshotter is not None:
             self.snapshotter.begin_training()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         """The forward pass of a micro-batch begins: what was held for it is copied."""
         if self.is_passed_over:
             self.on_train_start(trainer, pl_module)
         if self.snapshotter is not None:
             self.snapshotter.writing.schedule.reached(PlaceKind.FORWARD)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, *_: Any, **__: Any) -> None:
         """The backward pass begins."""
         if self.snapshotter is not None:
             self.snapshotter.writing.schedule.reached(PlaceKind.BACKWARD)
@@ -262,15 +252,13 @@ class RemoteSnapshot(FitCallback):
         if self.snapshotter is not None:
             self.snapshotter.after_backward()
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Wait for what is not copied yet."""
         if self.snapshotter is not None:
             self.snapshotter.before_step()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any, **__: Any
     ) -> None:
         """Look at the loss."""
         if self.snapshotter is not None:

@@ -12,6 +12,7 @@ from lightning_spot.client.stores import open_store
 from lightning_spot.config import (
     MOST_SERVERS,
     SERVER_SCHEMES,
+    check_flag,
     check_number,
     directory_of,
     names_server,
@@ -63,6 +64,7 @@ class Location:
         """
         if not isinstance(dirpath, str | os.PathLike):
             raise SettingsError(f"dirpath={dirpath!r}: give the run's directory or URL, such as checkpoints/run-1")
+        check_flag("local_server", local_server)
         url = os.fsdecode(dirpath)
         if why := why_no_place(url):
             raise SettingsError(f"dirpath={without_password(url)!r}: {why}")
