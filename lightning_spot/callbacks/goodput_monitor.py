@@ -212,7 +212,7 @@ class GoodputMonitor(SpotCallback):
             return
         with self._measuring():
             whole, writing = journal.spent, snapshotter.writing
-            lost = sum(lost_steps([*journal.earlier.latest, journal.record]))
+            lost = sum(lost_steps(journal.record.known))
             lines = [
                 "goodput {goodput:.1%} of {total} in {attempts}",
                 "  steps      {step} done, {lost_steps} done again",
@@ -227,7 +227,7 @@ class GoodputMonitor(SpotCallback):
                 about=snapshotter.location.name,
                 goodput=whole.goodput,
                 total=format_seconds(whole.total_s),
-                attempts=format_count(journal.earlier.count + 1, "attempt"),
+                attempts=format_count(journal.record.before.count + 1, "attempt"),
                 step=journal.record.step,
                 lost_steps=lost,
                 uploaded=format_bytes(writing.uploaded_bytes),
@@ -265,7 +265,7 @@ def _tell(fit: FitSession, snapshotter: Snapshotter, journal: Journal) -> None:
             snapshots=_counts(snapshotter),
             blocked=snapshotter.pacing.blocked,
             seconds={name.removesuffix("_s"): getattr(whole, name) for name in Spent.__slots__},
-            attempts=dict(Counter([*(each.end for each in journal.earlier.latest), end])),
+            attempts=dict(Counter([*(each.end for each in journal.record.before.latest), end])),
             notices=int(is_noticed),
             persisted_step=persisted[0],
             persisted_unix_s=persisted[1],

@@ -14,8 +14,8 @@ from lightning_spot.cli.output import add_output, plain_table, print_answer
 from lightning_spot.client.stores import open_store
 from lightning_spot.config import format_count, format_seconds
 from lightning_spot.errors import SettingsError, SnapshotNotFoundError
-from lightning_spot.goodput.ledger import AttemptRecord, Spent, history, lost_steps, spent, total
-from lightning_spot.goodput.records import completed, read_records
+from lightning_spot.goodput.ledger import AttemptRecord, Spent, lost_steps, spent
+from lightning_spot.goodput.records import completed, newest_record
 from lightning_spot.untrusted import LONGEST_TEXT, plain
 
 _COLOURS = {
@@ -43,14 +43,16 @@ def report(arguments: argparse.Namespace) -> int:
     if arguments.plot and Path(arguments.plot).suffix.lower() not in ("", ".svg"):
         raise SettingsError(f"--plot {arguments.plot}: the drawing is SVG. Give a file that ends in .svg")
     url = location_of(arguments.run).url
-    before, records = history(_records(url))
-    if not records:
-        open_store(url).survey()  # a bucket that is not there is another error than one without this run
+    newest = newest_record(url)
+    if newest is None or newest.end == "running":  # what this host, and its snapshots, tell beyond that
+        snapshots = open_store(url).survey().manifests  # a bucket that is not there is another error than no record
+        newest = completed(url, newest, snapshots) if newest is not None else None
+    if newest is None:
         raise SnapshotNotFoundError(
             f"{url} has no records of attempts: it is no run, or was trained without SpotCheckpoint or GoodputMonitor"
         )
-    parts = spent(records)
-    whole = total([before.closed, *parts])
+    records, before = newest.known, newest.before
+    parts, whole = spent(records), before.spent(newest)
     lines = []
     if before.attempts:
         gone = format_count(before.attempts, "attempt")
@@ -166,15 +168,6 @@ def _timeline(records: Sequence[AttemptRecord], parts: Sequence[Spent]) -> str:
     size = f"0 0 {_DRAWN} {(len(records) + 1) * _BAR + 8}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img" font-size="12"'
     return f'{head} font-family="sans-serif" aria-label="The attempts over time">\n{shapes}\n</svg>\n'
-
-
-def _records(url: str) -> list[AttemptRecord]:
-    """The records in storage; of killed attempts with what this host and their snapshots tell beyond them."""
-    records = read_records(url)
-    if all(record.end != "running" for record in records):
-        return records
-    snapshots = open_store(url).survey().manifests
-    return [completed(url, record, snapshots) for record in records]
 
 
 def _facts(part: Spent) -> dict[str, float]:

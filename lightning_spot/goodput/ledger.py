@@ -59,6 +59,16 @@ class AttemptRecord:
     end: Annotated[str, _end] = "running"
     earlier: Account | None = None
 
+    @property
+    def before(self) -> Account:
+        """The account of the attempts before it."""
+        return self.earlier or Account()
+
+    @property
+    def known(self) -> list[AttemptRecord]:
+        """The attempts that are known in full: the latest before it, and itself."""
+        return [*self.before.latest, self]
+
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> AttemptRecord:
         """Of plain values; what a later version may have added is left out.
@@ -130,33 +140,11 @@ def account_after(previous: AttemptRecord | None) -> Account:
     """The account with which the attempt after ``previous`` begins."""
     if previous is None:
         return Account()
-    before = previous.earlier or Account()
+    before = previous.before
     latest = [*before.latest, replace(previous, earlier=None)]
     dropped = max(0, len(latest) - MOST_CARRIED)
     closed = total([before.closed, *spent(latest)[:dropped]])
     return Account(attempts=before.attempts + dropped, closed=closed, latest=latest[dropped:])
-
-
-def history(records: Sequence[AttemptRecord]) -> tuple[Account, list[AttemptRecord]]:
-    """All that is known of a run from the records that are still listed.
-
-    Args:
-        records: in the order of the attempts.
-
-    Returns:
-        the account of the attempts before all that are known in full (its ``latest`` is empty), and these.
-    """
-    if not records:
-        return Account(), []
-    base = records[0].earlier or Account()
-    first = base.latest[0].attempt if base.latest else records[0].attempt
-    carried = [item for record in records if record.earlier for item in record.earlier.latest if item.attempt >= first]
-    known = {record.attempt: record for record in sorted([*carried, *records], key=lambda record: record.unix_s)}
-    listed = [known[number] for number in sorted(known)]
-    for record in listed[:-1]:
-        if record.end == "running":
-            record.end = "killed"  # there is one trainer of a run at a time
-    return replace(base, latest=[]), listed
 
 
 def spent(records: Sequence[AttemptRecord]) -> list[Spent]:

@@ -8,7 +8,6 @@ time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from lightning_spot.config import directory_of, scheme_of
 from lightning_spot.errors import MalformedError, SettingsError, TierError
-from lightning_spot.goodput.ledger import Account, AttemptRecord, Spent, account_after
+from lightning_spot.goodput.ledger import AttemptRecord, Spent, account_after
 from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record
@@ -32,13 +31,11 @@ from lightning_spot.store.fences import ATTEMPTS_DIR
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.objects import ObjectStore
 from lightning_spot.store.store import Folder
-from lightning_spot.threads import all_at_once
 from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, read_object, read_sealed, sealed_json
 
 logger = logging.getLogger(__name__)
 
 _RECORD = re.compile(r"attempt-(\d{1,9})\.progress\.json", re.ASCII)
-_READERS = 16
 _MOST_DAMAGED = 8
 _MOST_BYTES = 2**22
 _LOOK_EVERY = 6  # beats: each look lists the run in storage
@@ -78,14 +75,13 @@ def newest_in(folder: Folder, before: int | None = None) -> AttemptRecord | None
 
 
 def read_records(run_url: str) -> list[AttemptRecord]:
-    """The records of all attempts that are listed, the first first. What is damaged is left out, and logged.
+    """The records of the latest attempts, the first first, as the newest one carries them on.
 
     Raises:
         TierError: if the tier fails.
     """
-    folder = _folder(run_url)
-    reads = [functools.partial(_read, folder, attempt) for attempt in _attempts(folder)]
-    return [record for record in all_at_once(reads, "spot-ask", _READERS) if record is not None]
+    newest = newest_record(run_url)
+    return newest.known if newest is not None else []
 
 
 def _folder(run_url: str) -> Folder:
@@ -223,8 +219,7 @@ class Journal:
         tell: tells servers what was measured, at each of these writes.
 
     Attributes:
-        record: of this attempt.
-        earlier: account of those before it.
+        record: of this attempt; it has the account of those before it.
         persisted: what ``newest_persisted`` has found last; ``None`` before it has found one.
     """
 
@@ -243,11 +238,13 @@ class Journal:
         self._newest_persisted, self._tell = newest_persisted, tell
         self._url, self._heartbeat_s = run_url, heartbeat_s
         self._ahead_s = time.time() - time.monotonic()  # days by which a clock is set meanwhile are no training
-        self._mended: AttemptRecord | None = None
-        self.earlier: Account = account_after(self._previous(attempt, snapshots))
-        self.record = AttemptRecord(
-            attempt=attempt, begun_unix_s=begun_unix_s, unix_s=self._now(), earlier=self.earlier
-        )
+        self._snapshots, self._has_followed, self._left = snapshots, False, 0
+        self.record = AttemptRecord(attempt=attempt, begun_unix_s=begun_unix_s, unix_s=self._now())
+        try:
+            self._follow()
+        except TierError as error:
+            text = "{error}. Goodput counts from this attempt on, until it is read"
+            say(logging.WARNING, "goodput-restarted", text, about=run_url, error=error)
         self._is_kept, self._kept_s = True, 0.0  # on this host
         self._keep()
         self._wake, self._stopping = threading.Event(), False
@@ -258,7 +255,7 @@ class Journal:
     @property
     def spent(self) -> Spent:
         """Where the time of the run went so far."""
-        return self.earlier.spent(self.record)
+        return self.record.before.spent(self.record)
 
     def train(self, step: int, taken_unix_s: float | None = None, restore_s: float = 0.0) -> None:
         """Training begins.
@@ -308,21 +305,20 @@ class Journal:
     def _now(self) -> float:
         return self._ahead_s + time.monotonic()
 
-    def _previous(self, attempt: int, snapshots: Iterable[Manifest]) -> AttemptRecord | None:
-        """The record of the attempt before, which carries the account of all before it."""
-        try:
-            written = newest_record(self._url, before=attempt)
-        except TierError as error:
-            text = "{error}. Goodput counts from this attempt on"
-            say(logging.WARNING, "goodput-restarted", text, about=self._url, error=error)
-            return None
-        if written is None:
-            return None
-        previous = completed(self._url, written, snapshots)
+    def _follow(self) -> None:
+        """Carry on the account of the attempts before, as the newest of them has it.
+
+        Raises:
+            TierError: if its record cannot be read.
+        """
+        previous = newest_record(self._url, before=self.record.attempt)
+        self._has_followed = True
+        if previous is None:
+            return
+        previous = completed(self._url, previous, self._snapshots)
         if previous.end == "running":
             previous.end = "killed"  # there is one trainer of a run at a time
-        self._mended = previous if previous != written else None
-        return previous
+        self._left, self.record.earlier = previous.attempt, account_after(previous)
 
     def _keep(self) -> None:
         if not self._is_kept:
@@ -353,8 +349,13 @@ class Journal:
                 logger.debug("servers are not told what was measured: %r", error)
             try:
                 self.record.alive_unix_s = time.time()  # who looks at it has the clock of now, see check_idle
+                if not self._has_followed:
+                    with contextlib.suppress(TierError):
+                        self._follow()
                 write_record(self._url, self.record)
-                self._mend()
+                if self._left:  # what it left on this host is in storage now
+                    forget_reached(self._url, self._left)
+                    self._left = 0
             except TierError as error:
                 logger.debug("%s", error)  # its uploader tells of a tier that fails
             except Exception as error:  # such as want of memory: there may be some again at the next beat
@@ -371,10 +372,3 @@ class Journal:
                 except Exception as error:  # a storage that fails is warned of by those who upload
                     logger.debug("it is not known which snapshot is the newest in storage: %r", error)
             beats += 1
-
-    def _mend(self) -> None:
-        """Write what was found out of the attempt before in place of what it could write itself."""
-        mended, self._mended = self._mended, None
-        if mended is not None:
-            write_record(self._url, mended)
-            forget_reached(self._url, mended.attempt)

@@ -25,7 +25,7 @@ from aiohttp import hdrs, web
 
 from lightning_spot.config import without_password
 from lightning_spot.errors import SnapshotNotFoundError
-from lightning_spot.goodput.ledger import history, spent, total
+from lightning_spot.goodput.ledger import spent, total
 from lightning_spot.goodput.records import newest_in
 from lightning_spot.say import recent
 from lightning_spot.server.runs import RunInfo
@@ -278,8 +278,7 @@ def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:
     storage = server.storage(info)
     if storage is None or (record := newest_in(storage.folder(ATTEMPTS_DIR, attempt=0, run_id=info.id))) is None:
         return {}
-    before, attempts = history([record])
-    sum_, goodput = before.closed, []
+    attempts, sum_, goodput = record.known, record.before.closed, []
     for attempt, part in zip(attempts, spent(attempts), strict=True):
         sum_ = total([sum_, part])
         goodput.append([max(attempt.unix_s, attempt.begun_unix_s), sum_.goodput])

@@ -34,7 +34,7 @@ from lightning_spot.cli import main
 from lightning_spot.cli.diff import compare_states
 from lightning_spot.client.starting import start
 from lightning_spot.config import PROTOCOL_VERSION
-from lightning_spot.goodput.ledger import AttemptRecord
+from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import write_record
 from lightning_spot.protocol.record import ServerRecord, find_record
 from lightning_spot.server.runs import RunInfo
@@ -469,6 +469,7 @@ class Page(HTMLParser):
 
 def test_the_report_as_one_page(tmp_path: Path, cli: Cli) -> None:
     run, file = tmp_path / "<script>alert(1)<" / "script>&\x1b[2Jrun", tmp_path / "report.html"
+    record = None
     for number, (begun_s, end) in enumerate(((0.0, "killed"), (200.0, "complete")), 1):
         record = AttemptRecord(
             attempt=number,
@@ -478,8 +479,9 @@ def test_the_report_as_one_page(tmp_path: Path, cli: Cli) -> None:
             step=100 * number,
             unix_s=1e9 + begun_s + 110.0,
             end=end,
+            earlier=account_after(record),
         )
-        write_record(str(run), record)
+    write_record(str(run), record)
     told = cli("report", run, "--html", file, "--plot", tmp_path / "report.svg")
     page = Page(file.read_text())
     names = [name for name, _ in page.elements]

@@ -19,7 +19,7 @@ import pytest
 from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
-from lightning_spot.goodput.records import newest_record, write_record
+from lightning_spot.goodput.records import newest_record
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, snapshot_name
 from lightning_spot.snapshot.parts import verify_file
@@ -308,12 +308,3 @@ def test_what_is_carried_on_is_bounded_and_adds_up(tmp_path: Path) -> None:
     assert (whole.restore_s, whole.startup_s) == (pytest.approx(0.25 * 299), pytest.approx(0.75 * 299))
     assert whole.down_s == pytest.approx(298.0)
     assert len(json.dumps(asdict(newest))) < 50_000
-
-
-def test_a_damaged_newest_record_is_passed_over(tmp_path: Path) -> None:
-    for number in (1, 2):
-        write_record(str(tmp_path), AttemptRecord(attempt=number, begun_unix_s=1.0))
-    (tmp_path / "attempts" / "attempt-0002.progress.json").write_text("{")
-    newest = newest_record(str(tmp_path))
-    assert newest.attempt == 1
-    assert newest_record(str(tmp_path / "nowhere")) is None

@@ -38,13 +38,12 @@ from lightning_spot import (
 )
 from lightning_spot.cli import doctor
 from lightning_spot.config import read_environment
-from lightning_spot.errors import SettingsError
+from lightning_spot.errors import SettingsError, TierError
 from lightning_spot.goodput.ledger import (
     Account,
     AttemptRecord,
     Spent,
     account_after,
-    history,
     lost_steps,
     spent,
     total,
@@ -67,6 +66,7 @@ from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.session.snapshotter import Pacing
 from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind
 from lightning_spot.store.local import LocalStore
+from lightning_spot.store.store import Folder
 from tests.conftest import Cli
 from tests.support.said import said
 from tests.support.server import StartServer, manifest_of, sessions_of
@@ -138,8 +138,7 @@ def test_the_last_line_and_the_report_tell_the_same(tmp_path: Path) -> None:
     journal.train(5, 21.0)
     journal.note(9, 0.0, 0)
     journal.close("complete")
-    before, records = history(read_records(str(tmp_path)))
-    reported = total([before.closed, *spent(records)])
+    reported = total(spent(read_records(str(tmp_path))))
     assert asdict(journal.spent) == pytest.approx(asdict(reported))
     assert reported.lost_s == pytest.approx(500.0 - 21.0)
     third = Journal(str(tmp_path), 3, heartbeat_s=60.0, begun_unix_s=time.time())
@@ -154,14 +153,33 @@ def test_what_a_later_version_adds_to_a_record_is_left_out() -> None:
     assert again == record
 
 
-def test_records_are_read_in_order_and_damaged_ones_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for number in (2, 10, 1):
-        write_record(str(tmp_path), AttemptRecord(attempt=number, begun_unix_s=1.0))
-    (tmp_path / "attempts" / "attempt-0003.progress.json").write_text('{"attempt":')
-    (tmp_path / "attempts" / "attempt-0003.json").write_text("{}")
+def test_the_newest_record_that_is_whole_has_all_before_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    previous = None
+    for number in (1, 2, 10):
+        previous = AttemptRecord(attempt=number, begun_unix_s=1.0, earlier=account_after(previous))
+        write_record(str(tmp_path), previous)
+    (tmp_path / "attempts" / "attempt-0011.progress.json").write_text('{"attempt":')
+    (tmp_path / "attempts" / "attempt-0012.json").write_text("{}")
     assert [record.attempt for record in read_records(str(tmp_path))] == [1, 2, 10]
-    assert [facts["attempt"] for facts in said(caplog, "goodput-damaged")] == [3]
+    assert [facts["attempt"] for facts in said(caplog, "goodput-damaged")] == [11]
     assert read_records(str(tmp_path / "nowhere")) == []
+
+
+def test_the_account_is_carried_on_once_it_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read that failed at the start took all earlier attempts out of it."""
+    write_record(str(tmp_path), attempt(1, 0.0, 10.0, (0, 60), 500.0, end="killed"))
+    sizes, fails = Folder.sizes, [TierError("it fails")]
+
+    def failing(self: Folder) -> dict[str, int]:
+        if fails:
+            raise fails.pop()
+        return sizes(self)
+
+    monkeypatch.setattr(Folder, "sizes", failing)
+    kept = journal(str(tmp_path), 2, heartbeat_s=0.01)
+    until(lambda: len(read_records(str(tmp_path))) == 2, "both attempts")
+    kept.close("complete")
+    assert kept.spent.total_s >= 500.0
 
 
 # -- the metric -------------------------------------------------------------------------------------------------------
@@ -238,10 +256,14 @@ class Rows(CSVLogger):
         self.training.should_stop = self.persisted[-1:] > [0]
 
 
+def storing(run: Path, every: int) -> RemoteSnapshot:
+    usual: dict[str, Any] = {"local_server": False, "min_upload_interval_s": 0.0, "keep": 9, "on_full": "wait"}
+    return RemoteSnapshot(str(run), interval=EverySteps(every), **usual)
+
+
 def persisted(run: Path, *callbacks: pl.Callback, every: int) -> list[float]:
     """Steps of the newest snapshot in storage, as loggers are told them, until there is one."""
-    usual: dict[str, Any] = {"local_server": False, "min_upload_interval_s": 0.0, "keep": 9, "on_full": "wait"}
-    snapshots = RemoteSnapshot(str(run), interval=EverySteps(every), **usual)
+    snapshots = storing(run, every)
     training = trainer(snapshots, GoodputMonitor(log_every_s=0.01, heartbeat_s=0.01), *callbacks, max_epochs=200)
     training.logger = rows = Rows(training, run.parent)
     training.fit(Net(), data())
@@ -259,9 +281,7 @@ def test_the_newest_snapshot_in_storage_is_logged(tmp_path: Path) -> None:
 def test_what_is_set_aside_is_not_the_newest_in_storage(tmp_path: Path) -> None:
     """Nor is it told to a server, for its metrics, until something newer is stored."""
     store = LocalStore(run := tmp_path / "run")
-    usual: dict[str, Any] = {"local_server": False, "min_upload_interval_s": 0.0, "keep": 9, "on_full": "wait"}
-    first = RemoteSnapshot(str(run), interval=EverySteps(5), **usual)
-    trainer(first, EachDurable(run, 5), max_steps=20).fit(Net(), data())
+    trainer(storing(run, 5), EachDurable(run, 5), max_steps=20).fit(Net(), data())
     to = next(each for each in store.survey().manifests if each.step == 10)
     store.folder(ATTEMPTS_DIR, attempt=1, run_id="").write(Rewind(1, to.order).file, memoryview(b""))
     new_process()
@@ -299,7 +319,7 @@ def journal(url: str, attempt: int, **more: Any) -> Journal:
 
 
 def written(url: str, number: int = 0) -> AttemptRecord:
-    return read_records(url)[number]
+    return [each for each in read_records(url) if each.attempt > 0][number]
 
 
 @contextlib.contextmanager
@@ -436,8 +456,9 @@ def test_the_next_attempt_completes_the_record_of_a_killed_one(tmp_path: Path, m
     assert written(url).step == 0
     following = journal(url, 2)
     following.train(10, taken_s, 0.5)
-    first, _ = following.earlier.latest[0], until(lambda: written(url).end == "killed", "the mended record")
-    assert (first.step, first.snapshots) == (written(url).step, written(url).snapshots) == (17, 1)
+    first, _ = following.record.before.latest[0], until(lambda: len(read_records(url)) == 2, "the next record")
+    assert (first.step, first.snapshots, first.end) == (17, 1, "killed")
+    assert written(url) == first
     assert lost_steps([first, following.record]) == [7, 0]
     assert following.spent.lost_s == pytest.approx(first.unix_s - taken_s)
     until(lambda: not list(read_environment().runtime_dir.glob("*.attempt-0001.reached")), "its note forgotten")
@@ -461,7 +482,7 @@ def test_the_snapshots_tell_where_the_machine_is_gone(tmp_path: Path) -> None:
         manifest_of(step, number, created_unix_s=begun + 10 + step) for number, step in ((1, 20), (1, 40), (2, 60))
     ]
     following = journal(url, 2, snapshots=tiers)
-    first = following.earlier.latest[0]
+    first = following.record.before.latest[0]
     assert (first.step, first.unix_s, first.end) == (40, begun + 50, "killed")
     following.close("complete")
     assert written(url).step == 40
