@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from lightning_spot.interval.costs import Costs
 from lightning_spot.interval.policy import ByTime, check_share
 
 FIRST_S = 10.0
@@ -27,19 +26,7 @@ def young_daly_s(stall_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
 
 
-class Adaptive(ByTime):
-    """What policies with a measured interval share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._costs: Costs | None = None
-
-    def learn(self, costs: Costs) -> None:
-        """Take over what was measured."""
-        self._costs = costs
-
-
-class OverheadBudget(Adaptive):
+class OverheadBudget(ByTime):
     """As often as a share of the training time allows, whatever the risk (CheckFreq, Mohan et al., FAST 2021).
 
     Args:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 
 from lightning_spot.config import LARGEST, check_number
 from lightning_spot.errors import SettingsError
-from lightning_spot.interval.adaptive import FIRST_S, Adaptive
+from lightning_spot.interval.adaptive import FIRST_S
+from lightning_spot.interval.policy import ByTime
 from lightning_spot.renamed import refusing_old
 
 CociMode = Literal["auto", "manual", "ccm"]
@@ -19,7 +19,7 @@ _MOVED = 0.1
 _MOST_READINGS = 4096
 
 
-class COCI(Adaptive):
+class COCI(ByTime):
     """Snapshots where the fitted loss ``exp(slope * t + offset)`` has fallen by another equal part.
 
     The published rule (COCI, convergence-oriented checkpoint intervals) finds the number of parts by subtracting a time
@@ -84,8 +84,7 @@ class COCI(Adaptive):
         self._since_fit = 0
         self._elapsed_s = 0.0
         self._now_s: float | None = None
-        self._slots: list[float] = []
-        self._planned = False
+        self._slots: list[float] | None = None  # that are to come, as training seconds; to be planned yet
 
     def interval_s(self, step: int) -> float:
         """Young's interval ``sqrt(2 * snapshot_cost_s / failure_rate_per_s)``, which holds where there are no slots."""
@@ -101,8 +100,8 @@ class COCI(Adaptive):
         if self._now_s is not None:
             self._elapsed_s += max(0.0, now_s - self._now_s)
         self._now_s = now_s
-        if not self._planned:
-            self._plan(step)
+        if self._slots is None:
+            self._slots = self._plan(step)
         if self._slots:
             drained_s = self._costs.drain_s if self._costs is not None else 0.0
             since_s = now_s - self._last_s if self._last_s is not None else math.inf
@@ -112,7 +111,8 @@ class COCI(Adaptive):
     def taken(self, step: int, now_s: float) -> None:
         """All slots up to now are served."""
         super().taken(step, now_s)
-        self._slots = self._slots[bisect.bisect_right(self._slots, self._elapsed_s) :]
+        if self._slots is not None:
+            self._slots = self._slots[bisect.bisect_right(self._slots, self._elapsed_s) :]
 
     def progress(self, step: int, value: float) -> None:
         """A reading of the loss."""
@@ -135,44 +135,43 @@ class COCI(Adaptive):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the snapshot was taken."""
         self._readings = [(t, value) for t, value in state["readings"]]
-        self._elapsed_s, self._planned = state["elapsed_s"], False
+        self._elapsed_s, self._slots = state["elapsed_s"], None
         if self.mode == "auto" and state["theta"] is not None:
             self._theta = (state["theta"][0], state["theta"][1])
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _refit(self) -> None:
-        table = np.fromiter(chain.from_iterable(self._readings), float).reshape(-1, 2)
+        at_s, losses = np.array(self._readings, dtype=float).T
         theta: tuple[float, float] | None = None
-        if (table[:, 1] > 0).all() and float(np.ptp(table[:, 0])) > 0:
-            slope, offset = np.polyfit(table[:, 0], np.log(table[:, 1]), 1)
+        if (losses > 0).all() and np.ptp(at_s) > 0:
+            slope, offset = np.polyfit(at_s, np.log(losses), 1)
             theta = (float(slope), float(offset))
         old, self._theta = self._theta, theta
         if theta is None or old is None or _moved(old, theta):
-            self._planned = False
+            self._slots = None
 
-    def _plan(self, step: int) -> None:
-        """Slots for the rest of the run, as training seconds."""
-        self._slots = []
+    def _plan(self, step: int) -> list[float] | None:
+        """Slots for the rest of the run; none where Young's interval holds, ``None`` where that is not known yet."""
         costs, total = self._costs, self._costs.total_steps if self._costs is not None else None
         if costs is None or total is None or not (math.isfinite(total) and self.profile_threshold <= step < total):
-            return
+            return None
         if self._elapsed_s <= 0:
-            return  # how long a step takes is not known yet
-        self._planned = True
+            return None  # how long a step takes
         if self._theta is None or self.mode == "ccm" or not self._theta[0] < 0:
-            return
+            return []
         slope, offset = self._theta
         begin_s, end_s = self._elapsed_s, self._elapsed_s * total / step
         interval_s = self.interval_s(step)
         count = int((end_s - begin_s) / interval_s) if interval_s > 0 else 0
         begin, end = slope * begin_s + offset, slope * end_s + offset
         if count < 1 or not -700 < end <= begin < 700:
-            return
+            return []
         losses = math.exp(begin) - (math.exp(begin) - math.exp(end)) * np.arange(1, count + 1) / count
         with np.errstate(divide="ignore", invalid="ignore"):  # where it falls by more than a float tells
             slots = np.fmin((np.log(losses) - offset) / slope, end_s)
-        self._slots = slots.tolist()
+        found: list[float] = slots.tolist()
+        return found
 
 
 def _moved(old: tuple[float, float], new: tuple[float, float]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +39,6 @@ WIDEST = 2.0
 PLACES = 64
 _REPLAN = 1 / 256  # of the run
 Mode = Literal["min", "max"]
-
-
-def _pairs(rows: list[list[float]]) -> list[list[list[float]]]:
-    return [rows[start : start + 2] for start in range(0, len(rows), 2)]
 
 
 def _mean(rows: list[list[float]]) -> list[float]:
@@ -131,7 +127,7 @@ class LossCurve:
             self._index = step // self._width
         self._open.append([float(step), value, 1.0])
         if len(self._open) > MOST_IN_BUCKET:
-            self._open = [_mean(pair) for pair in _pairs(self._open)]
+            self._open = [_mean(self._open[start : start + 2]) for start in range(0, len(self._open), 2)]
         if closes:
             self.refit(total_steps)
 
@@ -299,6 +295,24 @@ def _with_count(weight: Array, snapshots: float) -> Array:
     return np.clip(scale / inverse, 1 / WIDEST, WIDEST)
 
 
+class Stretches(NamedTuple):
+    """Stretches for the rest of a run, and what they were planned for.
+
+    Attributes:
+        fit: of the loss.
+        even_s: the evenly spaced interval.
+        begin: share of the run at which it was planned.
+        places: shares of the run.
+        stretches: the factor of the interval at each.
+    """
+
+    fit: CurveFit | None
+    even_s: float
+    begin: float
+    places: Array
+    stretches: Array
+
+
 class ConvergenceAware(YoungDaly):
     """Young and Daly's interval, shorter where the loss falls fast and longer where it does not.
 
@@ -347,8 +361,7 @@ class ConvergenceAware(YoungDaly):
         self._elapsed_s = 0.0
         self._owed = 0.0  # snapshots that evenly spaced ones would be ahead by
         self._regret_s = 0.0
-        self._plan: tuple[float, list[float]] = (-1.0, [])
-        self._planned_for: tuple[CurveFit | None, float] = (None, 0.0)
+        self._plan = Stretches(None, 0.0, -1.0, np.zeros(0), np.zeros(0))
 
     def learn(self, costs: Costs) -> None:
         """Take over what was measured; the readings of an earlier attempt can be fitted then."""
@@ -407,27 +420,20 @@ class ConvergenceAware(YoungDaly):
         return Price(stall=costs.stall_s / self._even_s, rework=self._even_s / (2 * costs.mtbf_s))
 
     def _stretch(self, step: int, costs: Costs) -> float:
-        total = costs.total_steps
-        if total is None or not (math.isfinite(total) and 0 < step < total) or not self._even_s > 0:
+        total, fit, even_s = costs.total_steps, self._curve.fit, self._even_s
+        if total is None or not (math.isfinite(total) and 0 < step < total) or not even_s > 0:
             return 1.0
-        begin, stretches = self._plan
-        x = step / total
-        fit, even_s = self._planned_for
-        is_stale = fit is not self._curve.fit or abs(even_s - self._even_s) > 0.02 * self._even_s
-        if is_stale or not begin <= x < begin + _REPLAN:
-            begin, stretches = self._plan = self._replan(x, costs)
-            self._planned_for = self._curve.fit, self._even_s
-        if not stretches:
-            return 1.0
-        place = min(max((x - begin) / (1 - begin) * PLACES - 0.5, 0.0), PLACES - 1.0)
-        before = min(int(place), PLACES - 2)
-        return stretches[before] + (place - before) * (stretches[before + 1] - stretches[before])
+        x, plan = step / total, self._plan
+        is_stale = plan.fit is not fit or abs(plan.even_s - even_s) > 0.02 * even_s
+        if is_stale or not plan.begin <= x < plan.begin + _REPLAN:
+            plan = self._plan = Stretches(fit, even_s, x, *self._planned(x, costs))
+        return float(np.interp(x, plan.places, plan.stretches))
 
-    def _replan(self, x: float, costs: Costs) -> tuple[float, list[float]]:
-        """Stretches at ``PLACES`` evenly spaced places from ``x`` to the end; none where progress is not seen."""
+    def _planned(self, x: float, costs: Costs) -> tuple[Array, Array]:
+        """Evenly spaced places from ``x`` to the end, and stretches there; one of 1 where progress is not seen."""
         fit = self._curve.fit
         if fit is None or self._elapsed_s <= 0:
-            return x, []
+            return np.array([x]), np.ones(1)
         left_s = self._elapsed_s * (1 - x) / x
         whole_s = self._elapsed_s + left_s
         places = x + (1 - x) * (np.arange(PLACES) + 0.5) / PLACES
@@ -437,4 +443,4 @@ class ConvergenceAware(YoungDaly):
             price=self._price(costs),
             most_rise=(self.max_regret * whole_s - self._regret_s) / left_s,
         )
-        return x, stretches.tolist()
+        return places, stretches

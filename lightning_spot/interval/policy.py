@@ -122,6 +122,11 @@ class ByTime(IntervalPolicy):
 
     def __init__(self) -> None:
         self._last_s: float | None = None
+        self._costs: Costs | None = None
+
+    def learn(self, costs: Costs) -> None:
+        """Take over what was measured."""
+        self._costs = costs
 
     @abstractmethod
     def interval_s(self, step: int) -> float:

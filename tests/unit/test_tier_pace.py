@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from benchmarks.closed_form import FailureClass, expected_total_s, shares_of
 from lightning_spot import COCI, ConvergenceAware, EverySeconds, OverheadBudget, RemoteSnapshot, YoungDaly
 from lightning_spot.capture.attempt import drain_s_of
-from lightning_spot.interval.adaptive import Adaptive
 from lightning_spot.interval.costs import Costs
+from lightning_spot.interval.policy import ByTime
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.simulation.failures import Event, Failure, Failures, Fleet, Mixed, Weibull
 from lightning_spot.simulation.simulator import SimulatedJob, Tier, chain, lost_s, simulate
@@ -50,7 +50,7 @@ seconds = st.floats(1e-2, 1e4)
     seconds, seconds, seconds, st.floats(1.0, 1e3), st.sampled_from([OverheadBudget, YoungDaly, ConvergenceAware, COCI])
 )
 def test_the_pace_is_that_of_the_nearest_tier_off_the_machine(
-    stall_s: float, mtbf_s: float, near_s: float, slower: float, policy: type[Adaptive]
+    stall_s: float, mtbf_s: float, near_s: float, slower: float, policy: type[ByTime]
 ) -> None:
     near = Tier(name="near", drain_s=near_s, survives=Failure.MACHINE)
     of_host = Tier(name="host", drain_s=near_s / 2, survives=Failure.PROCESS)
