@@ -123,7 +123,8 @@ class SpotCheckpointIO(SpotIO):
         if scheme_of(parent) in SERVER_SCHEMES or name.startswith("."):
             super().save_checkpoint(checkpoint, path)  # a spot:// URL is refused there
             return
-        _check_folder(parent)
+        if not scheme_of(parent) and (why := why_not_writable(parent)):  # else it would show in the background
+            raise TierError(f"checkpoint folder {parent} {why}", tier=parent)
         trains = self._fit.trains(checkpoint)
         if not trains and parent not in self._writers:
             write_now(checkpoint, _manifest(folder_info(parent), name, checkpoint), open_store(parent))
@@ -133,7 +134,7 @@ class SpotCheckpointIO(SpotIO):
         self._raise_failures(writer, parent)
         manifest = _manifest(writer.info, name, checkpoint)
         try:
-            self._commit(writer, checkpoint, manifest)
+            writer.on_the_ring(lambda _: writer.write(checkpoint, manifest, self.wait_timeout_s))
         except (ServerUnreachableError, SnapshotFailedError) as error:
             if error.reason not in (TierReason.UNREACHABLE, FailureReason.TOO_LARGE):
                 raise
@@ -146,16 +147,6 @@ class SpotCheckpointIO(SpotIO):
         if not trains:
             self._flush(parent)
         forget_listings(parent)
-
-    def _commit(self, writer: FolderWriter, checkpoint: dict[str, Any], manifest: Manifest) -> None:
-        """Commit in memory; where the server is lost meanwhile, at the one that takes its slots over."""
-        for last_try in (False, True):
-            try:
-                writer.write(checkpoint, manifest, self.wait_timeout_s)
-                return
-            except ServerUnreachableError:
-                if last_try or writer.link.wait(_NEW_SERVER_S) is None:
-                    raise
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, waiting for it first if it is still on its way.
@@ -180,8 +171,13 @@ class SpotCheckpointIO(SpotIO):
         path = _joined(parent, name)
         if (writer := self._writers.get(parent)) is not None and not name.startswith("."):
             writer.forget(name)
-            if self._remove(writer, name):
+            try:
+                writer.on_the_ring(lambda host: host.remove(name))
                 return
+            except SpotError as error:
+                if not writer.link.is_loss(error):  # that was said
+                    text = "{about} is removed without the local server ({error})"
+                    say(logging.WARNING, "removed-alone", text, about=name, error=error)
             if problems := self._try_flush(parent, writer):
                 text = "{about} could not be removed: {problems}"
                 say(logging.WARNING, "not-removed", text, about=path, problems="; ".join(problems))
@@ -190,22 +186,6 @@ class SpotCheckpointIO(SpotIO):
             forget_listings(parent)
             open_store(parent).delete(Manifest(run="-", name=name, file="", step=0, attempt=0, nbytes=0))
         super().remove_checkpoint(path)
-
-    def _remove(self, writer: FolderWriter, name: str) -> bool:
-        """Have the server remove a file; where it is lost, the one that takes its slots over. Whether that was done."""
-        for _try in range(2):
-            if (host := writer.link.wait(_NEW_SERVER_S)) is None:
-                return False
-            try:
-                host.remove(name)
-                return True
-            except ServerUnreachableError as error:
-                writer.link.lose(host, error)
-            except SpotError as error:
-                text = "{about} is removed without the local server ({error})"
-                say(logging.WARNING, "removed-alone", text, about=name, error=error)
-                return False
-        return False
 
     def teardown(self) -> None:
         """Return when every checkpoint is at its path.
@@ -353,12 +333,6 @@ class _FitWatch:
         return True
 
 
-def _check_folder(parent: str) -> None:
-    """Fail at the save, not in the background, where the folder cannot be written to."""
-    if "://" not in parent and (why := why_not_writable(parent)):
-        raise TierError(f"checkpoint folder {parent} {why}", tier=parent)
-
-
 class FolderWriter(SnapshotWriter):
     """Writes the files of one folder.
 
@@ -379,6 +353,23 @@ class FolderWriter(SnapshotWriter):
         self._first_attempt = info.attempt
         self._refused: dict[str, Manifest] = {}
         self._warned_of: set[tuple[str, float]] = set()
+
+    def on_the_ring(self, action: Callable[[Host], object]) -> None:
+        """Do something with the ring; where it is lost meanwhile, once more with the one that takes its slots over.
+
+        Raises:
+            SpotError: if that fails.
+        """
+        for last_try in (False, True):
+            if (host := self.link.wait(_NEW_SERVER_S)) is None:
+                raise self.link.missing()
+            try:
+                action(host)
+                return
+            except ServerUnreachableError as error:
+                self.link.lose(host, error)
+                if last_try:
+                    raise
 
     def write(self, checkpoint: dict[str, Any], manifest: Manifest, wait_s: float) -> None:
         """Commit a file in memory; it goes to the folder from there.
@@ -429,10 +420,6 @@ def write_now(checkpoint: dict[str, Any], manifest: Manifest, store: Store) -> N
         SpotError: if it is not; what was there before is there still.
     """
     store_streamed(lay_out_in_any_case(checkpoint), manifest, store)
-    _sweep(store)
-
-
-def _sweep(store: Store) -> None:
     try:
         store.sweep_files()
     except SpotError as error:
