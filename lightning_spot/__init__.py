@@ -58,33 +58,27 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "AutoResume": "lightning_spot.callbacks.auto_resume",
-    "COCI": "lightning_spot.interval.coci",
-    "ConvergenceAware": "lightning_spot.interval.convergence",
-    "Costs": "lightning_spot.interval.costs",
-    "Event": "lightning_spot.events",
-    "EverySeconds": "lightning_spot.interval.policy",
-    "EverySteps": "lightning_spot.interval.policy",
-    "Goodput": "lightning_spot.goodput.metric",
-    "GoodputMonitor": "lightning_spot.callbacks.goodput_monitor",
-    "IntervalPolicy": "lightning_spot.interval.policy",
-    "Keep": "lightning_spot.store.retention",
-    "Notice": "lightning_spot.preemption.notice",
-    "NoticeSource": "lightning_spot.preemption.notice",
-    "NoticeUnavailableError": "lightning_spot.errors",
-    "OverheadBudget": "lightning_spot.interval.adaptive",
-    "PreemptedError": "lightning_spot.errors",
-    "PreemptionGuard": "lightning_spot.callbacks.preemption_guard",
-    "RemoteSnapshot": "lightning_spot.callbacks.remote_snapshot",
-    "SettingsError": "lightning_spot.errors",
-    "SpotCLI": "lightning_spot.callbacks.lightning_cli",
-    "SpotCheckpoint": "lightning_spot.callbacks.spot_checkpoint",
-    "SpotCheckpointIO": "lightning_spot.checkpoint_io",
-    "SpotError": "lightning_spot.errors",
-    "TierError": "lightning_spot.errors",
-    "YoungDaly": "lightning_spot.interval.adaptive",
+_NAMES = {
+    "callbacks.auto_resume": "AutoResume",
+    "callbacks.goodput_monitor": "GoodputMonitor",
+    "callbacks.lightning_cli": "SpotCLI",
+    "callbacks.preemption_guard": "PreemptionGuard",
+    "callbacks.remote_snapshot": "RemoteSnapshot",
+    "callbacks.spot_checkpoint": "SpotCheckpoint",
+    "checkpoint_io": "SpotCheckpointIO",
+    "errors": "NoticeUnavailableError PreemptedError SettingsError SpotError TierError",
+    "events": "Event",
+    "goodput.metric": "Goodput",
+    "interval.adaptive": "OverheadBudget YoungDaly",
+    "interval.coci": "COCI",
+    "interval.convergence": "ConvergenceAware",
+    "interval.costs": "Costs",
+    "interval.policy": "EverySeconds EverySteps IntervalPolicy",
+    "preemption.notice": "Notice NoticeSource",
+    "store.retention": "Keep",
 }
+"""Modules, and the public names that each has."""
+_HOMES = {name: f"lightning_spot.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
