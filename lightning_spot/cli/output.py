@@ -69,7 +69,7 @@ def print_answer(
         for name in dict.fromkeys(names):
             print_line(name)
     else:
-        console = wide_console()
+        console = PlainConsole(soft_wrap=True, width=max(Console().width, _NARROWEST))
         for item in shown:
             console.print(item)
 
@@ -97,12 +97,6 @@ def age(unix_s: float | None) -> str | None:
 def warning(text: str) -> Text:
     """A line of an answer that names something wrong."""
     return Text(plain(text, LONGEST_TEXT), style="yellow")
-
-
-def wide_console() -> PlainConsole:
-    """Standard output."""
-    console = Console(soft_wrap=True)
-    return PlainConsole(soft_wrap=True, width=max(console.width, _NARROWEST))
 
 
 def error_console() -> PlainConsole:

@@ -87,11 +87,6 @@ class SimulatedJob:
     price_per_hour: float = 0.0
     loss: Loss | None = None
 
-    @property
-    def whole_price_per_hour(self) -> float:
-        """Of all its machines and tiers."""
-        return self.price_per_hour + sum(tier.price_per_hour for tier in self.tiers)
-
     def costs(self, mtbf_s: float) -> Costs:
         """What a policy would measure in it."""
         outside = [tier.drain_s for tier in self.tiers if tier.survives >= Failure.MACHINE]
@@ -478,7 +473,7 @@ def compare(
             restore=float(outcome.restore_s.mean()) / job.work_s,
             failures=hits / runs,
             progress_lost=float(outcome.progress_lost.sum()) / hits / fall if hits else 0.0,
-            price=job.whole_price_per_hour * total_s / 3600,
+            price=sum(tier.price for tier in tiers) + job.price_per_hour * total_s / 3600,
             tiers=tuple(tiers),
         )
         rows.append(row)
