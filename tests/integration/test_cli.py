@@ -326,6 +326,10 @@ TIMES = [["serve", "--drain-timeout"], ["drill", "--limit"], ["simulate", "--wor
         (["doctor", "spot://127.0.0.1:9"], "spot://127.0.0.1:9 is a snapshot server: give a directory or URL"),
         (["doctor", "NOWHERE", *2 * ("--server", "spot://h:9")], "--server names spot://h:9 twice"),
         (["doctor", "NOWHERE", "--snapshot-size", "64"], "--snapshot-size 64: that is 64 bytes. Give a unit"),
+        *(
+            (["simulate", flag, "600"], f"{flag} 600: that is 600 bytes. Give a unit, such as 600MB or")
+            for flag in ("--server-speed", "--storage-speed", "--snapshot-size")
+        ),
         (["doctor", "NOWHERE", "--lifetime", "0"], "--lifetime=0.0"),
         *(
             (["serve", "--listen", odd], "--listen is not written like 127.0.0.1:7070: ")
@@ -343,6 +347,9 @@ TIMES = [["serve", "--drain-timeout"], ["drill", "--limit"], ["simulate", "--wor
         (["simulate", "--price", "nan"], "--price=nan"),
         (["simulate", "--runs", "1000000000"], "--runs=1000000000 with --hosts=1: 10000000 machines at most"),
         (["simulate", "--hosts", "1000000000"], "--runs=1000 with --hosts=1000000000"),
+        *((["simulate", flag, "0"], f"{flag}=0: it is a whole number, at least 1") for flag in ("--runs", "--hosts")),
+        *((["simulate", flag, "0"], f"{flag}=0.0: it is a number, more") for flag in ("--lifetime", "--crash-every")),
+        (["simulate", "--trace", "nothing.csv"], "nothing.csv cannot be used as a trace"),
         (["prune", "NOWHERE", "--keep", "0"], "--keep=0"),
         (["prune", "NOWHERE", "--keep", "1", "--newer-than", "2"], "--newer-than '2' has no unit"),
         (["run", "--max-errors", "few", "--", "true"], "--max-errors='few'"),

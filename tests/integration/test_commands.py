@@ -87,6 +87,12 @@ def test_a_run_that_has_ended_is_complete(tmp_path: Path, start_server: Callable
     assert row["state"] == "complete"
 
 
+def newest(bench: Bench) -> dict[str, int]:
+    """Step of the newest snapshot in each state, as the server says of its run."""
+    (run,) = bench.server.status()["runs"].values()
+    return {state: found["step"] for state, found in run["newest"].items()}
+
+
 def test_a_stored_snapshot_counts_when_its_slot_is_used_again(bench: Bench) -> None:
     bench.open()
     bench.save(1)
@@ -95,9 +101,7 @@ def test_a_stored_snapshot_counts_when_its_slot_is_used_again(bench: Bench) -> N
     for step in range(2, 7):
         bench.save(step, wait_s=60)
     assert 1 not in bench.committed()
-    (run,) = bench.server.status()["runs"].values()
-    steps = {state: found["step"] for state, found in run["newest"].items()}
-    assert steps == {**dict.fromkeys(STATES, 1), "committed": 6}
+    assert newest(bench) == {**dict.fromkeys(STATES, 1), "committed": 6}
 
 
 def test_a_removed_snapshot_counts_no_more(bench: Bench) -> None:
@@ -106,8 +110,7 @@ def test_a_removed_snapshot_counts_no_more(bench: Bench) -> None:
         removed = bench.save(step, wait_s=60)
         assert bench.flush() == []
     bench.server.remove(RUN, removed.name)
-    (run,) = bench.server.status()["runs"].values()
-    assert {state: found["step"] for state, found in run["newest"].items()} == dict.fromkeys(STATES, 1)
+    assert newest(bench) == dict.fromkeys(STATES, 1)
 
 
 def test_what_is_stored_is_known_to_the_next_server(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
@@ -116,8 +119,7 @@ def test_what_is_stored_is_known_to_the_next_server(make_bench: Callable[..., Be
     killed.save(1)
     assert killed.flush() == []
     killed.die()
-    (run,) = make_bench(area=runtime_dir / "area").server.status()["runs"].values()
-    assert {state: found["step"] for state, found in run["newest"].items()} == dict.fromkeys(STATES, 1)
+    assert newest(make_bench(area=runtime_dir / "area")) == dict.fromkeys(STATES, 1)
 
 
 def test_a_run_is_stopped_once_its_trainer_has_gone(bench: Bench) -> None:

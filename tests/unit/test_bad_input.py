@@ -105,13 +105,6 @@ def test_what_a_command_starts_has_flags_of_its_own() -> None:
     refuse_old_words(["drill", "--kills", "1", "--", "python", "train.py", "--run=name"])
 
 
-@pytest.mark.parametrize("name", ["SpotCheckpoint", "RemoteSnapshot", "AutoResume", "PreemptionGuard", "COCI"])
-def test_signatures_have_no_old_name(name: str) -> None:
-    parameters = inspect.signature(getattr(lightning_spot, name)).parameters
-    assert not {f"{parameter}=" for parameter in parameters} & NEW.keys()
-    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
 NOTHING = object()
 OF_NO_USE = [NOTHING, b"x", {}, {"a"}, int]
 NO_NUMBER = [*OF_NO_USE, "3", [3], True, float("nan"), float("inf"), float("-inf"), 1e300, 10**12]

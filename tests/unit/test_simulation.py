@@ -167,10 +167,7 @@ def test_a_duration_has_a_unit() -> None:
             parse_seconds(text)
 
 
-@pytest.mark.parametrize("flag", ["--server-speed", "--storage-speed", "--snapshot-size"])
-def test_a_size_so_small_has_lost_its_unit(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, flag, "600"]) == 2
-    assert f"{flag} 600: that is 600 bytes. Give a unit, such as 600MB or" in capsys.readouterr().err
+def test_a_size_may_have_a_unit() -> None:
     assert (parse_flag_bytes("600B"), parse_flag_bytes("64000000000")) == (600, 64 * 10**9)
 
 
@@ -180,21 +177,6 @@ def test_command_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["mtbf_s"] == pytest.approx(3600, rel=0.01)  # and a crash in a week
     for row in told["tiers"]["storage only"]:
         assert row["total_s"] == pytest.approx(6 * 3600 / row["goodput"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--runs", "0"], "at least 1"),
-        (["--hosts", "0"], "hosts=0"),
-        (["--lifetime", "0"], "more than 0"),
-        (["--crash-every", "0"], "more than 0"),
-        (["--trace", "nothing.csv"], "nothing.csv"),
-    ],
-)
-def test_command_refuses(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, *arguments]) == 2
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["steps", "ModelCheckpoint"])
