@@ -162,7 +162,7 @@ def _line(**message: Any) -> bytes:
 def note_killed(info: RunInfo) -> None:
     """Write the record of an attempt to storage, if its trainer was killed.
 
-    Where that fails, what is left on this host stays, and the next attempt writes it.
+    Where that fails, what is left on this host stays, and the next attempt's record carries it on.
 
     Args:
         info: of a run whose trainer has gone without leaving it.
