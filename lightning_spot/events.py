@@ -9,9 +9,7 @@ import html
 import json
 import logging
 import socket
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -23,7 +21,7 @@ from lightning_spot._version import __version__
 from lightning_spot.config import host_of_webhook
 from lightning_spot.retry import growing, retried
 from lightning_spot.say import listen, recovered, say
-from lightning_spot.threads import in_background
+from lightning_spot.threads import InBackground
 from lightning_spot.untrusted import plain
 
 logger = logging.getLogger(__name__)
@@ -98,7 +96,7 @@ class Events:
     ) -> None:
         self._on_event, self._now = on_event, now
         self._webhook = Webhook(webhook) if webhook else None
-        self._later = InBackground(self._call, "spot-on-event")
+        self._later = InBackground(self._call, "spot-on-event", _MOST_WAITING)
         self._stop_listening = listen(self._heard) if on_event or webhook else lambda: None
 
     def emit(self, kind: EventKind, message: str, **detail: Any) -> None:
@@ -150,53 +148,7 @@ class Events:
             say(logging.WARNING, "on-event-failed", text, about=event.kind, error=why)
 
 
-class InBackground:
-    """Handles events in order, on a thread that lives as long as there are any.
-
-    Args:
-        handle: does it; it raises nothing.
-        name: of the thread.
-    """
-
-    def __init__(self, handle: Callable[[Event], None], name: str) -> None:
-        self._handle, self._name = handle, name
-        self._waiting: deque[Event] = deque(maxlen=_MOST_WAITING)  # newer ones count
-        self._changed = threading.Condition()
-        self._is_busy = self._is_closed = False
-
-    def add(self, event: Event) -> None:
-        """Have an event handled."""
-        with self._changed:
-            if self._is_closed:
-                return
-            self._waiting.append(event)
-            if not self._is_busy:
-                try:
-                    in_background(self._handle_all, self._name)
-                    self._is_busy = True
-                except RuntimeError as error:  # no more threads can be had: the next event tries again
-                    logger.debug("%s: %s", self._name, error)
-
-    def close(self, wait_s: float) -> bool:
-        """Wait so many seconds at most until all are handled, and handle no more; whether all are."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_busy, wait_s)
-            is_done, self._is_closed = not (self._is_busy or self._waiting), True
-            self._waiting.clear()
-            return is_done
-
-    def _handle_all(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._is_busy = False
-                    self._changed.notify_all()
-                    return
-                event = self._waiting.popleft()
-            self._handle(event)
-
-
-class Webhook(InBackground):
+class Webhook(InBackground[Event]):
     """Sends events to a URL.
 
     Args:
@@ -204,7 +156,7 @@ class Webhook(InBackground):
     """
 
     def __init__(self, url: str) -> None:
-        super().__init__(self._send, "spot-webhook")
+        super().__init__(self._send, "spot-webhook", _MOST_WAITING)
         self._url, self._host = url, host_of_webhook(url)
         self._open = build_opener(_NoRedirects).open  # by the proxies of the environment
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,64 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
+
+
+class InBackground(Generic[T]):
+    """Handles items in order, on a thread that lives as long as there are any.
+
+    Args:
+        handle: does it, and says what fails.
+        name: of the thread.
+        most: items that wait; newer ones count.
+    """
+
+    def __init__(self, handle: Callable[[T], object], name: str, most: int) -> None:
+        self._handle, self._name = handle, name
+        self._waiting: deque[T] = deque(maxlen=most)
+        self._changed = threading.Condition()
+        self._is_busy = self._is_closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being handled."""
+        return not self._is_busy
+
+    def add(self, item: T) -> bool:
+        """Have an item handled; whether a thread is at it."""
+        with self._changed:
+            if not self._is_closed:
+                self._waiting.append(item)
+                if not self._is_busy:
+                    try:
+                        in_background(self._handle_all, self._name)
+                        self._is_busy = True
+                    except RuntimeError as error:  # no more threads can be had: the next item tries again
+                        logger.debug("%s: %s", self._name, error)
+            return self._is_busy
+
+    def wait(self, wait_s: float) -> bool:
+        """Wait so many seconds at most until nothing is being handled; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_busy, wait_s)
+
+    def close(self, wait_s: float) -> bool:
+        """Wait so many seconds at most until all are handled, and handle no more; whether all are."""
+        with self._changed:
+            is_done, self._is_closed = self.wait(wait_s) and not self._waiting, True
+            self._waiting.clear()
+            return is_done
+
+    def _handle_all(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._is_busy = False
+                    self._changed.notify_all()
+                    return
+                item = self._waiting.popleft()
+            with contextlib.suppress(Exception):
+                self._handle(item)
+            del item  # who waits for the next one keeps nothing
 
 
 def work_together(work: Callable[[], None], count: int, name: str) -> None:

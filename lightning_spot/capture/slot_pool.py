@@ -15,9 +15,11 @@ from lightning_spot.capture.host_link import SAY_S, HostLink, say_waiting, withi
 from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.protocol.slot import SHM_FULL, most_in, slot_capacity
+from lightning_spot.retry import retried
 from lightning_spot.say import UNEXPECTED, say
 from lightning_spot.server.host import Host, Lease
 from lightning_spot.server.slots import Making
+from lightning_spot.threads import InBackground
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +42,11 @@ _LEAST_SLOTS = 2
 
 def give_back(host: Host, lease: Lease) -> None:
     """Give a slot back unfilled; that the ring is gone is no harm."""
-    for is_last in (False, True):
-        try:
-            host.abort(lease)
-        except SpotError as error:
-            logger.debug("a slot could not be given back: %s", error)
-        except Exception:  # such as want of memory: the server would keep it for as long as this process lives
-            if is_last:
-                raise
-            continue
-        break
+    try:
+        # Once more after such as want of memory: the server would keep it for as long as this process lives.
+        retried(lambda: host.abort(lease), [0.0], lambda error: not isinstance(error, SpotError))
+    except SpotError as error:
+        logger.debug("a slot could not be given back: %s", error)
 
 
 class SlotViews:
@@ -121,11 +118,8 @@ class SlotPool:
         self._size: tuple[int, int | None] | None = None
         self._asked, self._has_made, self._was_too_small = 0, False, False
         self._ordering = threading.Lock()
-        self._order: tuple[Host, Making] | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._ready = threading.Event()
-        self._ready.set()
+        self._orders = InBackground[_Order](lambda order: order[0].make(*order[1:]), "spot-slots", 1)
+        self._is_ahead = False  # what was ordered last
 
     # -- leased -------------------------------------------------------------------------------------------------------
 
@@ -183,7 +177,7 @@ class SlotPool:
                     raise
                 if time.monotonic() - began_s >= SAY_S:
                     say_waiting(self._link, full, within(deadline_s))
-            wait_s, making = _SLICE_S, Making.NEVER if self._thread is not None else Making.NOW
+            wait_s, making = _SLICE_S, Making.NOW if self._orders.is_idle else Making.NEVER
 
     def _lease(
         self, host: Host, nbytes: int, making: Making, wait_s: float = 0.0, *, most_making_s: float = float("inf")
@@ -242,11 +236,11 @@ class SlotPool:
     @property
     def ready(self) -> bool:
         """Whether a snapshot can begin now without waiting for the first slot to be made."""
-        return self._ready.is_set()
+        return self._is_ahead or self._orders.is_idle
 
     def wait(self, wait_s: float) -> bool:
         """Wait for the first slot; whether it is there."""
-        return self._ready.wait(wait_s)
+        return self._is_ahead or self._orders.wait(wait_s)
 
     def wait_warm(self, host: Host, wait_s: float) -> None:
         """Wait while the first slot is made in the background, no longer than for a clean one.
@@ -272,18 +266,11 @@ class SlotPool:
         if host is not None:
             self._have_made(host, Making.NOW)
 
-    def again(self, host: Host) -> None:
-        """Make the first slot of another ring; returns when it is there."""
-        if self._size is not None:
-            self.make(host, *self._size, Making.NOW)
-
     def close(self, wait_s: float) -> bool:
         """Make no more; whether nothing is being made any more, after ``wait_s`` seconds at most."""
         with self._ordering:
-            self._closed, thread = True, self._thread
-        if thread is not None:
-            thread.join(wait_s)
-        return thread is None or not thread.is_alive()
+            self._size = None
+        return self._orders.close(wait_s)
 
     def _make_larger(self, host: Host, nbytes: int, wait_s: float) -> None:
         """Have a larger slot made in the background if slots are made too small for a snapshot, and wait for it or not.
@@ -326,52 +313,25 @@ class SlotPool:
     def _have_made(self, host: Host, making: Making, nbytes: int = 0) -> None:
         """Have a slot made in the background, for as much as was wanted so far or more."""
         with self._ordering:
-            if self._closed or self._size is None:
+            if self._size is None:
                 return
             self._size = (max(nbytes, self._size[0]), self._size[1])
-            if not making.is_ahead:
-                self._ready.clear()
-            elif self._thread is not None:  # a spare one, perhaps too small by now
+            if making.is_ahead and not self._orders.is_idle:  # a spare one, perhaps too small by now
                 return
-            self._order = (host, making)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._make_all, name="spot-slots", daemon=True)
-                try:
-                    self._thread.start()
-                except RuntimeError as error:  # no more threads can be had: who needs the slot makes it
-                    text = "no slot can be made in the background: {error}. Snapshots make them. Raise ulimit -u."
-                    say(logging.WARNING, "no-threads", text, about="slots", error=error)
-                    self._end()
+            self._is_ahead = making.is_ahead
+            if not self._orders.add((self, host, making)):
+                text = "no slot can be made in the background: no thread is left. Snapshots make them. Raise ulimit -u."
+                say(logging.WARNING, "no-threads", text, about="slots")
 
-    def _make_all(self) -> None:
-        try:
-            while (order := self.take_order()) is not None:
-                self.make(*order)
-        except Exception:  # who needs the slot makes it
-            say(logging.ERROR, "unexpected", UNEXPECTED, about="making a slot", exc_info=True)
-            with self._ordering:
-                self._end()
-
-    def take_order(self) -> tuple[Host, int, int | None, Making] | None:
-        """What to make next, of the size that is wanted now; ``None`` at the end."""
-        with self._ordering:
-            order, self._order = self._order, None
-            if order is None or self._closed or self._size is None:
-                self._end()
-                return None
-            return (order[0], *self._size, order[1])
-
-    def _end(self) -> None:
-        """Nothing is made any more, and nobody waits for it; under the lock."""
-        self._thread = self._order = None
-        self._ready.set()
-
-    def make(self, host: Host, nbytes: int, gpu: int | None, making: Making) -> None:
+    def make(self, host: Host, making: Making) -> None:
         """Make one slot, map it and pin it; a failure is logged, and who needs the slot makes it.
 
         Where a snapshot has found none, it is made as that would have had it made itself. So what is superseded goes
         for it, where its slots are too small for a state that has grown.
         """
+        if (size := self._size) is None:  # nothing is wanted yet, or any more
+            return
+        nbytes, gpu = size
         try:
             try:
                 lease = self._lease(host, nbytes, making)
@@ -390,6 +350,9 @@ class SlotPool:
             logger.debug("no slot was made ahead: %s", error)
         except Exception:
             say(logging.ERROR, "unexpected", UNEXPECTED, about="making a slot", exc_info=True)
+
+
+_Order = tuple[SlotPool, Host, Making]  # the pool comes with each: no cycle keeps its slots once it is let go
 
 
 def _with_room(nbytes: int, memory_bytes: int) -> int:

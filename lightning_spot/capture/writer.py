@@ -17,7 +17,7 @@ import itertools
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -36,6 +36,7 @@ from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.say import UNEXPECTED, recovered, say
 from lightning_spot.server.host import Host, Lease
+from lightning_spot.server.slots import Making
 from lightning_spot.snapshot.layout import Layout, filled
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.parts import part_ranges
@@ -60,7 +61,7 @@ def store_streamed(layout: Layout, manifest: Manifest, store: Store) -> Manifest
     """Bring a laid-out checkpoint to a tier, part by part; its sealed manifest, once it is committed there.
 
     Args:
-        layout: of the checkpoint; nothing changes it meanwhile.
+        layout: of the checkpoint; its storages may be on any device, and nothing changes it meanwhile.
         manifest: what it is; size and checksums are filled in.
         store: the tier.
 
@@ -68,18 +69,9 @@ def store_streamed(layout: Layout, manifest: Manifest, store: Store) -> Manifest
         SpotError: if it is not there in the end.
     """
     manifest = replace(manifest, nbytes=layout.nbytes)
-    return store.put_parts(manifest, stream_parts(layout, manifest.part_bytes), attempt=manifest.attempt)
-
-
-def stream_parts(layout: Layout, part_bytes: int) -> Iterator[memoryview]:
-    """Yield the file of a laid-out checkpoint in parts of ``part_bytes`` each, but the last.
-
-    Args:
-        layout: of the checkpoint; its storages may be on any device.
-        part_bytes: size of a part.
-    """
-    for start, stop in part_ranges(layout.nbytes, part_bytes):
-        yield memoryview(filled(layout.cut(start, stop)))
+    ranges = part_ranges(layout.nbytes, manifest.part_bytes)
+    parts = (memoryview(filled(layout.cut(start, stop))) for start, stop in ranges)
+    return store.put_parts(manifest, parts, attempt=manifest.attempt)
 
 
 _NAMES = {getattr(torch, name): name for name in WIDTHS}
@@ -126,7 +118,7 @@ class Pending:
     destinations: list[str] | None
     tried: Layout | None
     view: SlotView
-    floats: tuple[Floats, ...] = ()
+    floats: tuple[Floats, ...]
 
 
 def _unexpected(error: BaseException) -> None:
@@ -230,7 +222,7 @@ class SnapshotWriter:
         approximates: bool = False,
     ) -> None:
         self._look = look
-        self.link = HostLink(host, reconnect, lambda found: self._slots.again(found))
+        self.link = HostLink(host, reconnect, lambda found: self._slots.make(found, Making.NOW))
         self.layouter: RankLayouter = layouter or CheckpointLayouter()
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
@@ -315,22 +307,8 @@ class SnapshotWriter:
 
         Raises:
             SpotError: if none can be begun now; nothing that is saved already is touched. If it was to be a shard, the
-                ring has the reason: nobody waits for it.
+                caller has to :meth:`fail` it.
         """
-        try:
-            return self._begin(content, manifest, owned, wait_s, destinations)
-        except BaseException as error:
-            self.fail(manifest, error)
-            raise
-
-    def _begin(
-        self,
-        content: Any,
-        manifest: Manifest,
-        owned: Owners,
-        wait_s: float,
-        destinations: list[str] | None,
-    ) -> Future[Manifest]:
         deadline_s = time.monotonic() + wait_s
         # Nothing comes after the last one. What one rank writes alone goes another way.
         is_last = manifest.complete and manifest.shard is not None

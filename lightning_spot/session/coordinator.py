@@ -510,5 +510,6 @@ class Coordinator(OfTrainer):
             nbytes = owned_nbytes(by_storage(trainer.lightning_module.parameters()))
             content = RankCheckpoint(values, dump.state, nbytes, how.ranges)
         if self.attempt is not None and self._is_first:
-            values[KEY] |= {"interval": self._interval(), **self.attempt.origin}
+            attempt = self.attempt
+            values[KEY] |= {"interval": self._interval(), "lineage": attempt.lineage, "run_id": attempt.info.id}
         return content

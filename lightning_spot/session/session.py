@@ -389,11 +389,11 @@ def secure(
     ranks, attempt = Agreement(trainer), snapshotter.writing.attempt
     ranks.together(partial(_stand_still, snapshotter))
     dump = _not_taken_yet(trainer, snapshotter, ranks, seam, deadline)
-    plan = ranks.on_rank_zero(lambda: attempt.safety.plan(deadline) if attempt is not None else None)
+    plan = ranks.on_rank_zero(lambda: attempt.plan(deadline) if attempt is not None else None)
     is_time = ranks.tell(plan is not None and plan.take)
     if dump is not None and is_time:
         _take_urgent(snapshotter.writing, ranks, dump, deadline)
-    return attempt.safety.bring(deadline, plan, cut_short) if attempt is not None and plan is not None else ""
+    return attempt.secure(deadline, plan, cut_short) if attempt is not None and plan is not None else ""
 
 
 def _not_taken_yet(

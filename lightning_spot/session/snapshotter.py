@@ -567,7 +567,7 @@ class Snapshotter(OfTrainer):
         run = partial(self.best_effort.run, "taking the last snapshot", still=STILL_ENDS)
         is_taken = take() if self._trainer.world_size > 1 else run(take, False)
         if not is_taken and attempt is not None:
-            attempt.miss_end()
+            attempt.has_ended = True  # and that there is no snapshot of it was said
 
     def _at_seam(self, *, before_validation: bool) -> None:
         """Take a snapshot if one is due. What fails costs it; but of several ranks, others may wait for what comes."""
@@ -631,7 +631,7 @@ class Snapshotter(OfTrainer):
 
     def _drain_s(self) -> float:
         attempt = self.writing.attempt
-        return attempt.safety.drain_s() if attempt is not None else 0.0
+        return attempt.drain_s() if attempt is not None else 0.0
 
     def _decide(self) -> dict[str, Any] | None:
         """See :meth:`Coordinator.decide`."""

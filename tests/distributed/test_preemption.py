@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spot import EverySteps, PreemptedError, PreemptionGuard, SpotCheckpoint
-from lightning_spot.capture.attempt import Ending
+from lightning_spot.capture.attempt import Attempt
 from lightning_spot.errors import TierError
 from lightning_spot.interval.deadline import plan_urgent
 from lightning_spot.preemption.clouds import AwsSource
@@ -238,10 +238,13 @@ def test_ranks_wait_as_long_as_the_first_one_may_need(
 
 
 def test_an_end_that_fails_leaves_no_handler_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bring(*_: Any) -> None:
+    finish = Attempt.finish
+
+    def fails(attempt: Attempt, wait_s: float, *, complete: bool) -> None:
+        finish(attempt, wait_s, complete=complete)
         raise TierError("the disk is gone", tier="here")
 
-    monkeypatch.setattr(Ending, "bring", bring)
+    monkeypatch.setattr(Attempt, "finish", fails)
     spot = stopping(tmp_path, local_server=False, on_error="raise")
     with handling_term(signal.SIG_DFL):  # Lightning's own stays where a callback raises
         with pytest.raises(TierError, match="the disk is gone") as raised:
@@ -257,7 +260,7 @@ def test_a_late_signal_waits_until_the_last_snapshot_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int
 ) -> None:
     """Lightning puts back the handlers that were there before training, and only then asks for the end of ``fit``."""
-    bring, put, there, may_be_safe = Ending.bring, LocalStore.put, [], threading.Event()
+    finish, put, there, may_be_safe = Attempt.finish, LocalStore.put, [], threading.Event()
     if signals == 1:
         may_be_safe.set()
 
@@ -269,13 +272,13 @@ def test_a_late_signal_waits_until_the_last_snapshot_is_safe(
         there.append([manifest.complete for manifest in snapshots(tmp_path)])
         may_be_safe.set()
 
-    def slow(self: Ending, wait_s: float) -> bool | None:
+    def slow(attempt: Attempt, wait_s: float, *, complete: bool) -> bool | None:
         for _ in range(signals):
             term()
-        return bring(self, wait_s)
+        return finish(attempt, wait_s, complete=complete)
 
     monkeypatch.setattr(LocalStore, "put", put_then)
-    monkeypatch.setattr(Ending, "bring", slow)
+    monkeypatch.setattr(Attempt, "finish", slow)
     with handling_term(passed_on):
         trainer(stopping(tmp_path, local_server=False), max_epochs=1).fit(Net(), data(3))
         assert signal.getsignal(signal.SIGTERM) == passed_on

@@ -24,7 +24,13 @@ from lightning_spot.capture.layouts import (
 )
 from lightning_spot.capture.tensors import by_storage, owned_nbytes
 from lightning_spot.capture.writer import Background, SnapshotWriter
-from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
+from lightning_spot.errors import (
+    FailureReason,
+    NotSerializableError,
+    ServerUnreachableError,
+    SnapshotFailedError,
+    SpotError,
+)
 from lightning_spot.server.host import Host, InProcessHost, Lease
 from lightning_spot.server.snapshot_server import IN_PROCESS, SnapshotServer
 from lightning_spot.sharded.file_plan import load_state, state_file
@@ -118,8 +124,12 @@ class Desk:
 
     def begin(self, rank: int, step: int, **how: Any) -> Future[Manifest]:
         manifest = manifest_of(rank, len(self.writers), step)
-        owned = by_storage(self.weights[rank])
-        return self.writers[rank].begin(self.content(rank), manifest, owned=owned, **how)
+        owned, writer = by_storage(self.weights[rank]), self.writers[rank]
+        try:
+            return writer.begin(self.content(rank), manifest, owned=owned, **how)
+        except SpotError as error:
+            writer.fail(manifest, error)
+            raise
 
     def take(self, step: int) -> list[Future[Manifest]]:
         dones = [self.begin(rank, step) for rank in reversed(range(len(self.writers)))]

@@ -19,9 +19,10 @@ import torch
 
 from lightning_spot import EverySteps
 from lightning_spot.capture import attempt as attempt_module
-from lightning_spot.capture.attempt import Attempt, LastState
+from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.layouts import ShardedCheckpointLayouter
+from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.local_server import LocalServer
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
 from lightning_spot.run.location import Location
@@ -236,15 +237,15 @@ def test_where_rank_0_may_not_go_on_no_rank_does(make: Callable[[str], Ranks], m
 def test_one_that_a_rank_cannot_write_is_aborted_at_once(
     make: Callable[[str], Ranks], monkeypatch: pytest.MonkeyPatch, at: str, who: int
 ) -> None:
-    ranks, of = make(at), LastState.of
+    ranks, begin = make(at), SnapshotWriter.begin
     ranks.write(1, URGENT)
 
-    def fails(content: Any, manifest: Any) -> LastState:
+    def fails(writer: SnapshotWriter, content: Any, manifest: Any, **how: Any) -> Any:
         if manifest.shard.writer == who:
             raise SnapshotFailedError("none is left", reason=FailureReason.UNEXPECTED)
-        return of(content, manifest)
+        return begin(writer, content, manifest, **how)
 
-    monkeypatch.setattr(LastState, "of", fails)
+    monkeypatch.setattr(SnapshotWriter, "begin", fails)
     ranks.write(2, LAST)
     if who:
         assert f"rank {who}: none is left" in ranks.attempt.writer.why_aborted

@@ -125,7 +125,6 @@ class Watching(InProcessHost):
 
 BEGINNING = [
     SnapshotWriter.begin,
-    SnapshotWriter._begin,
     SnapshotWriter._copy,
     Copier.start,
     Copier._fill,

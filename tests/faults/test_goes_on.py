@@ -94,12 +94,9 @@ def test_copies_go_on_beside_training(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("where", ["take_order", "make"])
-def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_who_needs_a_slot_waits_for_no_thread_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
-    monkeypatch.setattr(SlotPool, where, once(getattr(SlotPool, where), failed))
+    monkeypatch.setattr(SlotPool, "make", once(SlotPool.make, failed))
     with contextlib.closing(Desk(tmp_path)) as desk:
         desk.writer.warm(3_000_000)
         until(lambda: desk.writer.ready, "a snapshot may begin")

@@ -203,9 +203,9 @@ class AtException(Strike):
 
 
 AT_THE_END = [
-    "capture/attempt:Ending.bring",
-    "capture/attempt:Ending._flush",
-    "capture/attempt:Ending._where_newest_is",
+    "capture/attempt:Attempt._bring",
+    "capture/attempt:Attempt._flush",
+    "capture/attempt:Attempt._where_newest_is",
     "session/snapshotter:Snapshotter.close",
     "session/coordinator:Coordinator.let_go",
 ]
@@ -271,7 +271,7 @@ def threads() -> set[str]:
 URGENT = [
     (0, "session/session:_has_taken"),
     (1, "capture/schedule:Schedule.end"),
-    (0, "capture/attempt:Safety.plan"),
+    (0, "capture/attempt:Attempt.plan"),
     (1, "session/coordinator:Coordinator._decision"),
 ]
 

@@ -21,9 +21,10 @@ import torch
 
 from lightning_spot import SpotCheckpoint, retry
 from lightning_spot.capture import attempt as attempt_module
-from lightning_spot.capture.attempt import Ending, LastState, Safety, write_past_memory
-from lightning_spot.capture.host_link import HostLink
-from lightning_spot.capture.writer import SnapshotWriter, stream_parts
+from lightning_spot.capture.attempt import Attempt
+from lightning_spot.capture.host_link import HostLink, RingSettings
+from lightning_spot.capture.layouts import CheckpointLayouter
+from lightning_spot.capture.writer import store_streamed
 from lightning_spot.cli.command import main
 from lightning_spot.client import starting
 from lightning_spot.client.local_server import LocalServer
@@ -33,14 +34,16 @@ from lightning_spot.errors import FencedError, ServerUnreachableError, SettingsE
 from lightning_spot.interval.deadline import Deadline
 from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import RetryPolicy
+from lightning_spot.run.location import Location
 from lightning_spot.run.survey import Survey
 from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.coordinator import Coordinator
 from lightning_spot.snapshot.layout import lay_out
-from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.store import Holdings, Store
+from lightning_spot.store.retention import Keep
+from lightning_spot.store.store import Holdings
 from tests.support.filled import check_archive, fill
 from tests.support.said import informed, said
 from tests.support.server import RUN_ID, image_of, manifest_of, server_pid
@@ -215,55 +218,61 @@ def test_a_state_that_fits_no_memory_is_streamed(
     assert "run-complete" in informed(caplog)
 
 
-class Parts:
-    """Stands in for a writer: its snapshots are a few bytes."""
-
-    committed: Manifest | None = None
-    past_memory: Manifest | None = None
-
-    def store_past_memory(self, _checkpoint: Any, manifest: Manifest, store: Store) -> Manifest:
-        data = memoryview(image_of(manifest.step, manifest.nbytes))
-        self.committed = self.past_memory = stored = store.put_parts(manifest, iter([data]), attempt=1)
-        return stored
+RING = RingSettings(slots=4, memory_bytes=2**24, server_idle_timeout_s=9.0, keep=Keep(newest=2), strict=False)
+NOW, SOON = Deadline.of(None, 0.0), Deadline.of(None, 60.0)
 
 
 def told(durable: Path, attempt: int = 1) -> RunInfo:
     return RunInfo(name="run", id=RUN_ID, location="", attempt=attempt, token=f"{attempt}", durable_url=str(durable))
 
 
-def writer_of(host: Any, **fields: Any) -> Any:
-    """Stands in for a writer that has nothing under way."""
-    link = SimpleNamespace(ask=lambda question, _default: question(host))
-    plain = {"committed": None, "past_memory": None, "fence": None, "link": link, "settle": lambda _wait_s: None}
-    return SimpleNamespace(host=host, **{**plain, **fields})
+def attempt_at(durable: Path, host: Any) -> Attempt:
+    """One that writes into a ring."""
+    location = Location.of(str(durable), local_server=False)
+    return Attempt(location, told(durable), host, RING, CheckpointLayouter(), lineage="1" * 12)
+
+
+def write(attempt: Attempt, state: Any, step: int, *, complete: bool = False) -> None:
+    attempt.write(state, owned={}, step=step, complete=complete, epoch=0, world_size=1, wait_s=30.0)
+    attempt.writer.settle(30.0)
+
+
+def secured(attempt: Attempt, deadline: Deadline) -> str:
+    return attempt.secure(deadline, attempt.plan(deadline), lambda: False)
 
 
 def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The ring knows nothing of them: they are said to be safe, and no urgent snapshot waits for them."""
     monkeypatch.setattr(LocalStore, "delete", Mock(side_effect=TierError("it may not be deleted", tier="")))
-    writer, durable = cast(SnapshotWriter, Parts()), tmp_path / "durable"
+    host = InProcessHost(slots=4, memory_bytes=1000, open_store=LocalStore)
+    host.open_run(told(tmp_path))
+    attempt = attempt_at(tmp_path, host)
     for step in (1, 2, 3, 4):
-        write_past_memory(writer, str(durable), {}, manifest_of(step, nbytes=5000), told(durable))
-    assert len(LocalStore(durable).survey().manifests) == 4
+        write(attempt, {"weights": torch.ones(5000)}, step)
+    assert len(LocalStore(tmp_path).survey().manifests) == 4
     assert [str(facts["error"]) for facts in said(caplog, "retention-failed")] == ["it may not be deleted"]
+    assert "is safe in" in secured(attempt, SOON)
+    attempt.writer.past_memory = None
+    assert "safe nowhere else" in secured(attempt, NOW)
+    attempt.finish(0.0, complete=False)
 
 
-def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_durable: bool) -> None:
     """The one that was started anew has nothing to flush, and says so."""
-    link = SimpleNamespace(losses=1, wait=lambda _: None, close=lambda: None, ask=lambda _question, default: default)
-    writer = writer_of(None, committed=manifest_of(1, nbytes=5000), link=link)
-    ending = Ending(writer, str(tmp_path / "durable"), told(tmp_path / "durable"), None)
-    assert ending.bring(0.1) is None
-    (facts,) = said(caplog, "newest-lost")
-    assert "lost with the snapshot server that had it" in facts["why"]
-    caplog.clear()
-    data = image_of(1, 5000)
-    writer.committed = LocalStore(tmp_path / "durable").put_parts(
-        manifest_of(1, nbytes=5000), iter([memoryview(data)]), attempt=1
-    )
-    assert ending.bring(0.1) is None
-    assert not said(caplog, "newest-lost")
+    ask: Any = lambda _question, default: default  # noqa: E731
+    link: Any = SimpleNamespace(losses=1, host=None, wait=lambda _: None, close=lambda: None, ask=ask)
+    attempt = attempt_at(tmp_path, InProcessHost(slots=4, memory_bytes=1000, open_store=LocalStore))
+    attempt.writer.link, attempt.writer.committed = link, manifest_of(1, nbytes=5000)
+    if is_durable:
+        part = memoryview(image_of(1, 5000))
+        attempt.writer.committed = LocalStore(tmp_path).put_parts(manifest_of(1, nbytes=5000), iter([part]), attempt=1)
+    assert attempt.finish(0.1, complete=False) is None
+    found = [str(facts["why"]) for facts in said(caplog, "newest-lost")]
+    assert len(found) == (not is_durable)
+    assert all("lost with the snapshot server that had it" in why for why in found)
 
 
 def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> None:
@@ -279,9 +288,9 @@ def test_a_call_cut_off_as_the_ring_is_left_starts_no_server(tmp_path: Path) -> 
     host: Any = SimpleNamespace(
         leave=leave, flush=lambda _wait_s: [], tiers=dict, server_call_timeout_s=5.0, disconnect=found.clear
     )
-    link = HostLink(host, lambda: cast(Host, found.append("a new server")))
-    ending = Ending(writer_of(host, link=link), str(tmp_path / "durable"), told(tmp_path / "durable"), None)
-    assert ending.bring(0.1) is None
+    attempt = attempt_at(tmp_path, host)
+    attempt.writer.link = link = HostLink(host, lambda: cast(Host, found.append("a new server")))
+    assert attempt.finish(0.1, complete=False) is None
     assert link.losses == 0
     assert not found
     assert link.host is host
@@ -335,21 +344,18 @@ class Damaging:
         self.root = root / "run"
         self.store = GatedStore(str(self.root))
         self.host = InProcessHost(slots=4, memory_bytes=2**24, open_store=lambda _url: self.store)
-        self.info = told(self.root)
-        self.host.open_run(self.info)
-        self.writer = SnapshotWriter(self.host)
+        self.host.open_run(told(self.root))
+        self.attempt = attempt_at(self.root, self.host)
         self.state = {"weights": torch.arange(100.0)}
         self.take(1)
         assert self.host.flush(30.0) == []
         self.store.fail(TierError("not now"))
-        self.newest = self.take(2, complete=complete)
+        self.take(2, complete=complete)
         self.damage()
 
-    def take(self, step: int, *, complete: bool = False) -> Manifest:
-        self.writer.begin(self.state, manifest := manifest_of(step, nbytes=0, complete=complete), wait_s=30.0)
-        self.writer.settle(30.0)
-        assert self.writer.committed.name == manifest.name
-        return manifest
+    def take(self, step: int, *, complete: bool = False) -> None:
+        write(self.attempt, self.state, step, complete=complete)
+        assert self.attempt.writer.committed.step == step
 
     def damage(self) -> None:
         slot = self.host._server.ring.contents()[0]
@@ -361,32 +367,29 @@ class Damaging:
     def durable(self) -> list[int]:
         return [manifest.step for manifest in self.store.survey().manifests]
 
-    def ending(self, last: LastState | None) -> Ending:
-        return Ending(self.writer, str(self.root), self.info, last)
+    def end(self, wait_s: float = 30.0, *, complete: bool = False) -> tuple[bool | None, str]:
+        """Whether the last snapshot is durable, and where the newest one is."""
+        return self.attempt.finish(wait_s, complete=complete), self.attempt.where
 
 
 @pytest.fixture
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Damaging]:
     made = Damaging(tmp_path, complete=getattr(request, "param", False))
     yield made
-    made.writer.close()
+    made.end()
 
 
 def test_what_was_damaged_in_memory_is_not_called_durable(run: Damaging, caplog: pytest.LogCaptureFixture) -> None:
     """It is dropped, nothing is owed any more; an exception that ended the run was told that step 2 is durable."""
-    ending = run.ending(None)
-    assert ending.bring(30.0) is None
+    assert run.end() == (None, "lost")
     assert run.durable() == [1]
-    assert ending.where == "lost"
     (facts,) = said(caplog, "newest-lost")
     assert "damaged in memory and dropped (run/step-000000002-attempt-0001" in facts["why"]
 
 
 def test_a_silent_tier_is_not_reported_to_have_lost_a_snapshot(run: Damaging, monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = run.ending(None)
     monkeypatch.setattr(LocalStore, "survey", Mock(side_effect=TierError("not now")))
-    assert ending.bring(30.0) is None
-    assert ending.where == "committed in memory, and not known to be durable"
+    assert run.end() == (None, "committed in memory, and not known to be durable")
 
 
 @pytest.mark.parametrize("run", [True], indirect=True)
@@ -399,19 +402,15 @@ def test_the_last_snapshot_is_taken_again_if_damaged_in_memory(
     run: Damaging, write: Callable[[torch.Tensor], Any] | None
 ) -> None:
     """Unless weights have changed since, counted by torch or not: what is there now is another state."""
-    last = LastState.of(run.state, run.newest)
     if write is not None:
         write(run.state["weights"])
-    ending = run.ending(last)
-    assert ending.bring(30.0) is (write is None)
+    assert run.end(complete=True) == ((True, f"durable in {run.root}") if write is None else (False, "lost"))
     assert run.durable() == ([2, 1] if write is None else [1])
-    assert ending.where == (f"durable in {run.root}" if write is None else "lost")
 
 
 def test_damage_before_a_deadline_is_logged(run: Damaging) -> None:
     """The notice's whole grace went by, and it was said to be in memory."""
-    safety = Safety(run.writer)
-    assert "was dropped (run/step-000000002" in safety.bring(Deadline.of(None, 600.0), safety.plan(None), lambda: False)
+    assert "dropped (run/step-000000002" in secured(run.attempt, Deadline.of(None, 600.0))
     assert run.durable() == [1]
 
 
@@ -420,9 +419,7 @@ def test_what_a_tier_has_refused_is_not_called_durable(run: Damaging) -> None:
     later = FencedError("a later one", current=2)
     run.store.errors = lambda kind, _: later if kind == "put" else None
     run.take(3)
-    ending = run.ending(None)
-    assert ending.bring(30.0) is None
-    assert ending.where == "lost"
+    assert run.end() == (None, "lost")
 
 
 def test_the_log_says_how_long_the_end_waits_for_uploads(
@@ -432,7 +429,7 @@ def test_the_log_says_how_long_the_end_waits_for_uploads(
     monkeypatch.setattr(attempt_module, "SAY_S", 0.2)
     run.store.fail(TierError("No space left on device"))
     run.take(3)
-    run.ending(None).bring(2.0)
+    run.end(2.0)
     (facts,) = said(caplog, "upload-awaited")
     assert facts["wait_s"] == pytest.approx(2.0, abs=0.5)
     assert "No space left on device" in facts["about"]
@@ -445,27 +442,12 @@ def test_a_fenced_snapshot_is_not_reported_lost_with_a_server(
     run.take(3)
     later = FencedError("attempt 2 has taken over", current=2)
     monkeypatch.setattr(run.host, "seal", Mock(side_effect=later))
-    run.writer.begin(run.state, manifest_of(4, nbytes=0), wait_s=30.0)
-    run.writer.settle(30.0)
+    write(run.attempt, run.state, 4)
     monkeypatch.setattr(run.host, "safe_step", lambda: None)
     monkeypatch.setattr(LocalStore, "survey", lambda _store: Holdings())
-    ending = run.ending(None)
-    assert ending.bring(30.0) is None
-    assert ending.where == "lost"
+    assert run.end() == (None, "lost")
     (facts,) = said(caplog, "newest-lost")
     assert "step-000000003-attempt-0001, is not in storage: attempt 2 has taken over" in facts["why"]
-
-
-def test_what_was_stored_past_memory_is_safe_before_a_deadline() -> None:
-    """The ring knows nothing of it; it is said to be safe, and no urgent snapshot waits for it."""
-    stored = manifest_of(7)
-    host = SimpleNamespace(safe_step=lambda: None, flush=lambda _wait_s: [], tiers=dict)
-    writer = writer_of(host, committed=stored, past_memory=stored)
-    safety = Safety(writer)
-    plan = safety.plan(None)
-    assert "is safe in" in safety.bring(Deadline.of(None, 60.0), plan, lambda: False)
-    writer.past_memory = None
-    assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), plan, lambda: False)
 
 
 def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) -> None:
@@ -490,13 +472,13 @@ def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) ->
     until(lambda: (tmp_path / "files" / "best.ckpt").exists(), "the file")
     until(lambda: len([slot for slot in host._server.ring.contents() if slot.safe]) == 2, "the server to know")
     assert host.safe_step() is None
-    newest = manifest_of(50, 2)
-    safety = Safety(writer_of(host, committed=newest))
-    assert "safe nowhere else" in safety.bring(Deadline.of(None, 0.0), safety.plan(None), lambda: False)
+    attempt = attempt_at(tmp_path / "run", host)
+    attempt.writer.committed = manifest_of(50, 2)
+    assert "safe nowhere else" in secured(attempt, NOW)
     stores[durable].fail(None)
     assert host.flush(30.0) == []
     assert host.safe_step() == 50
-    host.leave(complete=False)
+    attempt.finish(0.0, complete=False)
 
 
 def test_streamed_parts_are_the_file_with_right_checksums() -> None:
@@ -508,7 +490,9 @@ def test_streamed_parts_are_the_file_with_right_checksums() -> None:
     layout = lay_out(state)
     image = fill(layout)
     for part_bytes in (1000, 4096, 2**20, 2**24):
-        parts = [bytes(part) for part in stream_parts(layout, part_bytes)]
+        put = Mock()
+        store_streamed(layout, manifest_of(1, part_bytes=part_bytes), put)
+        parts = [bytes(part) for part in put.put_parts.call_args.args[1]]
         assert {len(part) for part in parts[:-1]} <= {part_bytes}
         assert b"".join(parts) == bytes(image)
     loaded = torch.load(io.BytesIO(bytes(image)), weights_only=True)

@@ -111,7 +111,7 @@ def test_ranks_of_a_host_never_write_into_rings_of_their_own(
     caplog.set_level("INFO")
     host = Listed()
     attempt = begun(Location.of(str(tmp_path / "run")), host, RING)
-    attempt.safety.writers_here = ranks
+    attempt.writers_here = ranks
 
     def refused(*_: Any, **__: Any) -> Host:
         raise ServerUnreachableError("it has gone, too")
@@ -141,7 +141,7 @@ def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, mon
     finally:
         attempt.finish(0.0, complete=False)
     (manifest, why), *others = told
-    assert (manifest.snapshot, why) == (snapshot_name(4, attempt.number), "attempt 2 has taken over")
+    assert (manifest.snapshot, why) == (snapshot_name(4, attempt.info.attempt), "attempt 2 has taken over")
     assert (manifest.shard.writer, others) == (0, [])
 
 

@@ -178,7 +178,7 @@ def skipped(writer: SnapshotWriter, sizes: Iterable[int]) -> list[int]:
     found = []
     writer.warm(700_000)
     for step, size in enumerate(sizes, 1):
-        until(lambda: writer.ready and writer._slots._thread is None, "nothing is being made")
+        until(lambda: writer.ready and writer._slots._orders.is_idle, "nothing is being made")
         try:
             writer.begin({"more": torch.ones(size)}, manifest_of(step, run_id=""), owned={}).result(120)
         except SnapshotFailedError as error:
