@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_spot.callbacks.fit_callback import FitCallback, move_to_the_end
-from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.partitions import CopyMode
 from lightning_spot.capture.schedule import PlaceKind
 from lightning_spot.config import (
@@ -27,7 +26,7 @@ from lightning_spot.events import OnEvent
 from lightning_spot.interval.convergence import ConvergenceAware
 from lightning_spot.interval.policy import EverySeconds, IntervalPolicy
 from lightning_spot.renamed import refusing_old
-from lightning_spot.run.location import Location, check_replicas, memory_limit_bytes
+from lightning_spot.run.location import Location, RingSettings, check_replicas, memory_limit_bytes
 from lightning_spot.session.coordinator import OnError, SnapshotSettings
 from lightning_spot.session.preflight import takes_part
 from lightning_spot.session.session import FitSession

@@ -23,7 +23,7 @@ import torch
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.copier import Copier
-from lightning_spot.capture.host_link import SAY_S, RingSettings, leave, open_host, tiers_of, within
+from lightning_spot.capture.host_link import SAY_S, leave, tiers_of, within
 from lightning_spot.capture.layouts import RankLayouter
 from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.tensors import Noted, Owners, expected_nbytes, tensors_in
@@ -41,7 +41,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.interval.deadline import Deadline, DeadlinePlan, plan_urgent
 from lightning_spot.run.attempts import ClaimWatch
-from lightning_spot.run.location import Location
+from lightning_spot.run.location import Location, RingSettings
 from lightning_spot.run.survey import ask_all
 from lightning_spot.say import say
 from lightning_spot.server.host import Host, InProcessHost
@@ -53,8 +53,6 @@ from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.fences import Owner, Standing
 from lightning_spot.store.retention import retain
 from lightning_spot.store.store import Holdings, on_behalf
-
-logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05  # how often the ring, or a server, is asked while training ends
 _LOOK_S = 10.0  # storage has at least so long to answer, also past the deadline
@@ -373,7 +371,7 @@ class Attempt:
     def _reopen(self) -> Host:
         # A ring in this process would have what this rank writes, and not what the others of this host do.
         must_share = self.writers_here > 1
-        host = open_host(self.location, replace(self._settings, strict=must_share or self._settings.strict))
+        host = self.location.open_host(replace(self._settings, strict=must_share or self._settings.strict))
         try:
             host.open_run(self.info)
         except BaseException:

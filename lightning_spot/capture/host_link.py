@@ -8,21 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakSet
 
-from lightning_spot.client.starting import start
-from lightning_spot.client.stores import open_tier
-from lightning_spot.config import SERVER_CALL_TIMEOUT_S
-from lightning_spot.errors import FencedError, ServerUnreachableError, SnapshotFailedError, SpotError, TierError
+from lightning_spot.errors import FencedError, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.retry import growing
-from lightning_spot.run.location import Location
 from lightning_spot.say import recovered, say
 from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.tier import TierHealth
-from lightning_spot.snapshot.packing import Compression
-from lightning_spot.store.retention import Keep
 
 logger = logging.getLogger(__name__)
 
@@ -36,62 +29,6 @@ SAY_S = 10.0
 """A longer wait is logged, with its reason."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingSettings:
-    """What a ring on this host is opened with.
-
-    Attributes:
-        slots: of the ring.
-        beyond: whether it may have more of them for a GPU whose snapshots overlap.
-        memory_bytes: limit of their memory.
-        server_idle_timeout_s: its server ends when no trainer came for so long.
-        keep: which snapshots storage keeps, and how many each server.
-        strict: whether to raise where a warning would do.
-        min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
-        compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
-        replicas: how many of them each snapshot is kept at.
-        server_call_timeout_s: how long a call to the ring may keep the training thread.
-        device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.capture.copier.Copier`; 0 for none.
-    """
-
-    slots: int
-    memory_bytes: int
-    server_idle_timeout_s: float
-    keep: Keep
-    strict: bool
-    min_upload_interval_s: float | None = None
-    compression: Compression = "auto"
-    replicas: int = 1
-    server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S
-    device_buffer_bytes: int = 0
-    beyond: bool = False
-
-
-def open_host(location: Location, settings: RingSettings) -> Host:
-    """The ring on this host: the local server, which takes over what an earlier one left in memory.
-
-    If it cannot be started, a ring in this process replaces it, with a warning (or the error, if the settings are
-    strict): snapshots then still reach the tiers below, but memory does not outlive the trainer.
-    """
-    if location.has_local_server:
-        try:
-            return start(
-                location.url,
-                location.name,
-                slots=settings.slots,
-                memory_bytes=settings.memory_bytes,
-                server_idle_timeout_s=settings.server_idle_timeout_s,
-                server_call_timeout_s=settings.server_call_timeout_s,
-            )
-        except (ServerUnreachableError, TierError, OSError) as error:
-            if settings.strict:
-                raise
-            text = "no snapshot server could be started on this host ({error}). Snapshots go through this process:"
-            text += " what is only in memory is lost if it is killed"
-            say(logging.WARNING, "no-local-server", text, about=location.url, error=error)
-    return InProcessHost(slots=settings.slots, memory_bytes=settings.memory_bytes, open_store=open_tier)
-
-
 class HostLink:
     """A ring that may be lost and found again. Methods may be called from any thread.
 
@@ -101,6 +38,8 @@ class HostLink:
         prepare: makes a ring that was found ready for use, in the background.
 
     Attributes:
+        host: the ring, ``None`` while there is none.
+        is_closed: whether no other ring is looked for any more.
         losses: how often a ring was lost.
     """
 
@@ -111,28 +50,18 @@ class HostLink:
         prepare: Callable[[Host], None] = lambda _host: None,
     ) -> None:
         self.losses = 0
-        self._host: Host | None = host
+        self.host: Host | None = host
         self._reconnect = reconnect
         self._prepare = prepare
         self._changed = threading.Condition()
-        self._closed = False
+        self.is_closed = False
         self._thread: threading.Thread | None = None
         self._untold: deque[Callable[[Host], None]] = deque(maxlen=_MOST_UNTOLD)
         self._said: WeakSet[BaseException] = WeakSet()  # that come of losses which were said
 
-    @property
-    def host(self) -> Host | None:
-        """The ring, ``None`` while there is none."""
-        return self._host
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no other ring is looked for any more."""
-        return self._closed
-
     def ask(self, question: Callable[[Host], T], default: T) -> T:
         """Ask the ring; ``default`` if there is none, or it fails. One that does not answer in time counts as lost."""
-        host = self._host
+        host = self.host
         if host is None:
             return default
         try:
@@ -145,7 +74,7 @@ class HostLink:
 
     def tell(self, send: Callable[[Host], None]) -> None:
         """Tell the ring what others may wait for; one that is lost: the next one, once it is found."""
-        asked = self._host
+        asked = self.host
 
         def sent(host: Host) -> bool:
             send(host)
@@ -154,18 +83,18 @@ class HostLink:
         if self.ask(sent, False):
             return
         with self._changed:
-            if self._host is None and self._thread is not None:
+            if self.host is None and self._thread is not None:
                 self._untold.append(send)
                 return
-        if self._host is not asked:  # nothing takes the place of one that is left, or the only one
+        if self.host is not asked:  # nothing takes the place of one that is left, or the only one
             self.ask(sent, False)
 
     def lose(self, host: Host, error: SpotError) -> None:
         """Let a ring go that is gone or does not answer, and look for a new one in the background."""
         with self._changed:
-            if self._reconnect is None or self._closed:
+            if self._reconnect is None or self.is_closed:
                 return
-            if self._host is not host:
+            if self.host is not host:
                 self._said.add(error)
                 return
             thread = threading.Thread(target=self._find, name="spot-reconnect", daemon=True)
@@ -175,7 +104,7 @@ class HostLink:
                 text = "no new snapshot server can be started now: {error}. It is retried. Raise ulimit -u."
                 say(logging.WARNING, "no-threads", text, about="reconnect", error=problem)
                 return
-            self._host, self._thread = None, thread
+            self.host, self._thread = None, thread
             self.losses += 1
             self._said.add(error)
         silent = isinstance(error.__cause__, TimeoutError)
@@ -199,13 +128,13 @@ class HostLink:
     def wait(self, wait_s: float) -> Host | None:
         """The ring, as soon as there is one; ``None`` if none came within ``wait_s`` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._host is not None or self._thread is None, max(0.0, wait_s))
-            return self._host
+            self._changed.wait_for(lambda: self.host is not None or self._thread is None, max(0.0, wait_s))
+            return self.host
 
     def close(self) -> None:
         """Stop looking for a new ring. The one at hand stays open: it is the caller's."""
         with self._changed:
-            self._closed = True
+            self.is_closed = True
             self._reconnect, self._prepare = None, lambda _host: None  # those who gave them need not wait for us to go
             thread = self._thread
             self._changed.notify_all()
@@ -216,7 +145,7 @@ class HostLink:
         reconnect, prepare = self._reconnect, self._prepare
         pauses_s = growing(_FIRST_RETRY_S, _LAST_RETRY_S)
         found: Host | None = None
-        while found is None and reconnect is not None and not self._closed:
+        while found is None and reconnect is not None and not self.is_closed:
             try:
                 found = reconnect()
                 prepare(found)
@@ -228,11 +157,11 @@ class HostLink:
                 text = "no new snapshot server yet: {error}. It is retried."
                 say(logging.WARNING, "no-local-server", text, error=error)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed, next(pauses_s))
+                    self._changed.wait_for(lambda: self.is_closed, next(pauses_s))
         with self._changed:
             self._thread = None
-            unwanted = self._closed
-            self._host = None if unwanted else found
+            unwanted = self.is_closed
+            self.host = None if unwanted else found
             untold = list(self._untold)
             self._untold.clear()
             self._changed.notify_all()

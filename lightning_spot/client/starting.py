@@ -30,8 +30,6 @@ from lightning_spot.protocol.record import ServerRecord, find_record, hold
 from lightning_spot.say import say
 from lightning_spot.server.area import remove_abandoned
 
-logger = logging.getLogger(__name__)
-
 START_TIMEOUT_S = 30.0
 _CHECKED_BYTES_PER_S = 200e6  # of what it takes over before it answers; measured in GB/s, but a host may be busy
 _KILL_TIMEOUT_S = 5.0
@@ -39,26 +37,14 @@ _DRAIN_S = UPLOAD_TIMEOUT_S + 30.0  # after SIGTERM a server uploads for so long
 _SHOWN_BYTES = 2000
 
 
-def attach(dirpath: str, run: str, *, revive: bool = True) -> LocalServer | None:
-    """Connect to the local server of a run; ``None`` if there is none.
+def attach(dirpath: str, run: str) -> LocalServer | None:
+    """Connect to the local server of a run, see :func:`revived`.
 
     Args:
         dirpath: durable URL of the run.
         run: its name.
-        revive: whether to start a server, run as the last one was, for the slots that a killed one left, and to replace
-            one that does not answer. Otherwise those count as none.
-
-    Raises:
-        ServerUnreachableError: if there is something in memory, but no server gives it out.
     """
-    record = find_record(dirpath)
-    if revive:
-        return revived(record, run)
-    try:
-        return LocalServer(record, run, SERVER_CALL_TIMEOUT_S) if record.running() else None
-    except ServerUnreachableError as error:
-        logger.debug("the local server is on its way out, or does not answer: %s", error)
-        return None
+    return revived(find_record(dirpath), run)
 
 
 def revived(

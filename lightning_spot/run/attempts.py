@@ -24,13 +24,13 @@ from lightning_spot.errors import CorruptSnapshotError, FencedError, SnapshotNot
 from lightning_spot.protocol.wire import parse_spot_url
 from lightning_spot.retry import pause_after
 from lightning_spot.run.identity import next_attempt
+from lightning_spot.run.location import RingSettings
 from lightning_spot.run.survey import Survey
 from lightning_spot.say import recovered, say
 from lightning_spot.server.host import Host
 from lightning_spot.server.placement import placed
 from lightning_spot.server.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest
-from lightning_spot.snapshot.packing import Compression
 from lightning_spot.store.fences import Claim, Owner
 from lightning_spot.store.retention import Keep
 from lightning_spot.store.store import Store
@@ -45,15 +45,7 @@ CLAIM_LOOK_S = 5.0
 _MOST_NUMBERS = 8  # others that start at the same moment each take one
 
 
-def begin_attempt(
-    found: Survey,
-    host: Host,
-    *,
-    keep: Keep,
-    min_upload_interval_s: float | None,
-    compression: Compression,
-    replicas: int,
-) -> tuple[RunInfo, bool]:
+def begin_attempt(found: Survey, host: Host, settings: RingSettings) -> tuple[RunInfo, bool]:
     """Take the next attempt of the run at this host's ring and in storage.
 
     The ring comes first: it refuses a second trainer of this host before that one fences the first.
@@ -61,10 +53,7 @@ def begin_attempt(
     Args:
         found: what the tiers hold; its storage may be unreadable, then the number leaves room for it.
         host: ring on this host.
-        keep: which snapshots storage keeps, and how many each server.
-        min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
-        compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
-        replicas: how many of them each snapshot is kept at.
+        settings: of the ring.
 
     Returns:
         the attempt as the tiers know it, and whether storage is claimed; see :class:`ClaimWatch`.
@@ -80,12 +69,12 @@ def begin_attempt(
         location=location.canonical,
         attempt=next_attempt(found.seen_attempts, durable_was_read=found.durable is not None),
         token=secrets.token_hex(8),
-        keep=keep,
+        keep=settings.keep,
         durable_url=location.url,
-        min_upload_interval_s=min_upload_interval_s,
-        compression=compression,
-        servers=placed(elsewhere(location.servers, replicas), found.identity.run_id),
-        replicas=replicas,
+        min_upload_interval_s=settings.min_upload_interval_s,
+        compression=settings.compression,
+        servers=placed(elsewhere(location.servers, settings.replicas), found.identity.run_id),
+        replicas=settings.replicas,
         pid=os.getpid(),
         host=os.uname().nodename,
     )

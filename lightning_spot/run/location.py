@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_spot.client.stores import open_store
+from lightning_spot.client.starting import start
+from lightning_spot.client.stores import open_store, open_tier
 from lightning_spot.config import (
     MOST_SERVERS,
+    SERVER_CALL_TIMEOUT_S,
     SERVER_SCHEMES,
     check_flag,
     check_number,
@@ -23,11 +26,46 @@ from lightning_spot.config import (
     why_no_place,
     without_password,
 )
-from lightning_spot.errors import SettingsError
+from lightning_spot.errors import ServerUnreachableError, SettingsError, TierError
 from lightning_spot.protocol.slot import host_memory_bytes
 from lightning_spot.protocol.wire import parse_spot_url
+from lightning_spot.say import say
+from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import check_name
+from lightning_spot.snapshot.packing import Compression
 from lightning_spot.store.posix import why_not_writable
+from lightning_spot.store.retention import Keep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingSettings:
+    """What a ring on this host is opened with.
+
+    Attributes:
+        slots: of the ring.
+        beyond: whether it may have more of them for a GPU whose snapshots overlap.
+        memory_bytes: limit of their memory.
+        server_idle_timeout_s: its server ends when no trainer came for so long.
+        keep: which snapshots storage keeps, and how many each server.
+        strict: whether to raise where a warning would do.
+        min_upload_interval_s: least seconds between two snapshots brought to storage, see :class:`RunInfo`.
+        compression: how what changed goes to snapshot servers behind, see :class:`RunInfo`.
+        replicas: how many of them each snapshot is kept at.
+        server_call_timeout_s: how long a call to the ring may keep the training thread.
+        device_buffer_bytes: of the buffer on each GPU, see :class:`~lightning_spot.capture.copier.Copier`; 0 for none.
+    """
+
+    slots: int
+    memory_bytes: int
+    server_idle_timeout_s: float
+    keep: Keep
+    strict: bool
+    min_upload_interval_s: float | None = None
+    compression: Compression = "auto"
+    replicas: int = 1
+    server_call_timeout_s: float = SERVER_CALL_TIMEOUT_S
+    device_buffer_bytes: int = 0
+    beyond: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +149,35 @@ class Location:
                 f"dirpath {self.url!r} {why}; snapshots would never be durable. Give a directory that this user may"
                 " write to"
             )
+
+    def open_host(self, settings: RingSettings) -> Host:
+        """The ring on this host: the local server, or one in this process. What an earlier one left is taken over.
+
+        If the local server cannot be started, a ring in this process replaces it, with a warning (or the error,
+        with ``strict``): snapshots then still reach the tiers below, but memory does not outlive the trainer.
+        """
+        if self.has_local_server:
+            try:
+                return start(
+                    self.url,
+                    self.name,
+                    slots=settings.slots,
+                    memory_bytes=settings.memory_bytes,
+                    server_idle_timeout_s=settings.server_idle_timeout_s,
+                    server_call_timeout_s=settings.server_call_timeout_s,
+                )
+            except (ServerUnreachableError, TierError, OSError) as error:
+                if settings.strict:
+                    raise
+                say(
+                    logging.WARNING,
+                    "no-local-server",
+                    "no snapshot server could be started on this host ({error}). Snapshots go through this process:"
+                    " what is only in memory is lost if it is killed",
+                    about=self.url,
+                    error=error,
+                )
+        return InProcessHost(slots=settings.slots, memory_bytes=settings.memory_bytes, open_store=open_tier)
 
 
 _LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.device import DeviceClock
-from lightning_spot.capture.host_link import RingSettings, leave, open_host, say_found, within
+from lightning_spot.capture.host_link import leave, say_found, within
 from lightning_spot.capture.layouts import (
     CheckpointLayouter,
     RankCheckpoint,
@@ -39,13 +39,13 @@ from lightning_spot.errors import FailureReason, ServerUnreachableError, Setting
 from lightning_spot.interval.policy import IntervalPolicy
 from lightning_spot.run.attempts import begin_attempt
 from lightning_spot.run.identity import new_id
-from lightning_spot.run.location import Location
+from lightning_spot.run.location import Location, RingSettings
 from lightning_spot.say import say
 from lightning_spot.server.host import Host
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.resume import Resume
-from lightning_spot.session.topology import Topology, check_storage
+from lightning_spot.session.topology import Topology
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.state.dump import KEY, Dump, gather
 from lightning_spot.state.logged_values import LoggedNumbers
@@ -211,7 +211,7 @@ class Coordinator(OfTrainer):
         if self._is_sharded and self._settings.ring.compression == "topk":
             raise SettingsError("what several ranks write is not approximated: leave lossy= out with a sharded model")
         # First: it takes over what a killed server left in memory.
-        self._host = open_host(self._location, self._settings.ring)
+        self._host = self._location.open_host(self._settings.ring)
         self._resume.look(self._location)
 
     def begin(self) -> None:
@@ -224,7 +224,7 @@ class Coordinator(OfTrainer):
             ranks.together(lambda: self._is_first or self._at_ring(lambda host: host.open_run(info)))
             self._hosts = hosts = Topology.meet(ranks, self._location, self._host)
             if not hosts.is_one_place and not self._location.servers and is_claimed:
-                check_storage(ranks, self._location, info)
+                hosts.check_storage(ranks, self._location.url, info)
             if not hosts.is_one_place:
                 info = hosts.told(info, apart=self._is_sharded)
                 ranks.together(lambda: self._host is None or self._host.open_run(info))
@@ -232,23 +232,14 @@ class Coordinator(OfTrainer):
 
     def _claim(self) -> tuple[RunInfo, bool, str]:
         """On rank 0: take the next attempt, at the ring and in storage; whether that is claimed; and a new lineage."""
-        found, ring = self._resume.found, self._settings.ring
+        found = self._resume.found
         assert found is not None
-        info, is_claimed = self._at_ring(
-            lambda host: begin_attempt(
-                found,
-                host,
-                keep=ring.keep,
-                min_upload_interval_s=ring.min_upload_interval_s,
-                compression=ring.compression,
-                replicas=ring.replicas,
-            )
-        )
+        info, is_claimed = self._at_ring(lambda host: begin_attempt(found, host, self._settings.ring))
         return info, is_claimed, new_id()
 
     def _at_ring(self, use: Callable[[Host], T]) -> T:
         """Use the ring of this host; if its server is lost meanwhile (one that was left ends by itself), a new one."""
-        self._host = self._host or open_host(self._location, self._settings.ring)
+        self._host = self._host or self._location.open_host(self._settings.ring)
         try:
             return use(self._host)
         except ServerUnreachableError as error:
@@ -257,7 +248,7 @@ class Coordinator(OfTrainer):
                 raise
             text = "the snapshot server on this host is lost ({error}). A new one is started"
             say(logging.WARNING, "local-server-lost", text, url=self._location.url, error=error)
-        self._host = open_host(self._location, self._settings.ring)
+        self._host = self._location.open_host(self._settings.ring)
         used = use(self._host)
         say_found(self._host)
         return used

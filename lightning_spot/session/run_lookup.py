@@ -15,8 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_spot.client.starting import attach
-from lightning_spot.errors import PreemptedError, SettingsError, SpotError
+from lightning_spot.errors import SettingsError
 from lightning_spot.protocol.ownership import read_file, replace_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import ServerRecord, find_record
@@ -24,11 +23,8 @@ from lightning_spot.run.location import Location
 from lightning_spot.say import say
 from lightning_spot.untrusted import SMALL_JSON_BYTES, integer, line, read_object
 
-logger = logging.getLogger(__name__)
-
 _finished: Counter[str] = Counter()
 _interrupted: dict[str, str] = {}
-_servers: dict[str, tuple[Location, int]] = {}
 _GIVEN_UP = "TrialPruned"  # Optuna's word for a trial that shall not go on
 
 
@@ -51,10 +47,15 @@ def finished(named: Location) -> None:
 
 def interrupted(named: Location, error: BaseException) -> None:
     """An exception has ended a ``fit`` there."""
-    if any(kind.__name__ == _GIVEN_UP for kind in type(error).__mro__):
+    if is_given_up(error):
         finished(named)
     else:
         _interrupted[named.canonical] = type(error).__name__
+
+
+def is_given_up(error: BaseException) -> bool:
+    """Whether an exception ends a training for good, which nobody starts again."""
+    return any(kind.__name__ == _GIVEN_UP for kind in type(error).__mro__)
 
 
 def what_interrupted(named: Location) -> str | None:
@@ -62,24 +63,10 @@ def what_interrupted(named: Location) -> str | None:
     return _interrupted.get(named.canonical)
 
 
-def server_was_left(location: Location, attempt: int, error: BaseException) -> None:
-    """A server stays for a trainer that is started again. Where the program goes on instead, it is let go soon."""
-    if location.has_local_server and not isinstance(error, (PreemptedError, KeyboardInterrupt)):
-        _servers[location.url] = (location, attempt)
-
-
-def goes_on_at(location: Location) -> None:
-    """A ``fit`` begins there: let the servers go that earlier ones have left elsewhere."""
-    _servers.pop(location.url, None)
-    while _servers:
-        _let_go(*_servers.popitem()[1])
-
-
 def forget() -> None:
     """Be as a new process is."""
     _finished.clear()
     _interrupted.clear()
-    _servers.clear()
 
 
 def _program() -> ProcessId | None:
@@ -115,18 +102,3 @@ def _tell_others(named: Location) -> None:
 
 def _note(record: ServerRecord) -> Path:
     return record.folder / f"{record.key}.fits"
-
-
-def _let_go(location: Location, attempt: int) -> None:
-    """Have a server end when all it holds is durable, unless another attempt is at work there."""
-    try:
-        host = attach(location.url, location.name, revive=False)
-        if host is None:
-            return
-        runs = host.client.call("GET", "/v1/runs")["runs"]
-        if all(run["attempt"] <= attempt and not run["live"] for run in runs):
-            host.leave(complete=True)
-        else:
-            host.disconnect()
-    except (SpotError, OSError) as error:
-        logger.debug("the server of %s was not told that it is not needed: %s", location.url, error)

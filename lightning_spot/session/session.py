@@ -256,7 +256,7 @@ class FitSession(PerTrainer):
                 ends.callback(FitState.of(self._trainer).detach)
                 if error is not None:
                     self._interrupt(error, ends)
-                ends.callback(self._finish, complete=False)
+                ends.callback(self._finish, complete=error is not None and run_lookup.is_given_up(error))
         except BaseException as raised:
             raised.__context__ = raised.__context__ or error  # a stack drops what is being handled around it
             raise
@@ -275,7 +275,6 @@ class FitSession(PerTrainer):
             return
         if self.deadline is None or not isinstance(error, PreemptedError):  # else more was said
             ends.callback(self._say_interrupted, error, snapshotter)
-        run_lookup.server_was_left(snapshotter.location, snapshotter.writing.number, error)
 
     def _say_interrupted(self, error: BaseException, snapshotter: Snapshotter) -> None:
         is_none = snapshotter.writing.committed is None and not self.resume.snapshots

@@ -28,7 +28,6 @@ from lightning_spot.run.identity import starts_between
 from lightning_spot.run.location import Location
 from lightning_spot.say import say
 from lightning_spot.server.runs import Figures, Histogram
-from lightning_spot.session import run_lookup
 from lightning_spot.session.collectives import Agreement, AsyncBroadcast
 from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
 from lightning_spot.session.preflight import check_one_optimizer
@@ -445,7 +444,6 @@ class Snapshotter(OfTrainer):
 
     def open(self) -> None:
         """Open the ring, ask all tiers what they hold, and begin the next attempt of the run."""
-        run_lookup.goes_on_at(self.location)
         Agreement(self._trainer).on_rank_zero(self.writing.look)
         self._resume.when_decided(self.writing.begin)
 
@@ -555,19 +553,16 @@ class Snapshotter(OfTrainer):
 
     def _take_last(self) -> None:
         """Take the snapshot of the finished run. What fails costs it, as at a seam."""
-        attempt = self.writing.attempt
-
-        def take() -> bool:
-            agree = partial(self.writing.decide_last, complete=True)
-            how = self.best_effort.run("agreeing on the last snapshot", agree, None, still=STILL_ENDS)
-            if how is not None:  # where a rank can't say so, all of them know
-                self._take(how)
-            return how is not None
-
-        run = partial(self.best_effort.run, "taking the last snapshot", still=STILL_ENDS)
-        is_taken = take() if self._trainer.world_size > 1 else run(take, False)
-        if not is_taken and attempt is not None:
-            attempt.has_ended = True  # and that there is no snapshot of it was said
+        if self.writing.attempt is not None:
+            self.writing.attempt.has_ended = True  # whatever comes of it, which is said
+        agree, run = partial(self.writing.decide_last, complete=True), self.best_effort.run
+        how = run("agreeing on the last snapshot", agree, None, still=STILL_ENDS)
+        if how is None:  # where a rank can't say so, all of them know
+            return
+        if self._trainer.world_size > 1:
+            self._take(how)
+        else:
+            run("taking the last snapshot", partial(self._take, how), None, still=STILL_ENDS)
 
     def _at_seam(self, *, before_validation: bool) -> None:
         """Take a snapshot if one is due. What fails costs it; but of several ranks, others may wait for what comes."""
@@ -635,7 +630,7 @@ class Snapshotter(OfTrainer):
 
     def _decide(self) -> dict[str, Any] | None:
         """See :meth:`Coordinator.decide`."""
-        how = self.best_effort.run("asking whether a snapshot can begin", self.writing.decide, None)
+        how = self.writing.decide()
         return how.plain() if how is not None else None
 
     def _take(self, how: Decision, *, before_validation: bool = False) -> None:

@@ -79,6 +79,20 @@ class Topology:
         number = self.places.index(self.here)
         return replace(info, hosts=len(self.places), apart=number if apart else None)
 
+    def check_storage(self, ranks: Agreement, url: str, info: RunInfo) -> None:
+        """Refuse storage that is not one for all places, each of which puts its shards there. Every rank calls it.
+
+        Args:
+            ranks: all of them.
+            url: durable directory of the run.
+            info: of the attempt, whose claim rank 0 has written there.
+
+        Raises:
+            SettingsError: if one place doesn't see there what rank 0 has written, or can't write there itself.
+        """
+        leads = self.is_guest and self.here[0] == self.rank
+        ranks.together(lambda: _check_storage(url, info) if leads else None)
+
 
 def place_of(location: Location) -> str:
     """The same for ranks that would reach one local server: one kernel, and one runtime directory on it."""
@@ -88,22 +102,6 @@ def place_of(location: Location) -> str:
         logger.debug("no server can be had here: %s", error)
         return secrets.token_hex(16)
     return f"{this_host().partition(' ')[0]} {folder.st_dev} {folder.st_ino}"
-
-
-def check_storage(ranks: Agreement, location: Location, info: RunInfo) -> None:
-    """Refuse storage that is not one place for all hosts, each of which puts its shards there. Every rank calls it.
-
-    Args:
-        ranks: all of them.
-        location: of the run.
-        info: of the attempt, whose claim rank 0 has written there.
-
-    Raises:
-        SettingsError: if one host doesn't see there what rank 0 has written, or can't write there itself.
-    """
-    hosts = ranks.gather(place_of(location))
-    leads = hosts[ranks.rank] != hosts[0] and hosts.index(hosts[ranks.rank]) == ranks.rank
-    ranks.together(lambda: _check_storage(location.url, info) if leads else None)
 
 
 def _check_storage(url: str, info: RunInfo) -> None:

@@ -25,7 +25,7 @@ from lightning_spot.session import preflight, resume, topology
 from lightning_spot.session.collectives import Agreement
 from lightning_spot.session.preflight import check_alike, check_one_model, check_one_optimizer
 from lightning_spot.session.resume import bring_below
-from lightning_spot.session.topology import check_storage
+from lightning_spot.session.topology import Topology
 from lightning_spot.store.local import LocalStore
 from tests.distributed.test_restore import put
 from tests.support.oracle import claim_of
@@ -305,7 +305,6 @@ def test_a_directory_one_host_cannot_see_is_refused_at_start(
 ) -> None:
     """Rank 0 wrote to its own disk, and a resume failed on the other hosts."""
     monkeypatch.setattr(topology, "SEEN_S", 0.0)
-    monkeypatch.setattr(topology, "place_of", lambda _: f"host {rank_of_this_thread() // 2}")
     info = info_of(str(tmp_path / "run"), 1)
     LocalStore(str(tmp_path / "run")).claim(info.claim())
     asked = list[int]()
@@ -317,9 +316,9 @@ def test_a_directory_one_host_cannot_see_is_refused_at_start(
     monkeypatch.setattr(topology, "open_store", open_store)
 
     def check(trainer: Any) -> str:
-        location = Location.of(tmp_path / "run", local_server=False)
+        ranks = Agreement(trainer)
         try:
-            check_storage(Agreement(trainer), location, info)
+            Topology(((0, 1), (2, 3)), ranks.rank).check_storage(ranks, str(tmp_path / "run"), info)
         except SpotError as error:
             return str(error)
         return ""
@@ -341,13 +340,13 @@ def test_storage_that_answers_slowly_is_looked_at_no_longer(tmp_path: Path, monk
             return super().folder(*given, **more)
 
     monkeypatch.setattr(topology, "SEEN_S", 0.5)
-    monkeypatch.setattr(topology, "place_of", lambda _: f"host {rank_of_this_thread()}")
     monkeypatch.setattr(topology, "open_store", Slow)
-    location, info = Location.of(tmp_path / "run", local_server=False), info_of(str(tmp_path / "run"), 1)
+    info = info_of(str(tmp_path / "run"), 1)
 
     def check(trainer: Any) -> None:
+        ranks = Agreement(trainer)
         with pytest.raises(SpotError):
-            check_storage(Agreement(trainer), location, info)
+            Topology(((0,), (1,)), ranks.rank).check_storage(ranks, str(tmp_path / "run"), info)
 
     on_ranks(2, check)
     assert 1 <= len(looks) <= 3

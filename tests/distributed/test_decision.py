@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ import torch
 from lightning_spot import EverySteps
 from lightning_spot.capture import layouts
 from lightning_spot.capture import writer as writer_module
-from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError, SnapshotFailedError
 from lightning_spot.run.location import Location
@@ -23,13 +24,11 @@ from lightning_spot.server.host import InProcessHost
 from lightning_spot.session import coordinator as fit_coordinator
 from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
 from lightning_spot.session.topology import Topology
-from lightning_spot.store.retention import Keep
-from tests.support.ranks import OneRank
+from tests.support.ranks import RING, OneRank
 from tests.support.said import keys
 from tests.support.server import named_run
 
 ONE, TWO = ((0, 1, 2, 3),), ((0, 1), (2, 3))
-RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=Keep(newest=1), strict=False)
 SERVERS = ("spot://a:1", "spot://b:1")
 
 
@@ -194,20 +193,18 @@ def test_a_rank_that_cannot_join_is_an_error_of_all(tmp_path: Path, monkeypatch:
     info = named_run("run", str(tmp_path / "run"))
     ranks = SimpleNamespace(size=2, together=together, on_rank_zero=lambda _: None, tell=lambda _: (info, False, "1"))
     monkeypatch.setattr(fit_coordinator, "Agreement", lambda _: ranks)
-    monkeypatch.setattr(fit_coordinator, "open_host", lambda *_: host)
+    monkeypatch.setattr(Location, "open_host", lambda *_: host)
     monkeypatch.setattr(Topology, "meet", lambda *_: Topology(ONE))
-    monkeypatch.setattr(writer_module, "LoneThread", _no_thread)
+    monkeypatch.setattr(writer_module, "LoneThread", Mock(side_effect=RuntimeError("can't start new thread")))
+    before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="new thread"):
         made.begin()
     assert made.attempt is None
+    assert not [each for each in set(threading.enumerate()) - before if each.name.startswith("spot-copier")]
     made.let_go()
     assert (len(heard), gone) == (1, [False])
     monkeypatch.undo()
     host.leave(complete=True)
-
-
-def _no_thread(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("can't start new thread")
 
 
 def test_snapshots_that_never_count_were_not_taken(tmp_path: Path) -> None:

@@ -20,12 +20,11 @@ import torch
 from lightning_spot import EverySteps
 from lightning_spot.capture import attempt as attempt_module
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import RingSettings, open_host
 from lightning_spot.capture.layouts import ShardedCheckpointLayouter
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.local_server import LocalServer
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, TierError
-from lightning_spot.run.location import Location
+from lightning_spot.run.location import Location, RingSettings
 from lightning_spot.session.coordinator import Coordinator, Decision, SnapshotSettings
 from lightning_spot.session.topology import Topology
 from lightning_spot.sharded.reader import ImageReader, load_all, read_folder
@@ -56,7 +55,7 @@ class Ranks:
         self.location = location = Location.of(root / "run", servers=servers or None)
         self.store, self.weights, talk = LocalStore(location.url), torch.rand(ROWS * COLUMNS), Group(4)
         self.frozen = torch.rand(ROWS * COLUMNS)
-        host = open_host(location, RING)
+        host = location.open_host(RING)
         attempt = begun(location, host, RING, self._layouter(0))
         attempt.info = Topology(HOSTS, 0).told(attempt.info, apart=True)
         host.open_run(attempt.info)
@@ -87,7 +86,7 @@ class Ranks:
         return lambda info: ShardedCheckpointLayouter(rank, 4, info.token)
 
     def _joined(self, first: Attempt, rank: int) -> Attempt:
-        host, info = open_host(self.location, RING), Topology(HOSTS, rank).told(first.info, apart=True)
+        host, info = self.location.open_host(RING), Topology(HOSTS, rank).told(first.info, apart=True)
         host.open_run(info)
         more: dict[str, Any] = {"rank": rank, "is_guest": rank in HOSTS[1], "lineage": first.lineage}
         return Attempt(self.location, info, host, RING, self._layouter(rank)(info), **more)
@@ -181,16 +180,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         yield lambda at: made.enter_context(
             contextlib.closing(Ranks(tmp_path, url if at == "server" else "", monkeypatch))
         )
-
-
-@pytest.mark.parametrize("at", ["storage", "server"])
-def test_the_last_one_is_waited_for_and_durable(make: Callable[[str], Ranks], at: str) -> None:
-    ranks = make(at)
-    ranks.write(1, URGENT)
-    assert ranks.attempt.writer.committed.snapshot == snapshot_name(1, 1)
-    ranks.write(2, LAST)
-    assert ranks.finish()
-    ranks.check(snapshot_name(2, 1, complete=True))
 
 
 @pytest.mark.parametrize(

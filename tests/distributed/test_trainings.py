@@ -24,7 +24,6 @@ from lightning_spot.run.location import Location
 from lightning_spot.server import reconcile
 from lightning_spot.server.host import Host
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.session import coordinator
 from lightning_spot.sharded.reader import ImageReader, load_all
 from lightning_spot.snapshot.files import MODEL_FILE
 from lightning_spot.snapshot.manifest import Manifest
@@ -283,18 +282,18 @@ def test_a_draining_server_leaves_a_training_without_loss(
 
 def train_beside_a_server_that_leaves(root: Path) -> None:
     """As ``train``, on two ranks; once rank 1 has connected to its server, that is gone."""
-    opened = coordinator.open_host
+    opened = Location.open_host
 
     def leaves(location: Location, settings: Any) -> Host:
         host = opened(location, settings)
         if os.environ.get("LOCAL_RANK") == "1":
-            coordinator.open_host = opened
+            Location.open_host = opened  # type: ignore[method-assign]
             process = find_record(location.url).process()
             assert process is not None
             assert process.kill(30.0)
         return host
 
-    coordinator.open_host = leaves
+    Location.open_host = leaves  # type: ignore[method-assign]
     train(root)
 
 

@@ -22,7 +22,7 @@ import torch
 from lightning_spot import SpotCheckpoint, retry
 from lightning_spot.capture import attempt as attempt_module
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import HostLink, RingSettings
+from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.layouts import CheckpointLayouter
 from lightning_spot.capture.writer import store_streamed
 from lightning_spot.cli.command import main
@@ -42,9 +42,9 @@ from lightning_spot.session.coordinator import Coordinator
 from lightning_spot.snapshot.layout import lay_out
 from lightning_spot.snapshot.manifest import snapshot_name
 from lightning_spot.store.local import LocalStore
-from lightning_spot.store.retention import Keep
 from lightning_spot.store.store import Holdings
 from tests.support.filled import check_archive, fill
+from tests.support.ranks import RING
 from tests.support.said import informed, said
 from tests.support.server import RUN_ID, image_of, manifest_of, server_pid
 from tests.support.snapshots import check_all, spot
@@ -218,10 +218,6 @@ def test_a_state_that_fits_no_memory_is_streamed(
     assert "run-complete" in informed(caplog)
 
 
-RING = RingSettings(slots=4, memory_bytes=2**24, server_idle_timeout_s=9.0, keep=Keep(newest=2), strict=False)
-NOW, SOON = Deadline.of(None, 0.0), Deadline.of(None, 60.0)
-
-
 def told(durable: Path, attempt: int = 1) -> RunInfo:
     return RunInfo(name="run", id=RUN_ID, location="", attempt=attempt, token=f"{attempt}", durable_url=str(durable))
 
@@ -237,7 +233,8 @@ def write(attempt: Attempt, state: Any, step: int, *, complete: bool = False) ->
     attempt.writer.settle(30.0)
 
 
-def secured(attempt: Attempt, deadline: Deadline) -> str:
+def secured(attempt: Attempt, try_s: float) -> str:
+    deadline = Deadline.of(None, try_s)
     return attempt.secure(deadline, attempt.plan(deadline), lambda: False)
 
 
@@ -253,9 +250,9 @@ def test_saves_past_memory_persist_if_no_old_one_can_be_deleted(
         write(attempt, {"weights": torch.ones(5000)}, step)
     assert len(LocalStore(tmp_path).survey().manifests) == 4
     assert [str(facts["error"]) for facts in said(caplog, "retention-failed")] == ["it may not be deleted"]
-    assert "is safe in" in secured(attempt, SOON)
+    assert "is safe in" in secured(attempt, 60.0)
     attempt.writer.past_memory = None
-    assert "safe nowhere else" in secured(attempt, NOW)
+    assert "safe nowhere else" in secured(attempt, 0.0)
     attempt.finish(0.0, complete=False)
 
 
@@ -264,7 +261,7 @@ def test_what_a_lost_server_had_is_named(tmp_path: Path, caplog: pytest.LogCaptu
     """The one that was started anew has nothing to flush, and says so."""
     ask: Any = lambda _question, default: default  # noqa: E731
     link: Any = SimpleNamespace(losses=1, host=None, wait=lambda _: None, close=lambda: None, ask=ask)
-    attempt = attempt_at(tmp_path, InProcessHost(slots=4, memory_bytes=1000, open_store=LocalStore))
+    attempt = attempt_at(tmp_path, SimpleNamespace(tiers=dict))
     attempt.writer.link, attempt.writer.committed = link, manifest_of(1, nbytes=5000)
     if is_durable:
         part = memoryview(image_of(1, 5000))
@@ -410,7 +407,7 @@ def test_the_last_snapshot_is_taken_again_if_damaged_in_memory(
 
 def test_damage_before_a_deadline_is_logged(run: Damaging) -> None:
     """The notice's whole grace went by, and it was said to be in memory."""
-    assert "dropped (run/step-000000002" in secured(run.attempt, Deadline.of(None, 600.0))
+    assert "dropped (run/step-000000002" in secured(run.attempt, 600.0)
     assert run.durable() == [1]
 
 
@@ -474,7 +471,7 @@ def test_no_earlier_attempt_and_no_file_makes_a_snapshot_safe(tmp_path: Path) ->
     assert host.safe_step() is None
     attempt = attempt_at(tmp_path / "run", host)
     attempt.writer.committed = manifest_of(50, 2)
-    assert "safe nowhere else" in secured(attempt, NOW)
+    assert "safe nowhere else" in secured(attempt, 0.0)
     stores[durable].fail(None)
     assert host.flush(30.0) == []
     assert host.safe_step() == 50

@@ -9,12 +9,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 
-from lightning_spot.capture import host_link, writer
-from lightning_spot.capture.host_link import HostLink, RingSettings
+from lightning_spot.capture.host_link import HostLink
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
     FailureReason,
@@ -24,21 +22,15 @@ from lightning_spot.errors import (
     TierError,
     TierReason,
 )
-from lightning_spot.interval.policy import EverySteps
+from lightning_spot.run import location
 from lightning_spot.run.location import Location
-from lightning_spot.run.survey import survey
 from lightning_spot.server.host import Host, InProcessHost
-from lightning_spot.session import coordinator
-from lightning_spot.session.coordinator import SnapshotSettings
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
-from lightning_spot.store.retention import Keep
-from tests.support.ranks import OneRank, begun
+from tests.support.ranks import RING, begun
 from tests.support.said import informed, said
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G13")
-
-RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=Keep(newest=1), strict=False)
 
 
 class Listed(InProcessHost):
@@ -54,26 +46,6 @@ class Listed(InProcessHost):
 
     def disconnect(self) -> None:
         self.gone.append("disconnected")
-
-
-def test_an_attempt_for_which_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``test_decision`` has a rank beside rank 0."""
-    found, host = survey(Location.of(str(tmp_path / "run"), local_server=False)), Listed()
-    monkeypatch.setattr(coordinator, "open_host", lambda *_: host)
-    settings = SnapshotSettings(
-        policy=EverySteps(1), ring=RING, on_full="skip", upload_timeout_s=1.0, copy_mode="eager"
-    )
-    resume: Any = SimpleNamespace(found=found, trial=lambda: None)
-    strategy = SimpleNamespace(broadcast=lambda said: said, model=None)
-    one: Any = OneRank(strategy=strategy, world_size=1, global_rank=0, is_global_zero=True)
-    made = coordinator.Coordinator(one, found.location, settings, resume, dict)
-    before = set(threading.enumerate())
-    monkeypatch.setattr(writer, "LoneThread", Mock(side_effect=RuntimeError("can't start new thread")))
-    with pytest.raises(RuntimeError, match="new thread"):
-        made.begin()
-    assert not [each for each in set(threading.enumerate()) - before if each.name.startswith("spot-copier")]
-    made.let_go()
-    assert host.gone == ["left"]
 
 
 def test_only_consequences_of_a_logged_loss_are_not_logged_again(
@@ -116,7 +88,7 @@ def test_ranks_of_a_host_never_write_into_rings_of_their_own(
     def refused(*_: Any, **__: Any) -> Host:
         raise ServerUnreachableError("it has gone, too")
 
-    monkeypatch.setattr(host_link, "start", refused)
+    monkeypatch.setattr(location, "start", refused)
     try:
         attempt.writer.link.lose(host, ServerUnreachableError("it has gone"))
         found = attempt.writer.link.wait(1.0)

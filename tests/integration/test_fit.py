@@ -26,7 +26,6 @@ from lightning_spot.cli import main
 from lightning_spot.client import starting
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
-    ModelChangedError,
     NotSerializableError,
     RunBusyError,
     SettingsError,
@@ -250,23 +249,6 @@ def test_what_is_safe_is_said_after_an_error(
     assert "step 6 is durable" in facts["safe"]
     assert bool(facts["way_on"]) is (error is KeyboardInterrupt)  # it might meet ours again
     assert manifests(tmp_path)[0].step == 6
-
-
-def test_a_changed_model_is_named(tmp_path: Path) -> None:
-    stopped(tmp_path)
-    before = manifests(tmp_path)
-
-    class Wider(Net):
-        def __init__(self) -> None:
-            super().__init__(width=48)
-            self.extra = torch.nn.Linear(2, 2)
-
-    with pytest.raises(ModelChangedError) as caught:
-        trainer(spot(tmp_path)).fit(Wider(), data())
-    assert caught.value.missing == ["extra.bias", "extra.weight"]
-    assert any("net.0.weight (32, 16)→(48, 16)" in item for item in caught.value.reshaped)
-    assert "extra.bias" in str(caught.value)
-    assert manifests(tmp_path) == before
 
 
 @pytest.mark.parametrize("local_server", [True, False])

@@ -29,6 +29,7 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.store.fences import Claim
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
+from tests.support.ranks import RING
 from tests.support.said import said
 from tests.support.server import RunningServer, StartServer
 from tests.support.snapshots import serverless
@@ -210,9 +211,7 @@ def test_attempts_that_begin_at_once_get_numbers_of_their_own(tmp_path: Path) ->
         own = replace(found, identity=replace(found.identity, run_id=new_id()))  # each has looked by itself
         host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
         try:
-            info, _ = begin_attempt(
-                own, host, keep=Keep(newest=2), min_upload_interval_s=0.0, compression="off", replicas=1
-            )
+            info, _ = begin_attempt(own, host, RING)
             assert info.id in [run["id"] for run in host._server.listed()]
             return info
         finally:
@@ -234,9 +233,7 @@ def test_an_unreadable_tier_leaves_a_gap_and_is_claimed_later(tmp_path: Path) ->
     train(path, 7)
     found = replace(survey(Location.of(str(path), local_server=False)), claim=None, answers=[])
     host = InProcessHost(slots=2, memory_bytes=2**24, open_store=open_store)
-    info, is_claimed = begin_attempt(
-        found, host, keep=Keep(newest=2), min_upload_interval_s=0.0, compression="off", replicas=1
-    )
+    info, is_claimed = begin_attempt(found, host, RING)
     watch = ClaimWatch(str(path), info.claim(), is_made=is_claimed, fenced=lambda error: pytest.fail(str(error)))
     try:
         assert info.attempt == JUMP

@@ -118,23 +118,27 @@ def test_a_restarted_sweep_finds_its_trials_by_their_order(tmp_path: Path, caplo
 
 
 class Deeper(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
         self.more = torch.nn.Linear(1, 1)
 
 
-@pytest.mark.parametrize("other", [Deeper, lambda: Net(width=8)], ids=["names", "shapes"])
-def test_a_program_that_skips_a_training_gets_no_others_weights(tmp_path: Path, other: Any) -> None:
+@pytest.mark.parametrize("width", [32, 48], ids=["names", "shapes too"])
+def test_a_program_that_skips_a_training_gets_no_others_weights(tmp_path: Path, width: int) -> None:
     """The first ``fit`` of a process is the first run, whatever it trains."""
     fold(tmp_path, start=0.0)
     store = LocalStore(tmp_path / "run")
     before = {each.name: (store.root / each.data_path).read_bytes() for each in store.survey().manifests}
     new_process()
-    model = other()
+    model = Deeper(width)
     untouched = copy.deepcopy(model.state_dict())
     with pytest.raises(ModelChangedError, match=r"fit-n.*dirpath") as error:
         trainer(spot(tmp_path), max_epochs=9).fit(model, data(6))
-    assert error.value.missing or error.value.reshaped
+    assert error.value.missing == ["more.bias", "more.weight"]
+    assert "more.bias" in str(error.value)
+    assert [line for line in error.value.reshaped if "net.0.weight" in line] == (
+        ["net.0.weight (32, 16)→(48, 16)"] if width == 48 else []
+    )
     assert all(torch.equal(value, untouched[name]) for name, value in model.state_dict().items())
     assert {each.name: (store.root / each.data_path).read_bytes() for each in store.survey().manifests} == before
 
@@ -201,14 +205,12 @@ def test_a_pruned_trial_is_over_and_another_exception_is_said(tmp_path: Path, ca
     assert callback.location.name == "run-fit-2"
 
 
-def test_a_server_of_a_trial_goes_when_the_next_one_begins(tmp_path: Path) -> None:
+def test_the_server_of_a_pruned_trial_goes_with_it(tmp_path: Path) -> None:
     with pytest.raises(TrialPruned):
-        trainer(spot(tmp_path / "one", local_server=True), StopAt(5, TrialPruned)).fit(Net(), data(6))
-    record = find_record(str(tmp_path / "one" / "run"))
-    assert record.running()
-    fold(tmp_path / "two", start=0.0)
-    until(lambda: not record.running(), "the server of the first trial to end")
-    assert LocalStore(tmp_path / "one" / "run").survey().manifests[0].step == 4
+        trainer(spot(tmp_path, local_server=True), StopAt(5, TrialPruned)).fit(Net(), data(6))
+    record = find_record(str(tmp_path / "run"))
+    until(lambda: not record.running(), "its server to end")
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == 4
 
 
 class Tuned(Net):

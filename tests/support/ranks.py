@@ -19,7 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_spot.capture.attempt import Attempt
-from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.capture.layouts import (
     CheckpointLayouter,
     Laid,
@@ -32,7 +31,7 @@ from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.client.stores import open_store
 from lightning_spot.run.attempts import begin_attempt
 from lightning_spot.run.identity import new_id
-from lightning_spot.run.location import Location
+from lightning_spot.run.location import Location, RingSettings
 from lightning_spot.run.survey import survey
 from lightning_spot.server.host import Host, InProcessHost
 from lightning_spot.server.runs import RunInfo
@@ -45,6 +44,7 @@ from tests.support.filled import fill
 from tests.support.server import named_run
 
 Shape = tuple[int, ...]
+RING = RingSettings(slots=2, memory_bytes=2**20, server_idle_timeout_s=9.0, keep=Keep(newest=1), strict=False)
 
 
 @contextlib.contextmanager
@@ -133,14 +133,7 @@ def begun(
     layouter: Callable[[RunInfo], RankLayouter] = lambda _info: CheckpointLayouter(),
 ) -> Attempt:
     """An attempt, as rank 0 has it."""
-    info, is_made = begin_attempt(
-        survey(location),
-        host,
-        keep=ring.keep,
-        min_upload_interval_s=ring.min_upload_interval_s,
-        compression=ring.compression,
-        replicas=ring.replicas,
-    )
+    info, is_made = begin_attempt(survey(location), host, ring)
     attempt = Attempt(location, info, host, ring, layouter(info), lineage=new_id())
     attempt.hold_claim(is_made=is_made)
     return attempt

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from lightning_spot import SpotCheckpoint
-from lightning_spot.capture.host_link import RingSettings
 from lightning_spot.client import remote
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import SettingsError
 from lightning_spot.protocol.wire import PartKind
-from lightning_spot.run.location import Location
+from lightning_spot.run.location import Location, RingSettings
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.snapshot import packing
 from lightning_spot.store.retention import Keep
