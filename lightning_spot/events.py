@@ -24,8 +24,6 @@ from lightning_spot.say import listen, recovered, say
 from lightning_spot.threads import InBackground
 from lightning_spot.untrusted import plain
 
-logger = logging.getLogger(__name__)
-
 CLOSE_S = 5.0
 """How long the end of a ``fit``, or of a server, waits for events to be sent."""
 

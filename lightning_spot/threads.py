@@ -66,36 +66,34 @@ class InBackground(Generic[T]):
         handle: does it, and says what fails.
         name: of the thread.
         most: items that wait; newer ones count.
+
+    Attributes:
+        is_idle: whether nothing is being handled.
     """
 
     def __init__(self, handle: Callable[[T], object], name: str, most: int) -> None:
         self._handle, self._name = handle, name
         self._waiting: deque[T] = deque(maxlen=most)
         self._changed = threading.Condition()
-        self._is_busy = self._is_closed = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being handled."""
-        return not self._is_busy
+        self.is_idle, self._is_closed = True, False
 
     def add(self, item: T) -> bool:
         """Have an item handled; whether a thread is at it."""
         with self._changed:
             if not self._is_closed:
                 self._waiting.append(item)
-                if not self._is_busy:
+                if self.is_idle:
                     try:
                         in_background(self._handle_all, self._name)
-                        self._is_busy = True
+                        self.is_idle = False
                     except RuntimeError as error:  # no more threads can be had: the next item tries again
                         logger.debug("%s: %s", self._name, error)
-            return self._is_busy
+            return not self.is_idle
 
     def wait(self, wait_s: float) -> bool:
         """Wait so many seconds at most until nothing is being handled; whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._is_busy, wait_s)
+            return self._changed.wait_for(lambda: self.is_idle, wait_s)
 
     def close(self, wait_s: float) -> bool:
         """Wait so many seconds at most until all are handled, and handle no more; whether all are."""
@@ -108,7 +106,7 @@ class InBackground(Generic[T]):
         while True:
             with self._changed:
                 if not self._waiting:
-                    self._is_busy = False
+                    self.is_idle = True
                     self._changed.notify_all()
                     return
                 item = self._waiting.popleft()

@@ -384,21 +384,6 @@ def guarded(*callbacks: pl.Callback, path: str | None = "last", seed: int = 1, *
     return made
 
 
-def test_the_guard_alone_beside_model_checkpoint(tmp_path: Path) -> None:
-    def fit(*callbacks: pl.Callback, **more: Any) -> dict[str, torch.Tensor]:
-        save = ModelCheckpoint(str(tmp_path / "best"), save_last=True)
-        module = guarded(*callbacks, save, **more).lightning_module
-        return {name: value.clone() for name, value in module.state_dict().items()}
-
-    expected = fit(path=None)
-    for path in (tmp_path / "best").iterdir():
-        path.unlink()
-    with pytest.raises(SystemExit):
-        fit(At(11, term), path=None)
-    assert (tmp_path / "best" / "last-preempted.ckpt").exists()
-    assert list(differences(expected, fit(seed=9))) == []
-
-
 def test_a_folder_that_a_restart_cannot_find_is_named_early(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit):
         guarded(At(11, term), ModelCheckpoint(), logger=CSVLogger(str(tmp_path)))

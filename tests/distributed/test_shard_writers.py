@@ -207,12 +207,6 @@ def test_what_ranks_have_written_is_the_checkpoint_of_its_step(desk: Desk) -> No
     assert len({each.shard.start for each in desk.shards(5)}) == len(desk.ranges)
 
 
-def test_ranges_are_equal(desk: Desk) -> None:
-    [done.result(LAST_S) for done in desk.take(1)]
-    nbytes = sum(weight.nbytes for weight in desk.weights[0])
-    assert max(each.files[0].nbytes for each in desk.shards(1)) < nbytes / 3 + 2 * LEAST_PART_BYTES
-
-
 def test_optimizers_that_begin_and_cease_to_keep_something(desk: Desk) -> None:
     moments = [tensors(2, 5) for _ in desk.weights]
     for first, change in ((1, list.extend), (4, lambda mine, more: mine.__delitem__(slice(3, 3 + len(more))))):

@@ -235,40 +235,29 @@ def test_every_snapshot_is_its_step_while_training_continues(
 
 @pytest.mark.guarantee("G3")
 @pytest.mark.parametrize("steps", many(1000, few=24))
-@pytest.mark.parametrize(("kind", "compression"), [(Adapted, "auto"), (RunsAhead, "always")])
+@pytest.mark.parametrize(
+    ("kind", "compression"), [(Adapted, "auto"), (RunsAhead, "always"), (Adapted, None), (RunsAhead, None)]
+)
 def test_every_snapshot_is_its_step_at_each_tier_it_reached(
     tmp_path: Path, far: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], compression: Any, steps: int
 ) -> None:
-    """The snapshot server and the durable tier take the newest one whenever they are free."""
+    """The snapshot server and the durable tier take the newest one whenever they are free.
+
+    Or there is no server, and no tier takes any but the first and the last: others are superseded in memory.
+    """
     how = {"servers": far.url, "compression": compression, "min_upload_interval_s": 0.0}
-    each = by_a_server(tmp_path, kind, steps, caplog, **how)
-    assert far.host == each
-    for tier in (far.memory, far.durable):
-        assert tier.items() <= each.items()
-        assert len(tier) > 1
-        assert max(tier) == max(each)
-
-
-@pytest.mark.guarantee("G3")
-@pytest.mark.parametrize("steps", many(1000, few=24))
-@pytest.mark.parametrize("kind", [Adapted, RunsAhead])
-def test_every_snapshot_is_its_step_where_no_tier_takes_it(
-    tmp_path: Path, tiers: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], steps: int
-) -> None:
-    """No tier takes any but the first and the last: the others are superseded in memory."""
-    assert tiers.host == by_a_server(tmp_path, kind, steps, caplog, min_upload_interval_s=3600.0)
-
-
-def by_a_server(
-    root: Path, kind: type[Adapted], steps: int, caplog: pytest.LogCaptureFixture, **how: Any
-) -> dict[int, str]:
-    """Train, waiting for slots only, and validate at every fifth step; the digests of what each is to be."""
-    snapshots = at_every_step(root, local_server=True, **how)
+    if compression is None:
+        how = {"min_upload_interval_s": 3600.0}
+    snapshots = at_every_step(tmp_path, local_server=True, **how)
     each = trained(kind(), steps, snapshots, val_check_interval=5)
     assert snapshots.num_dropped == 0
     assert "was dropped" not in caplog.text
-    assert LocalStore(root / "run").survey().manifests[0].complete
-    return each
+    assert LocalStore(tmp_path / "run").survey().manifests[0].complete
+    assert far.host == each
+    for tier in (far.memory, far.durable) if compression else ():
+        assert tier.items() <= each.items()
+        assert len(tier) > 1
+        assert max(tier) == max(each)
 
 
 # -- on GPUs ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from lightning_spot.capture import slot_pool
 from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.writer import SnapshotWriter
-from lightning_spot.errors import FailureReason, NotSerializableError, ServerUnreachableError, SnapshotFailedError
+from lightning_spot.errors import FailureReason, NotSerializableError, SnapshotFailedError
 from lightning_spot.snapshot import layout
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from tests.support.fake_device import FakeDevice
@@ -51,23 +51,6 @@ def test_a_snapshot_nobody_asks_about_leaves_nothing_in_memory(desk: Desk) -> No
     assert len(desk.writer._pending) == 1
 
 
-def test_a_torn_snapshot_is_dropped_and_the_tensor_remembered(desk: Desk) -> None:
-    desk.writer.close()
-    desk.writer = SnapshotWriter(desk.host, copier=Copier(threads=0))  # nothing is copied in the background
-    done = desk.begin(0, desk.checkpoint())
-    desk.weights[1].add_(1)  # before anyone said that it may change
-    desk.writer.copied()
-    with pytest.raises(SnapshotFailedError, check=FailureReason.TORN.caused):
-        done.result(120)
-    assert desk.writer.torn == 1
-    done = desk.begin(1, desk.checkpoint())
-    expected = [weight.clone() for weight in desk.weights]
-    desk.weights[1].add_(1)  # it was copied at once this time
-    desk.writer.copied()
-    done.result(120)
-    assert same(desk.saved(1), expected, desk.buffer)
-
-
 def test_what_cannot_be_laid_out_is_saved_plainly(
     desk: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,19 +83,6 @@ def test_too_large_leaves_the_writer_usable(tmp_path: Path) -> None:
     assert same(desk.saved(1), desk.weights, desk.buffer)
     desk.writer.close()
     desk.host.leave(complete=True)
-
-
-def test_a_lost_ring_is_found_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*_: Any, **__: Any) -> None:
-        raise ServerUnreachableError("gone")
-
-    monkeypatch.setattr(desk.host, "lease", gone)
-    with pytest.raises(ServerUnreachableError):
-        desk.begin(0, desk.checkpoint())
-    monkeypatch.undo()
-    until(lambda: desk.writer.host is not None, "the ring")
-    desk.begin(1, desk.checkpoint()).result(120)
-    assert same(desk.saved(1), desk.weights, desk.buffer)
 
 
 def test_while_snapshots_follow_closely_none_asks_the_ring(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
