@@ -10,7 +10,7 @@ import itertools
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -134,7 +134,7 @@ def send_parts(
         except BaseException:
             sending.stop()
             raise
-    if sending.unserved is not None and not sending.are_taken:
+    if sending.unserved is not None and sending.parts:
         raise sending.unserved
     return sending.sent, sending.wire_s
 
@@ -146,8 +146,8 @@ class _Sending:
         client, url, upload, parts, encoder: see :func:`send_parts`.
 
     Attributes:
+        parts: that no connection has taken yet.
         sent, wire_s: how the parts went.
-        are_taken: whether none is left.
         unserved: why a connection that has sent nothing could not be had.
         arrived_s: when the last one did, by the monotonic clock.
     """
@@ -156,11 +156,11 @@ class _Sending:
         self, client: ServerClient, url: str, upload: str, parts: Iterable[Part], encoder: PartEncoder
     ) -> None:
         self._client, self._url, self._upload, self._encoder = client, url, upload, encoder
-        self._parts, self._lock = iter(parts), threading.Lock()
+        self.parts, self._lock = deque(parts), threading.Lock()
         self._streams: set[PartStream] = set()
         self.sent, self.wire_s = Counter[PartKind](), 0.0
         self.unserved: SpotError | None = None
-        self.are_taken = self._are_stopped = False
+        self._are_stopped = False
         self.arrived_s = time.monotonic()
 
     def run(self) -> None:
@@ -211,10 +211,9 @@ class _Sending:
         for part in list(left.values()):
             yield self._encoder.whole(part)
         while not self._are_stopped:
-            with self._lock:
-                following = next(self._parts, None)
-            if following is None:
-                self.are_taken = True
+            try:
+                following = self.parts.popleft()
+            except IndexError:
                 return
             left[following[0]] = following
             yield self._encoder.encode(following)

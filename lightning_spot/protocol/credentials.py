@@ -19,10 +19,10 @@ import json
 import logging
 import os
 import ssl
+import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from lightning_spot.config import SHORTEST_TOKEN, check_run_name, read_environment, read_secrets, token_file
@@ -70,11 +70,11 @@ class Reloaded(Generic[Made]):
         found: list[tuple[int, ...]] = []
         for path in self._paths:
             try:
-                stat = os.stat(path)
+                at = os.stat(path)
             except OSError:
                 found.append(())
             else:
-                found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+                found.append((at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
         return found
 
 
@@ -259,35 +259,28 @@ def _client_files(ca: str | None, cert: str | None) -> Reloaded[ssl.SSLContext]:
     return Reloaded(filter(None, [ca, cert]), make)
 
 
-def _refuse_pipes(name: str, *paths: str | None) -> None:
-    """A file is read again when it has changed: a pipe brings it once, or keeps who reads it waiting for ever."""
-    with contextlib.suppress(OSError):  # who reads it next says why it cannot be looked at
-        for path in filter(None, paths):
-            if Path(path).is_fifo():
-                raise SettingsError(f"{name}: {path} is a pipe, which cannot be read again. Give a file")
-
-
 def _load_pair(context: ssl.SSLContext, name: str, cert: str, key: str | None) -> None:
-    _refuse_pipes(name, cert, key)
-
     def no_password() -> str:
         raise SettingsError(f"{name}: the key has a password, which nobody can be asked for. Store it without")
 
-    try:
+    with _read(name, "certificate with its key", cert, key):
         context.load_cert_chain(cert, key, no_password)
-    except (OSError, ValueError) as error:
-        if isinstance(error, SettingsError):
-            raise
-        raise SettingsError(f"{name}: no certificate with its key can be read ({_why(error)})") from error
 
 
 def _load_ca(context: ssl.SSLContext, name: str, ca: str) -> None:
-    _refuse_pipes(name, ca)
-    try:
+    with _read(name, "certificates", ca):
         context.load_verify_locations(ca)
+
+
+@contextlib.contextmanager
+def _read(name: str, what: str, *paths: str | None) -> Iterator[None]:
+    """Files are read. They are again when they have changed: a pipe brings it once, or keeps who reads it waiting."""
+    try:
+        if pipe := next((path for path in filter(None, paths) if stat.S_ISFIFO(os.stat(path).st_mode)), None):
+            raise SettingsError(f"{name}: {pipe} is a pipe, which cannot be read again. Give a file")
+        yield
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{name}: no certificates can be read ({_why(error)})") from error
-
-
-def _why(error: Exception) -> str:
-    return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__)
+        if isinstance(error, SettingsError):
+            raise
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__
+        raise SettingsError(f"{name}: no {what} can be read ({why})") from error

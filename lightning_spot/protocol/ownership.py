@@ -169,8 +169,7 @@ def own_socket(path: Path) -> socket.socket:
     """A stream socket bound to ``path``; this user alone may connect from the start, whatever the umask."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if hasattr(socket, "SO_PEERCRED"):  # Linux, where bind takes the mode over from the descriptor
-            os.fchmod(made.fileno(), 0o600)
+        os.fchmod(made.fileno(), 0o600)  # which bind takes over from the descriptor
         made.bind(str(path))
     except BaseException:
         made.close()
@@ -179,15 +178,12 @@ def own_socket(path: Path) -> socket.socket:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is of this user, or root; where that is not told, its mode has to do."""
-    credentials = peer_of(connection)
-    return credentials is None or credentials[1] in (os.geteuid(), _ROOT)
+    """Whether the other end of a Unix socket is of this user, or root."""
+    return peer_of(connection)[1] in (os.geteuid(), _ROOT)
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int] | None:
-    """Process and user at the other end of a Unix socket; ``None`` where the system does not tell."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket; the process is 0 where it is in another namespace."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _group = _CREDENTIALS.unpack(credentials)
     return int(pid), int(user)

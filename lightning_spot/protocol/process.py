@@ -110,10 +110,8 @@ def descendants(pid: int) -> list[int]:
 
 def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; ``None`` where there is none to be had."""
-    if pid <= 0 or not hasattr(os, "pidfd_open"):
-        return None
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(pid)
+    with contextlib.suppress(OSError):  # of an old kernel, too
+        return os.pidfd_open(pid) if pid > 0 else None
     return None
 
 

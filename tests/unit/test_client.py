@@ -274,15 +274,10 @@ def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.
     """Its answer was given a minute, and another connection was tried twice. With several hosts, nothing went on."""
     monkeypatch.setattr(part_streams, "SILENT_S", 0.2)
     monkeypatch.setattr(server_client, "PING_S", 0.1)
-    image = memoryview(bytes(2**26 if sends else 1000))
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as packing:
-        taken = _upgraded_and_left(listener)
-        client = ServerClient(Address("127.0.0.1", listener.getsockname()[1]))
-        encoder = PartEncoder(image, len(image), None, None, packing)
-        manifest = manifest_of(1, 1, len(image), part_bytes=len(image)).sealed(image)
-        began_s = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken, began_s = _upgraded_and_left(listener), time.monotonic()
         with pytest.raises(ServerUnreachableError):
-            send_parts(client, "spot://gone", "upload", manifest, encoder)
+            _send_to(listener.getsockname()[1], 2**26 if sends else 1000)
         assert time.monotonic() - began_s < 45.0
         for connection in taken:
             connection.close()
@@ -290,14 +285,19 @@ def test_a_server_vanishing_while_chunks_are_sent_is_probed(monkeypatch: pytest.
 
 def test_a_server_gone_before_the_first_chunk_is_unreachable() -> None:
     """It was said to serve too many other connections."""
-    image = memoryview(bytes(1000))
-    with socket.create_server(("127.0.0.1", 0)) as gone, ThreadPoolExecutor(1) as packing:
-        client = ServerClient(Address("127.0.0.1", gone.getsockname()[1]))
-        gone.close()
-        encoder = PartEncoder(image, len(image), None, None, packing)
-        manifest = manifest_of(1, 1, len(image), part_bytes=len(image)).sealed(image)
-        with pytest.raises(ServerUnreachableError):
-            send_parts(client, "spot://gone", "upload", manifest, encoder)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(ServerUnreachableError):
+        _send_to(port, 1000)
+
+
+def _send_to(port: int, nbytes: int) -> None:
+    """Send a snapshot of one part as an upload that was begun."""
+    image = memoryview(bytes(nbytes))
+    manifest = manifest_of(1, 1, nbytes, part_bytes=nbytes).sealed(image)
+    with ThreadPoolExecutor(1) as packing:
+        encoder = PartEncoder(image, nbytes, None, None, packing)
+        send_parts(ServerClient(Address("127.0.0.1", port)), "spot://gone", "upload", manifest, encoder)
 
 
 def _upgraded_and_left(listener: socket.socket) -> list[socket.socket]:
