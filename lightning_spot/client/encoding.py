@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from lightning_spot.config import format_bytes
 from lightning_spot.protocol.slot import available_bytes, slot_capacity
-from lightning_spot.protocol.wire import BaseInfo, PartKind
+from lightning_spot.protocol.wire import PartKind
 from lightning_spot.say import say
 from lightning_spot.server.ring import Glance
 from lightning_spot.snapshot.manifest import Manifest
@@ -97,14 +97,14 @@ class PartEncoder:
         base: the snapshot that the receiver holds, as it said; ``None`` for none.
         earlier: the same snapshot here, if it still is.
         packers: threads to pack on.
-        packs: whether what changed is packed, if the receiver can read that.
+        packs: whether what changed is packed, if that can be done here.
     """
 
     def __init__(
         self,
         image: Image,
         part_bytes: int,
-        base: BaseInfo | None,
+        base: Manifest | None,
         earlier: Glance | None,
         packers: Executor,
         *,
@@ -113,7 +113,7 @@ class PartEncoder:
         self._image = image
         self._base = base if base is not None and base.part_bytes == part_bytes else None
         self._earlier = earlier if self._base is not None and _is(earlier, self._base) else None
-        self._packs = packs and base is not None and base.unpacks and can_pack()
+        self._packs = packs and can_pack()
         self._packers = packers
 
     def whole(self, part: Part) -> OutgoingPart:
@@ -124,7 +124,7 @@ class PartEncoder:
     def encode(self, part: Part) -> OutgoingPart:
         """A part in the way in which it is sent."""
         start, stop, digest = part
-        if self._base is not None and self._base.has(start, stop, digest):
+        if self._base is not None and _has(self._base, part):
             return OutgoingPart(start, stop - start, digest, PartKind.SAME, b"")
         earlier = self._earlier
         delta = self._delta(part, earlier) if earlier is not None and start < earlier.manifest.nbytes else None
@@ -149,7 +149,14 @@ class PartEncoder:
         return OutgoingPart(start, len(new), digest, PartKind.DELTA, encode(new, base, ranges, Coding.PLAIN))
 
 
-def _is(earlier: Glance | None, base: BaseInfo) -> bool:
+def _has(base: Manifest, part: Part) -> bool:
+    """Whether a snapshot of parts of the same size has the same part."""
+    start, stop, digest = part
+    index = start // base.part_bytes
+    return stop == min(start + base.part_bytes, base.nbytes) and base.checksums[index : index + 1] == (digest,)
+
+
+def _is(earlier: Glance | None, base: Manifest) -> bool:
     """Whether a snapshot that is here is the one that the receiver speaks of."""
     return earlier is not None and (earlier.manifest.nbytes, earlier.manifest.checksums) == (
         base.nbytes,
@@ -186,7 +193,7 @@ class Approximation:
             and self._since_exact < EXACT_EVERY - 1
         )
 
-    def glance(self, base: BaseInfo | None) -> Glance | None:
+    def glance(self, base: Manifest | None) -> Glance | None:
         """It, if a server says that this is what it has."""
         mine = self._manifest
         if mine is None or base is None:
@@ -273,7 +280,7 @@ class ApproximateEncoder(PartEncoder):
     """Encodes the parts of an approximation by what changed in them. See :class:`PartEncoder`."""
 
     def __init__(
-        self, manifest: Manifest, image: memoryview, changes: dict[int, Change], base: BaseInfo, threads: Executor
+        self, manifest: Manifest, image: memoryview, changes: dict[int, Change], base: Manifest, threads: Executor
     ) -> None:
         super().__init__(image, manifest.part_bytes, base, None, threads)
         self._changes = changes

@@ -22,8 +22,8 @@ from lightning_spot.client.encoding import (
 from lightning_spot.client.part_streams import CONNECTIONS, send_parts
 from lightning_spot.client.server_client import ServerClient, quoted
 from lightning_spot.config import LARGEST
-from lightning_spot.errors import SnapshotNotFoundError, SpotError
-from lightning_spot.protocol.wire import BaseInfo, PartKind, answered, parse_spot_url
+from lightning_spot.errors import CorruptSnapshotError, SnapshotNotFoundError, SpotError
+from lightning_spot.protocol.wire import PartKind, answered, parse_spot_url
 from lightning_spot.server.ring import FindEarlier, nothing_earlier
 from lightning_spot.server.runs import Opened, RunInfo, key_of, parse_run
 from lightning_spot.server.tier import Listed
@@ -62,7 +62,7 @@ class ServerStore:
         self.run = path.rpartition("/")[2]
         self.client = ServerClient(address)
         self.sent = Counter[PartKind]()
-        self._is_slow = False
+        self._is_slow = self._unpacks = False
         self._approximation = Approximation()
         self._info: RunInfo | None = None
 
@@ -174,7 +174,7 @@ class ServerStore:
         return manifest
 
     def _approximate(
-        self, exact: Manifest, image: memoryview, base: BaseInfo, threads: Executor
+        self, exact: Manifest, image: memoryview, base: Manifest, threads: Executor
     ) -> tuple[Manifest, PartEncoder]:
         manifest, approximated, changes = self._approximation.advance(exact, image, threads)
         return manifest, ApproximateEncoder(manifest, approximated, changes, base, threads)
@@ -190,7 +190,7 @@ class ServerStore:
         name, identity = parse_run(self.run)
         return replace(manifest, run=name, run_id=identity or manifest.run_id)
 
-    def _lease(self, manifest: Manifest, attempt: int) -> tuple[str, BaseInfo | None]:
+    def _lease(self, manifest: Manifest, attempt: int) -> tuple[str, Manifest | None]:
         """Begin an upload, and learn the base."""
         path, upload = f"/v1/runs/{quoted(self.run)}/uploads", uuid.uuid4().hex
         body = {
@@ -209,8 +209,11 @@ class ServerStore:
         except BaseException:
             _abort(self.client, upload)  # it may have begun, and only its answer be lost
             raise
-        with answered(self.url):
-            return upload, BaseInfo.read(leased.get("base"))
+        self._unpacks = leased.get("unpacks") is True
+        try:
+            return upload, Manifest.from_dict(leased.get("base"))
+        except CorruptSnapshotError:  # or there is none
+            return upload, None
 
     def _known(self, attempt: int, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Ask a server; one that was restarted and forgot the run is told of it again."""
@@ -222,10 +225,10 @@ class ServerStore:
             return ask()
 
     def _encoder(
-        self, manifest: Manifest, image: memoryview, base: BaseInfo | None, earlier: FindEarlier, threads: Executor
+        self, manifest: Manifest, image: memoryview, base: Manifest | None, earlier: FindEarlier, threads: Executor
     ) -> PartEncoder:
         compression: Compression = self._info.compression if self._info is not None else "auto"
-        packs = compression == "always" or (compression == "auto" and self._is_slow)
+        packs = self._unpacks and (compression == "always" or (compression == "auto" and self._is_slow))
         held = self._approximation.glance(base)
         if base is not None and held is None:
             held = earlier(key_of(manifest), base.name)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import xxhash
@@ -45,7 +44,6 @@ from lightning_spot.protocol.wire import (
     NO_DIGEST,
     PROTOCOL_HEADER,
     UPGRADE,
-    BaseInfo,
     Frame,
     PartKind,
 )
@@ -304,7 +302,7 @@ class UploadRequests:
         upload = await self._wait(request, ask)
         if request[ACCEPTED].gone.done():
             self._server.uploads.abort(upload.id)  # nobody will ever fill it
-        return web.json_response({**leased(self._server, upload), "base": base_info(upload)})
+        return web.json_response({**leased(self._server, upload), "base": base_info(upload), "unpacks": can_pack()})
 
     async def awaited(self, request: web.Request) -> web.Response:
         """Wait until a snapshot counts, or never will (this host only)."""
@@ -371,11 +369,8 @@ class UploadRequests:
 
 
 def base_info(upload: Upload) -> dict[str, Any] | None:
-    """What a sender has to know of the snapshot from which parts of an upload can be made; ``None`` for none."""
-    if upload.base is None:
-        return None
-    manifest = upload.base.manifests[0]
-    return asdict(BaseInfo(manifest.name, manifest.nbytes, manifest.part_bytes, manifest.checksums, can_pack()))
+    """The manifest of the snapshot from which parts of an upload can be made; ``None`` for none."""
+    return upload.base.manifests[0].to_dict() if upload.base is not None else None
 
 
 def leased(server: SnapshotServer, upload: Upload) -> dict[str, Any]:
@@ -386,8 +381,6 @@ def leased(server: SnapshotServer, upload: Upload) -> dict[str, Any]:
         "upload": upload.id,
         "slot": slot.index,
         "generation": slot.generation,
-        "capacity": slot.capacity,
-        "nbytes": upload.nbytes,
         "backing": slot.memory.backing if slot.memory else "",
         "generations": {item.index: item.generation for item in mapped if item.memory},
     }

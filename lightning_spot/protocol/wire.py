@@ -17,9 +17,9 @@ import contextlib
 import enum
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from lightning_spot import errors, untrusted
@@ -127,50 +127,6 @@ class Frame:
         return cls(PartKind(kind), start, nbytes, content_bytes, digest.hex())
 
 
-_MOST_PARTS = 2**20
-
-
-def _checksums(fields: Mapping[str, Any], name: str, _default: object) -> tuple[str, ...]:
-    return tuple(untrusted.texts(fields, name, _MOST_PARTS))
-
-
-@dataclass(frozen=True, slots=True)
-class BaseInfo:
-    """What a server says of the snapshot from which it can make parts of the one that is sent.
-
-    Attributes:
-        name: of the snapshot.
-        nbytes: its size.
-        part_bytes: size of its parts.
-        checksums: of its parts.
-        unpacks: whether the server can read deltas that are compressed.
-    """
-
-    name: Annotated[str, untrusted.text]
-    nbytes: Annotated[int, untrusted.whole(0, untrusted.MOST_BYTES)]
-    part_bytes: Annotated[int, untrusted.whole(1, untrusted.MOST_BYTES)]
-    checksums: Annotated[tuple[str, ...], _checksums]
-    unpacks: bool = False
-
-    def has(self, start: int, stop: int, digest: str) -> bool:
-        """Whether the part from ``start`` to ``stop`` is the same there."""
-        index, within = divmod(start, self.part_bytes)
-        return (
-            not within
-            and index < len(self.checksums)
-            and stop == min(start + self.part_bytes, self.nbytes)
-            and self.checksums[index] == digest
-        )
-
-    @classmethod
-    def read(cls, fields: Any) -> BaseInfo | None:
-        """Read it from a server's answer; what is malformed counts as none."""
-        try:
-            return untrusted.decoded(cls, untrusted.as_object(fields))
-        except MalformedError:
-            return None
-
-
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where a server listens: a TCP host and port, or a Unix socket.
@@ -215,6 +171,8 @@ def parse_spot_url(url: str) -> tuple[Address, str]:
 
 def error_status(error: SpotError) -> int:
     """HTTP status for an error."""
+    if isinstance(error, errors.ServerRefusedError) and error.status:
+        return error.status
     for reason, status in _STATUS_OF_REASON.items():
         if reason.caused(error):
             return status
