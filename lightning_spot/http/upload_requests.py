@@ -10,10 +10,9 @@ import functools
 import logging
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import xxhash
@@ -236,9 +235,6 @@ class _Relay(asyncio.Protocol):
 MOST_STREAMS = 1024
 """Streams of parts at once, shared by clients, each on a thread: many hosts send their shards at the same time."""
 
-MOST_FURTHER_STREAMS = 256
-"""Streams beyond the first of an upload, shared by uploads: each has one, as long as there are threads."""
-
 
 class UploadRequests:
     """Handlers over the uploads of a server.
@@ -255,10 +251,8 @@ class UploadRequests:
         self._server = server
         self._waiting = Quota(MOST_WAITING, "requests that wait", FailureReason.RING_FULL)
         self._waiting_threads = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="spot-wait")
-        self._streams: Counter[str] = Counter()  # of each upload
         self._stream_threads = ThreadPoolExecutor(MOST_STREAMS, thread_name_prefix="spot-stream")
         self._streaming = Quota(MOST_STREAMS, "streams", TierReason.TOO_MANY_STREAMS)
-        self._further = Quota(MOST_FURTHER_STREAMS, "further streams", TierReason.TOO_MANY_STREAMS)
         self._scratch = Quota(SCRATCH_BYTES, "memory beside the slots")
 
     def routes(self) -> list[web.RouteDef]:
@@ -329,22 +323,17 @@ class UploadRequests:
         """Hand the connection over to a thread that receives straight into the slot."""
         upload = self._server.uploads.find(request.match_info["upload"])
         client, loop = request[ACCEPTED].client, asyncio.get_running_loop()
-        further = self._further.holding(upload.id) if self._streams[upload.id] else nullcontext()
-        with self._streaming.holding(client), further:
-            self._streams[upload.id] += 1
-            try:
-                async with switched(request) as connection:  # what it refuses is answered: no stream has begun
-                    try:
-                        with (
-                            BoundedSocket(fileno=connection.detach()) as bounded,
-                            self._server.uploads.streaming(upload, bounded),
-                        ):
-                            receiver = PartReceiver(bounded, client, self._server, upload, self._scratch)
-                            await loop.run_in_executor(self._stream_threads, receiver.run)
-                    except (OSError, SpotError) as error:
-                        logger.debug("a stream of parts ended: %s", error)
-            finally:
-                self._streams -= Counter([upload.id])  # which forgets who has none
+        with self._streaming.holding(client):
+            async with switched(request) as connection:  # what it refuses is answered: no stream has begun
+                try:
+                    with (
+                        BoundedSocket(fileno=connection.detach()) as bounded,
+                        self._server.uploads.streaming(upload, bounded),
+                    ):
+                        receiver = PartReceiver(bounded, client, self._server, upload, self._scratch)
+                        await loop.run_in_executor(self._stream_threads, receiver.run)
+                except (OSError, SpotError) as error:
+                    logger.debug("a stream of parts ended: %s", error)
         return web.Response()
 
     async def commit(self, request: web.Request) -> web.Response:

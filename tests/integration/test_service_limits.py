@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ import pytest
 
 from lightning_spot.cli.cert import SERVER, SERVER_KEY
 from lightning_spot.client.encoding import OutgoingPart
-from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
@@ -34,7 +33,6 @@ from lightning_spot.errors import (
     SettingsError,
     SnapshotFailedError,
     SnapshotNotFoundError,
-    TierReason,
 )
 from lightning_spot.http import fields, limits, routes, upload_requests
 from lightning_spot.http.limits import Connections
@@ -611,29 +609,8 @@ def test_a_stream_whose_upgrade_a_proxy_took_away_is_told_so(lasting_server: Run
 # -- many senders at once ---------------------------------------------------------------------------------------------
 
 
-def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 64 hosts sends over four connections: the first ones must not keep the others out."""
-    monkeypatch.setattr(upload_requests, "MOST_FURTHER_STREAMS", 4)
-    with asked(server_of()) as client, ExitStack() as stack:
-        open_run(client)
-        streams = []
-        for step in range(24):
-            upload = begin(client, 4096)
-            streams.append(PartStream(client, upload))
-            stack.callback(streams[-1].close)
-            with (
-                pytest.raises(ServerRefusedError, check=TierReason.TOO_MANY_STREAMS.caused)
-                if step >= 4
-                else nullcontext()
-            ):  # of an upload that is new, the second one is the last that others leave
-                stack.callback(PartStream(client, upload).close)
-        for step, stream in enumerate(streams):
-            part = part_of(image_of(step, 4096))
-            assert list(stream.send([part])) == [(part, part.digest)]
-
-
 def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_requests, "MOST_FURTHER_STREAMS", 2)
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 4)  # half of them are for a lone client
     server = server_of()
     with asked(server) as client:
         store = ServerStore(f"{client.address}/run")
