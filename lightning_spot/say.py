@@ -1,7 +1,9 @@
 """Messages to the person who runs a training or a server: each has a level, a key and facts.
 
 A warning or an error is logged once for each cause. While the cause lasts, it is logged again every ten minutes, with a
-count; :func:`recovered` logs its end. The key is ``spot_key`` of the log record, and the facts are ``spot_facts``:
+count; :func:`recovered` logs its end. Beyond so many causes in that time, all others of a key count as one: whoever
+makes up what a message is about fills no log. The key is ``spot_key`` of the log record, and the facts are
+``spot_facts``:
 
     logging.getLogger("lightning_spot").addFilter(lambda record: getattr(record, "spot_key", "") != "storage-slow")
 """
@@ -13,7 +15,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TextIO
+from dataclasses import dataclass
+from typing import TextIO
 
 logger = logging.getLogger("lightning_spot")
 
@@ -23,11 +26,12 @@ AGAIN_S = 600.0
 UNEXPECTED = "{about} failed unexpectedly. It is retried. Report the traceback."
 """Text of messages with the key ``unexpected``."""
 
-_MOST_CAUSES = 1024
+_MOST_CAUSES, _OTHERS = 64, "…"  # of one key
 _MOST_RECENT, _LONGEST_RECENT = 100, 1000
 
 
-class Said(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Said:
     """A message that was logged.
 
     Attributes:
@@ -59,8 +63,8 @@ class Messages:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # By cause: when it was logged last, and how often it came up since. No lock: a forked child would inherit it.
-        self._said: dict[tuple[str, str], tuple[float, int]] = {}
+        # By key and cause: when it was logged last, how often it came up since. No lock: a fork would inherit it.
+        self._said: dict[str, dict[str, tuple[float, int]]] = {}
         self._listeners: tuple[Listener, ...] = ()
         self.recent: deque[Said] = deque(maxlen=_MOST_RECENT)
 
@@ -92,15 +96,18 @@ class Messages:
             return
         count, is_new = 0, False
         if level >= logging.WARNING:
-            cause, now_s = (key, str(about)), self._clock()
-            is_new = cause not in self._said
-            said_s, count = self._said.get(cause, (-AGAIN_S, 0))
+            causes, cause, now_s = self._said.setdefault(key, {}), str(about), self._clock()
+            if cause not in causes and len(causes) >= _MOST_CAUSES:
+                for each, (said_s, _) in list(causes.items()):
+                    if each != _OTHERS and now_s - said_s >= AGAIN_S:
+                        causes.pop(each, None)
+                cause = cause if len(causes) < _MOST_CAUSES else _OTHERS
+            is_new = cause not in causes
+            said_s, count = causes.get(cause, (-AGAIN_S, 0))
             if now_s - said_s < AGAIN_S:
-                self._said[cause] = (said_s, count + 1)
+                causes[cause] = (said_s, count + 1)
                 return
-            self._said[cause] = (now_s, 0)
-            while len(self._said) > _MOST_CAUSES:
-                self._said.pop(next(iter(self._said)), None)
+            causes[cause] = (now_s, 0)
         often = f" ({count + 1} times since this was last logged)" if count else ""
         line = text.format(about=about, **facts)
         self._log(level, key, line + often, {"about": about, **facts}, exc_info=exc_info)
@@ -116,7 +123,7 @@ class Messages:
             about: see :meth:`say`.
             facts: see :meth:`say`.
         """
-        if self._said.pop((key, str(about)), None) is not None:
+        if self._said.get(key, {}).pop(str(about), None) is not None:
             line = text.format(about=about, **facts)
             self._log(logging.INFO, key, line, {"about": about, **facts})
             self._tell(key, about, line, is_over=True)

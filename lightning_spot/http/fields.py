@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from lightning_spot.config import HIGHEST_ATTEMPT, LARGEST, MOST_PART_BYTES
 from lightning_spot.errors import ServerRefusedError, SettingsError
@@ -22,8 +21,8 @@ from lightning_spot.untrusted import SMALL_JSON_BYTES, integer, number, read_obj
 BODIES = web.AppKey("bodies", Quota)
 """Bytes of JSON bodies that are read at the moment."""
 
-STILL_MAY = web.RequestKey("still_may", functools.partial)
-"""Raises if the attempt that a request has shown does not hold its run any more."""
+BODY = web.RequestKey("body", Mapping[str, Any])
+"""The JSON object that a request carries."""
 
 BODIES_BYTES = 512 * 1024 * 1024
 
@@ -38,13 +37,15 @@ _FEW_FILES = 64  # of a shard: its writer has three
 _LEAST_FILE_BYTES = 2**20  # of each beyond these
 
 
-async def json_body(request: web.Request, most_bytes: int = SMALL_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object that a request carries; empty without a body.
+async def json_body(request: web.Request, most_bytes: int) -> dict[str, Any]:
+    """The JSON object that a request carries; empty without a body, and for one that is not looked at.
 
     Raises:
         SettingsError: if it is none.
         ServerRefusedError: if it is too long, damaged, or comes too slowly, or its client sends too much at once.
     """
+    if request.method in (hdrs.METH_GET, hdrs.METH_HEAD) or request.match_info.route.resource is None:
+        return {}
     if (request.content_length or 0) > most_bytes:
         raise ServerRefusedError(f"the request's body is longer than {most_bytes} bytes", status=413)
     with ExitStack() as held:
@@ -56,14 +57,10 @@ async def json_body(request: web.Request, most_bytes: int = SMALL_JSON_BYTES) ->
         if request.headers.get(DIGEST_HEADER, checksum(body)) != checksum(body):
             raise ServerRefusedError("the request's body was damaged on its way", status=400)
         if len(body) <= SMALL_JSON_BYTES:
-            fields = read_object(body or b"{}")
-        elif sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
+            return read_object(body or b"{}")
+        if sum(map(body.count, (b"[", b"{", b",", b":"))) > _MOST_VALUES:
             raise SettingsError(f"the request's body holds more than {_MOST_VALUES} values")
-        else:
-            fields = await asyncio.to_thread(read_object, body, most_bytes)
-    if (check := request.get(STILL_MAY)) is not None:
-        check()
-    return fields
+        return await asyncio.to_thread(read_object, body, most_bytes)
 
 
 def only_same_host(request: web.Request) -> None:

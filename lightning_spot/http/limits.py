@@ -1,4 +1,7 @@
-"""Bounds what one client may cost a server: its connections, above all those without a request, and what it holds."""
+"""Bounds what one client may cost a server: its connections, above all those without a request, and what it holds.
+
+What strangers do is logged by kind and address, of which :mod:`~lightning_spot.say` tells few apart.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import logging
 import socket
 import ssl
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +21,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from lightning_spot.errors import FailureReason, ServerRefusedError, SnapshotFailedError, TierReason
-from lightning_spot.protocol.listening import CountedLog, open_files
+from lightning_spot.protocol.listening import open_files
 from lightning_spot.protocol.ownership import is_own_user, peer_of
+from lightning_spot.say import say
 
 THIS_HOST = "this host"
 """Address of those who come by a Unix socket."""
@@ -27,18 +32,33 @@ THIS_HOST = "this host"
 class RequestLogger(logging.Logger):
     """A logger for aiohttp's server. It belongs to one server, and no settings of logging reach it."""
 
-    def __init__(self, counted: CountedLog) -> None:
+    def __init__(self) -> None:
         super().__init__("aiohttp.server", logging.DEBUG)  # aiohttp logs what is no HTTP at all at that level
-        self._counted = counted
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Count it."""
+        """Log it as a message of ours: nothing of what a stranger sent."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             address = record.args[0] if isinstance(record.args, tuple) and record.args else None
-            self._counted.add("bad requests", str(address or THIS_HOST))
+            say_bad_request("no valid HTTP", str(address or THIS_HOST))
         elif record.levelno >= logging.WARNING:
-            self._counted.add_error(f"errors of the HTTP server: {record.msg}", error)
+            say_server_error(str(record.msg), error)
+
+
+def say_bad_request(what: str, client: str) -> None:
+    """Log that a client has sent something that is no request."""
+    say(logging.WARNING, "request-bad", "bad request ({about})", about=f"{what} from {client}")
+
+
+def say_server_error(what: str, error: BaseException | None) -> None:
+    """Log an error beside all requests, by its class and place: its text may hold what a stranger sent."""
+    if isinstance(error, OSError):
+        what += f" ({error.strerror or type(error).__name__})"
+    elif error is not None:
+        places = traceback.extract_tb(error.__traceback__)
+        where = f" at {places[-1].filename}:{places[-1].lineno}" if places else ""
+        what += f" ({type(error).__name__}{where})"
+    say(logging.WARNING, "server-error", "the server goes on after an error: {about}", about=what)
 
 
 HEAD_TIMEOUT_S = 10.0
@@ -59,7 +79,8 @@ MOST_CONNECTIONS = 4096
 MOST_STRANGERS = 512
 """Connections by TLS that have shown no token, each of which costs about 0.3 MB."""
 
-RUNNER: dict[str, Any] = {
+HTTP: dict[str, Any] = {
+    "logger": RequestLogger(),
     "access_log": None,
     "read_bufsize": 256 * 1024,
     "auto_decompress": False,
@@ -76,7 +97,6 @@ BACKLOG = 512
 
 AT_ONCE = 4  # asyncio accepts its backlog in one turn: before those beyond the most are dropped, all descriptors
 _SHUTDOWN_S = 5.0  # of TLS: what is written still is sent, and the end is acknowledged
-_HELLO = b"\x16"  # begins a connection by TLS, and no request
 
 DESCRIPTORS = 2**20
 """Open files that a server should be allowed, as far as it may: each connection, stream of parts and slot is one."""
@@ -86,28 +106,25 @@ class Connections:
     """Makes one :class:`Accepted` for each connection. All methods are called on the event loop.
 
     Args:
-        make_handler: makes the HTTP protocol of one connection.
+        server: handles their requests.
         most: connections at most; default: a quarter of the files that may be open, see :data:`MOST_CONNECTIONS`.
         most_strangers: by TLS, connections at most that have shown no token; default: half of them, since they displace
             those with a token. A new one takes the place of the oldest one of the address that has most of them.
         head_timeout_s: see :data:`HEAD_TIMEOUT_S`.
         tls: how to speak TLS, asked for each connection; ``None`` for plain connections.
-        counted: what strangers do.
     """
 
     def __init__(
         self,
-        make_handler: Callable[[], asyncio.Protocol],
+        server: web.Server,
         *,
         tls: Callable[[], ssl.SSLContext] | None = None,
-        counted: CountedLog | None = None,
         most: int | None = None,
         most_strangers: int | None = None,
         head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
-        self.head_timeout_s = head_timeout_s
-        self.tls, self.counted = tls, counted
-        self._make_handler = make_handler
+        self.head_timeout_s, self.tls = head_timeout_s, tls
+        self._server = server
         self._most = most or min(MOST_CONNECTIONS, open_files() // 4)
         self._most_strangers = most_strangers or min(MOST_STRANGERS, self._most // 2)
         self._open: set[Accepted] = set()
@@ -115,10 +132,7 @@ class Connections:
 
     def __call__(self) -> Accepted:
         """The protocol of a new connection, as ``loop.create_server`` wants it."""
-        return Accepted(self, self._make_handler())
-
-    def __contains__(self, accepted: object) -> bool:
-        return accepted in self._open
+        return Accepted(self, self._server)
 
     def opened(self, accepted: Accepted) -> None:
         """A connection was made; if there are too many now, the one that has been idle longest goes."""
@@ -142,8 +156,8 @@ class Connections:
         self.admitted(accepted)
 
 
-class Accepted(asyncio.Protocol):
-    """One connection: hands everything on to its HTTP protocol, and keeps the time until a request's head is there.
+class Accepted(web.RequestHandler):
+    """One connection that speaks HTTP; keeps the time until a request's head is there.
 
     Attributes:
         busy: whether a request of it is being handled.
@@ -153,19 +167,18 @@ class Accepted(asyncio.Protocol):
         is_near: whether that is a process on this host, at a Unix socket.
     """
 
-    def __init__(self, connections: Connections, handler: asyncio.Protocol) -> None:
+    def __init__(self, connections: Connections, server: web.Server) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, **HTTP)
         self._connections = connections
-        self._handler = self._receiver = handler
-        self._is_handled = False  # which begins once TLS is spoken
+        self._wire: asyncio.Transport | None = None  # over which HTTP is spoken, once TLS is
         self._early = b""  # what comes just before
         self._securing: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
         self.client, self.is_near = "", False
         self._timer: asyncio.TimerHandle | None = None
         self.busy = False
-        self.idle_since_s = self._loop.time()
-        self.gone: asyncio.Future[None] = self._loop.create_future()
+        self.idle_since_s = loop.time()
+        self.gone: asyncio.Future[None] = loop.create_future()
 
     def begin_request(self) -> None:
         """The headers of a request are there: its handler keeps the time now."""
@@ -182,19 +195,19 @@ class Accepted(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close the connection without a word. It counts no more at once: the next to come is to displace another."""
-        if self._transport is not None:
+        if self._wire is not None:
             self._connections.closed(self)
-            self._transport.abort()
+            self._wire.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See :class:`asyncio.Protocol`."""
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._wire = transport
         sock = transport.get_extra_info("socket")
         self.client, self.is_near = client_at(sock), sock is not None and sock.family == socket.AF_UNIX
         self._begin_head()
         if self._connections.tls is None:
-            self._handle(transport)
+            super().connection_made(transport)
         else:
             transport.pause_reading()
             self._securing = self._loop.create_task(self._secure(transport, self._connections.tls()))
@@ -217,64 +230,33 @@ class Accepted(asyncio.Protocol):
                 ssl_handshake_timeout=self._connections.head_timeout_s,
                 ssl_shutdown_timeout=_SHUTDOWN_S,
             )
-        if secured is None or self not in self._connections:  # it was dropped, or the client has gone
-            if self._connections.counted is not None:
-                self._connections.counted.add("TLS handshakes that failed", self.client)
+        if secured is None or plain.is_closing():  # it was dropped, or the client has gone
+            say_bad_request("a TLS handshake that failed", self.client)
             (secured or plain).abort()
             self.connection_lost(None)
             return
-        self._transport = secured
-        self._handle(secured)
-        if early := self._early:
-            self._early = b""
-            self.data_received(early)
-
-    def _handle(self, transport: asyncio.Transport) -> None:
-        self._is_handled = True
-        self._handler.connection_made(transport)
-
-    def divert(self, receiver: asyncio.Protocol) -> None:
-        """Have another protocol take what comes from now on: the connection speaks no HTTP any more."""
-        self._receiver = receiver
+        self._wire = secured
+        super().connection_made(secured)
+        if self._early:
+            self.data_received(self._early)
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        if not self._is_handled:
+        if self.transport is None:  # no HTTP is spoken yet
             self._early += data
             return
-        if not self.busy and self._timer is None:
+        if data and not self.busy and self._timer is None:
             self._begin_head()
-            if data.startswith(_HELLO):
-                data += b"\r\n\r\n"  # else the client would wait for an answer
-        self._receiver.data_received(data)
+        super().data_received(data)
 
-    def eof_received(self) -> bool | None:
-        """See :class:`asyncio.Protocol`."""
-        return self._receiver.eof_received()
-
-    def pause_writing(self) -> None:
-        """See :class:`asyncio.Protocol`."""
-        self._receiver.pause_writing()
-
-    def resume_writing(self) -> None:
-        """See :class:`asyncio.Protocol`."""
-        self._receiver.resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: BaseException | None) -> None:
         """See :class:`asyncio.Protocol`."""
         self._stop_timer()
         self._connections.closed(self)
         if not self.gone.done():
             self.gone.set_result(None)
-        if self._receiver is not self._handler:
-            self._receiver.connection_lost(exc)
-        if self._is_handled:
-            self._is_handled = False
-            self._handler.connection_lost(exc)
-
-    def __getattr__(self, name: str) -> Any:
-        # asyncio and aiohttp look at attributes of a transport's protocol, which is this object and not the handler.
-        return getattr(self._handler, name)
+        if self.transport is not None:
+            super().connection_lost(exc)
 
     def _begin_head(self) -> None:
         self._timer = self._loop.call_later(self._connections.head_timeout_s, self.drop)
@@ -351,8 +333,7 @@ def client_at(connection: Any) -> str:
     """Who is at the other end of a socket: an address of TCP, the process at a Unix socket, ``""`` if it has gone."""
     with suppress(OSError, ValueError):
         if connection.family == socket.AF_UNIX:
-            peer = peer_of(connection)
-            return f"pid {peer[0]}" if peer is not None else ""
+            return f"pid {peer_of(connection)[0]}"
         address = ipaddress.ip_address(connection.getpeername()[0].partition("%")[0])
         if isinstance(address, ipaddress.IPv4Address):
             return str(address)

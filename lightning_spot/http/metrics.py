@@ -1,4 +1,4 @@
-"""``GET /metrics``: what a server knows of itself and its runs, in Prometheus' text format 0.0.4.
+"""How a server is, and its runs: whether it is ready for more, and in Prometheus' text format 0.0.4.
 
 https://github.com/prometheus/docs/blob/main/docs/instrumenting/exposition_formats.md
 """
@@ -169,3 +169,15 @@ def _add_figures(found: _Exposition, run: str, figures: Figures) -> None:
     for end, count in figures.attempts.items():
         found.add("attempts", count, run, end)
     found.add("notices_total", figures.notices, run)
+
+
+def not_ready(server: SnapshotServer) -> list[str]:
+    """Why a run would not be well at a server now, in words that tell a stranger nothing; empty if it would."""
+    reasons = ["shutting down"] if server.draining or server.uploads.closing else []
+    if server.ring.is_full():
+        slots, most = server.ring.files
+        enough = slots < most
+        reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
+    if any(health.error for health in list(server.reconciler.health.values())):
+        reasons.append("the storage, or another server, is failing")
+    return reasons

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,16 @@ from lightning_spot.config import without_password
 from lightning_spot.errors import SnapshotNotFoundError
 from lightning_spot.goodput.ledger import spent, total
 from lightning_spot.goodput.records import newest_in
+from lightning_spot.http.metrics import not_ready
 from lightning_spot.say import recent
 from lightning_spot.server.runs import RunInfo
-from lightning_spot.server.slots import Group, Reached, SlotState, View
+from lightning_spot.server.slots import Group, Reached, View
 from lightning_spot.server.snapshot_server import SnapshotServer
-from lightning_spot.server.tier import TierHealth, state_in_memory
+from lightning_spot.server.tier import state_in_memory
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.fences import ATTEMPTS_DIR
 from lightning_spot.threads import in_background
+from lightning_spot.trees import mapped
 from lightning_spot.untrusted import plain
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ LINK_S = 60.0
 SESSION_S = 12 * 3600.0
 _MOST_PASSES = 64
 _MOST_SNAPSHOTS = 20  # of a run
-_LONGEST_MESSAGE = 1000
+_LONGEST_TEXT = 1000
 DOCUMENT_S = 1.0  # however many browsers poll
 FIGURES_S = 5.0  # storage is asked for them
 
@@ -98,16 +101,13 @@ class Page:
 
     Args:
         server: whose.
-        not_ready: tells why a run would not be well here now.
         clock: gives seconds.
     """
 
-    def __init__(
-        self, server: SnapshotServer, not_ready: Callable[[], list[str]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, server: SnapshotServer, clock: Callable[[], float] = time.monotonic) -> None:
         self._links, self._sessions = Passes(LINK_S, clock), Passes(SESSION_S, clock)
         self._cookie = f"spot-page-{secrets.token_hex(4)}"  # other servers at this host are sent it, too
-        self._server, self._not_ready = server, not_ready
+        self._server = server
         self._figures: dict[str, dict[str, Any]] = {}  # of the goodput of runs, by their keys
         self._asking: Future[None] | None = None
         self._asked_s = -math.inf
@@ -168,49 +168,28 @@ class Page:
         return web.Response(text=self._made, content_type="application/json", headers=HEADERS)
 
     def _document(self) -> dict[str, Any]:
-        server, ring = self._server, self._server.ring
-        with ring.changed:
-            slots = [(slot.state, slot.capacity) for slot in ring.slots]
+        server = self._server
         is_free = self._asking is None or self._asking.done()
         if is_free and time.monotonic() - self._asked_s > FIGURES_S:
             self._asking = in_background(self._ask, "spot-figures")
-        return {
+        document = {
             "host": socket.gethostname(),
-            "not_ready": self._not_ready(),
+            "not_ready": not_ready(server),
             "unix_s": time.time(),
-            "runs": [self._run(run) for run in server.listed()],
-            "uploads": [{**each, "name": plain(each["name"])} for each in server.uploads.status()],
-            "memory_bytes": ring.memory_bytes,
-            "slots": {
-                state.value: {
-                    "count": sum(of is state for of, _ in slots),
-                    "bytes": sum(nbytes for of, nbytes in slots if of is state),
-                }
-                for state in SlotState
-            },
-            "tiers": [_tier(url, health) for url, health in server.tiers().items()],
-            "messages": [
-                {"unix_s": said.unix_s, "level": said.level, "text": plain(said.text, _LONGEST_MESSAGE)}
-                for said in [*recent][::-1]
-            ],
+            **server.ring.status(),
+            "tiers": [{"url": url, **asdict(health)} for url, health in server.tiers().items()],
+            "runs": [{**run, **self._known_of(run["id"] or run["name"])} for run in server.listed()],
+            "uploads": server.uploads.status(),
+            "messages": [asdict(said) for said in [*recent][::-1]],
         }
+        return dict(mapped(_shown, document))
 
-    def _run(self, run: dict[str, Any]) -> dict[str, Any]:
-        key, ring = run["id"] or run["name"], self._server.ring
-        with ring.changed:
-            view = ring.view(key)
+    def _known_of(self, run: str) -> dict[str, Any]:
+        with self._server.ring.changed:
+            view = self._server.ring.view(run)
             newest = sorted(view.groups, key=lambda group: group.manifest.order, reverse=True)[:_MOST_SNAPSHOTS]
             snapshots = [_snapshot(group, view) for group in newest]
-        return {
-            "key": key,
-            "name": plain(run["name"]),
-            "attempt": run["attempt"],
-            "host": plain(run["host"]),
-            "state": run["state"],
-            "storage": plain(without_password(run["durable_url"] or "")),
-            "snapshots": snapshots,
-            "figures": self._figures.get(key, {}),
-        }
+        return {"key": run, "snapshots": snapshots, "figures": self._figures.get(run, {})}
 
     def _ask(self) -> None:
         """Ask storage for the goodput of runs: on a thread of its own, and only while a browser polls."""
@@ -238,6 +217,13 @@ def _page() -> tuple[str, str]:
     return text, "; ".join([_CLOSED, *allowed, "require-trusted-types-for 'script'", "trusted-types 'none'"])
 
 
+def _shown(value: Any) -> Any:
+    """A value as a browser may show it: a text as one line, a URL (which has no blanks) without its password."""
+    if not isinstance(value, str):
+        return value
+    return plain(without_password(value) if "://" in value and " " not in value else value, _LONGEST_TEXT)
+
+
 def _snapshot(group: Group, view: View) -> dict[str, Any]:
     manifest, shard = group.manifest, group.manifest.shard
     return {
@@ -256,17 +242,6 @@ def _state(group: Group, view: View) -> str:
     if group.reached is Reached.PERSISTED:
         return "persisted"
     return state_in_memory((slot in view.owed, slot.is_safe) for slot in group.slots)
-
-
-def _tier(url: str, health: TierHealth) -> dict[str, Any]:
-    return {
-        "url": plain(without_password(url)),
-        "error": plain(health.error or health.silent or health.refused, _LONGEST_MESSAGE),
-        "carried": health.carried,
-        "flushed": health.flushed,
-        "flushed_bytes": health.flushed_bytes,
-        "bytes_per_s": health.flushed_bytes / health.flush_s if health.flush_s > 0 else None,
-    }
 
 
 def figures(server: SnapshotServer, info: RunInfo) -> dict[str, Any]:

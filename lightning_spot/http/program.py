@@ -37,7 +37,7 @@ from lightning_spot.config import (
 )
 from lightning_spot.errors import SettingsError, SpotError
 from lightning_spot.events import CLOSE_S, Events
-from lightning_spot.http.limits import BACKLOG, DESCRIPTORS
+from lightning_spot.http.limits import BACKLOG, DESCRIPTORS, say_server_error
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.credentials import Reloaded, current_secrets, server_context
 from lightning_spot.protocol.listening import allow_descriptors
@@ -165,6 +165,7 @@ async def _serve(
     environment, loop, signals = read_environment(), asyncio.get_running_loop(), _Signals()
     loop.set_default_executor(ThreadPoolExecutor(_THREADS))
     record, is_lent = settings.record, settings.record is None
+    area = record.area if record is not None else partial(port_area, port=settings.port or os.getpid())
     beneath = [*settings.allow, *filter(None, [settings.flush_to])] if is_lent else None
     server = SnapshotServer(
         slots=settings.slots,
@@ -172,13 +173,13 @@ async def _serve(
         run_memory_bytes=settings.run_memory_bytes,
         open_store=partial(open_tier, beneath=beneath),
         flush_to=settings.flush_to,
-        area=_area(settings, environment.shm_dir),
+        area=area(environment.shm_dir) if environment.shm_dir is not None else None,
         allow=settings.allow if is_lent else None,
     )
     events = Events(webhook=environment.webhook if is_lent else None)  # a trainer tells its own
     # A local server asks for no token: whoever reaches its sockets is the same user.
     service = Service(server, current_secrets if is_lent and environment.secrets else None)
-    loop.set_exception_handler(service.counted.on_loop_error)
+    loop.set_exception_handler(lambda _, of: say_server_error(str(of.get("message")), of.get("exception")))
     async with AsyncExitStack() as ends:
         ends.push_async_callback(asyncio.to_thread, events.close, CLOSE_S)
         # What could not be flushed stays in tmpfs; the next server of this run takes it over.
@@ -306,7 +307,7 @@ async def _drain(server: SnapshotServer, service: Service, drain_timeout_s: floa
     deadline_s = time.monotonic() + drain_timeout_s
     while not signals.second.is_set() and time.monotonic() < deadline_s:
         server.uploads.expire(UNCONNECTED_S)
-        here = bool(server.registry.sessions) or time.monotonic() - service.last_upload_s < _QUIET_S
+        here = bool(server.registry.sessions) or time.monotonic() - service.uploads.asked_s < _QUIET_S
         if server.settled and not here:
             break
         # Asks failing tiers again at once; who serves on does so meanwhile.
@@ -331,14 +332,6 @@ async def _flush(server: SnapshotServer, wait_s: float) -> list[str]:
 async def _wait(event: asyncio.Event, within_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), within_s)
-
-
-def _area(settings: ServerSettings, shm_dir: Path | None) -> Path | None:
-    if shm_dir is None:
-        return None
-    if settings.record is not None:
-        return settings.record.area(shm_dir)
-    return port_area(shm_dir, settings.port or os.getpid())
 
 
 def _sweep(shm_dir: Path | None, records: Path) -> None:

@@ -34,19 +34,17 @@ A scoped token covers requests of its runs only, and of those that name no run, 
 ``RUN`` is ``NAME@ID``, or ``NAME`` where only one run has it. What comes by TCP and changes a run, but for ``open``,
 shows the token of the run's attempt in the header ``Spot-Attempt`` (:meth:`Registry.check_attempt`).
 Every number and text of a request is checked before anything is done with it (``fields``); connections that say nothing
-are bounded (``connections``).
+are bounded (``limits``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,34 +61,22 @@ from lightning_spot.config import (
     without_password,
 )
 from lightning_spot.errors import ServerRefusedError, SettingsError, SnapshotNotFoundError, SpotError, TierReason
-from lightning_spot.http.fields import (
-    BODIES,
-    BODIES_BYTES,
-    LONGEST_WAIT_S,
-    STILL_MAY,
-    committed,
-    json_body,
-    only_same_host,
-    seconds,
-)
+from lightning_spot.http.fields import BODIES, BODIES_BYTES, BODY, committed, json_body, only_same_host
 from lightning_spot.http.limits import (
     ACCEPTED,
     AT_ONCE,
     BACKLOG,
-    RUNNER,
     THIS_HOST,
     Accepted,
     Connections,
     Handler,
     Quota,
-    RequestLogger,
 )
-from lightning_spot.http.metrics import CONTENT_TYPE, exposition
+from lightning_spot.http.metrics import CONTENT_TYPE, exposition, not_ready
 from lightning_spot.http.page import HEADERS, Page
 from lightning_spot.http.sessions import Sessions
-from lightning_spot.http.upload_requests import UploadRequests
+from lightning_spot.http.upload_requests import COMMIT_PATH, FLUSH_PATH, UploadRequests
 from lightning_spot.protocol.credentials import Rights, Scope, scope_of
-from lightning_spot.protocol.listening import CountedLog
 from lightning_spot.protocol.wire import (
     ATTEMPT_HEADER,
     DIGEST_HEADER,
@@ -113,21 +99,9 @@ from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fsspec_client import forget_sessions
-from lightning_spot.untrusted import SMALL_JSON_BYTES, decoded, plain, text
+from lightning_spot.untrusted import LARGE_JSON_BYTES, SMALL_JSON_BYTES, decoded, plain, text
 
 logger = logging.getLogger(__name__)
-
-
-def not_ready(server: SnapshotServer) -> list[str]:
-    """Why a run would not be well at a server now, in words that tell a stranger nothing; empty if it would."""
-    reasons = ["shutting down"] if server.draining or server.uploads.closing else []
-    if server.ring.is_full():
-        slots, most = server.ring.files
-        enough = slots < most
-        reasons.append("memory is full" if enough else f"{slots} of {most} slots are in use, as open files allow")
-    if any(health.error for health in list(server.reconciler.health.values())):
-        reasons.append("the storage, or another server, is failing")
-    return reasons
 
 
 SCOPE = web.RequestKey("scope", Scope)
@@ -135,17 +109,17 @@ SCOPE = web.RequestKey("scope", Scope)
 
 _OPEN_TO_ALL = ("/healthz", "/readyz")
 _METRICS = "/metrics"
-_SHOW_WHAT_IS_COVERED = (
-    _METRICS,
-    "/v1/status",
-    "/v1/runs",
-    "/v1/flush",
-)  # by themselves, of what a scoped token covers
+_SHOW_WHAT_IS_COVERED = (_METRICS, "/v1/status", "/v1/runs")  # by themselves, of what a scoped token covers
 
-FLUSH_TURN_S = 5.0
-"""A flush waits so long for a thread's turn, and then asks again whether its client is still there."""
-MOST_FLUSHES = 64
-"""Flushes that are waited for at once, on threads of their own: each may take an hour."""
+OPEN_PATH = "/v1/runs/{run}/open"
+
+_LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
+
+SEND_TIMEOUT_S = 60.0
+"""A client has so long to take each block of a file."""
+LONGEST_READ_S = 3600.0
+"""A reader keeps what it reads from making room for so long at most; one on a slow link reads ranges."""
+_SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
 MOST_LOOKS = 32
 """Requests that ask storage at once, shared by their clients: threads are left for other requests."""
 
@@ -165,7 +139,7 @@ class Service:
 
     Attributes:
         last_request_s: when the last request came (monotonic).
-        counted: what strangers do.
+        uploads: handlers of requests that fill slots.
     """
 
     def __init__(
@@ -178,12 +152,10 @@ class Service:
     ) -> None:
         self.server, self._only_metrics = server, only_metrics
         self.last_request_s = time.monotonic()
-        self.counted = CountedLog(logger)
         self._secrets = secrets
-        self._runs, self._uploads, self._sessions = RunRequests(server), UploadRequests(server), Sessions(server)
-        self._page = Page(server, functools.partial(not_ready, server), clock)
-        self._flushing = Quota(MOST_FLUSHES, "flushes")
-        self._flush_threads = ThreadPoolExecutor(MOST_FLUSHES, "spot-flush")
+        self.uploads, self._sessions = UploadRequests(server), Sessions(server)
+        self._page = Page(server, clock)
+        self._looking = Quota(MOST_LOOKS, "requests to storage")
 
     def application(self) -> web.Application:
         """The aiohttp application."""
@@ -197,11 +169,16 @@ class Service:
             [
                 web.get("/readyz", self._ready),
                 web.get("/v1/status", self._status),
-                *self._runs.routes(),
-                *self._uploads.routes(),
+                web.get("/v1/runs", self._listing),
+                web.post(OPEN_PATH, self._open),
+                web.post("/v1/runs/{run}/close", self._close),
+                web.post("/v1/runs/{run}/figures", self._figures),
+                web.get("/v1/runs/{run}/snapshots", self._snapshots),
+                web.get("/v1/files/{run}/{path:.+}", self._read, allow_head=False),
+                web.delete("/v1/files/{run}/{path:.+}", self._remove),
+                *self.uploads.routes(),
                 *self._page.routes(),
                 web.post("/v1/sessions", self._sessions.begin),
-                web.post("/v1/flush", self._flush),
             ]
         )
         return app
@@ -221,13 +198,12 @@ class Service:
             tls: how to speak TLS, see :class:`~lightning_spot.http.limits.Connections`.
             shutdown_timeout_s: how long requests under way may take then, and once more to be cancelled.
         """
-        logged = RequestLogger(self.counted)
-        runner = web.AppRunner(self.application(), logger=logged, shutdown_timeout=shutdown_timeout_s, **RUNNER)
+        runner = web.AppRunner(self.application(), shutdown_timeout=shutdown_timeout_s)
         await runner.setup()
         assert runner.server is not None
         ends.push_async_callback(runner.cleanup)
         ends.callback(self.close)
-        connections = Connections(runner.server, tls=tls, counted=self.counted)
+        connections = Connections(runner.server, tls=tls)
         accepting = await asyncio.get_running_loop().create_server(connections, sock=listener, backlog=AT_ONCE)
         ends.callback(accepting.close)
         listener.listen(BACKLOG)
@@ -235,14 +211,7 @@ class Service:
     def close(self) -> None:
         """End sessions, and give up what is being received."""
         self._sessions.close()
-        self._uploads.close()
-        self.counted.write()
-        self._flush_threads.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def last_upload_s(self) -> float:
-        """When a trainer asked for a slot, or committed a snapshot, last (monotonic), 0 for never."""
-        return self._uploads.asked_s
+        self.uploads.close()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -255,29 +224,14 @@ class Service:
         try:
             is_refused = _is_of_a_person(request) and not self._page.admits(request)
             response = self._refusal(request) if is_refused else await self._answer(request, handler)
-        except SpotError as error:
-            if isinstance(error, ServerRefusedError) and error.status in (401, 403):
-                self._count_denied(request, error)
-            status = error.status if isinstance(error, ServerRefusedError) and error.status else error_status(error)
-            response = web.json_response(error_body(error), status=status)
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            body = error_body(SettingsError(f"malformed request: {type(error).__name__}: {error}"))
-            response = web.json_response(body, status=400)
+        except web.HTTPException:
+            raise  # an answer of aiohttp's, as of a path that is none
         except ConnectionResetError:
             if request.transport is not None and not request.transport.is_closing():
                 raise
             response = web.Response(status=400)  # who asked has gone, and hears no answer: no error of this server's
-        except web.HTTPException:
-            raise  # an answer of aiohttp's, as of a path that is none
-        except Exception as error:  # such as want of memory: who asks may ask again, or do without
-            if request.path in _OPEN_TO_ALL:  # whoever asks, as often as he likes
-                self.counted.add_error(f"failures of {request.path}", error)
-            else:
-                what = f"{request.method} {request.path}"
-                say(logging.ERROR, "request-failed", "{about} failed unexpectedly", about=what, exc_info=True)
-            failure = ServerRefusedError(
-                f"the snapshot server failed ({type(error).__name__}: {error})", reason=TierReason.SERVER_FAILED
-            )
+        except Exception as error:
+            failure = _failure(request, error)
             response = web.json_response(error_body(failure), status=error_status(failure))
         finally:
             accepted.end_request()
@@ -298,21 +252,15 @@ class Service:
                     request[SCOPE] = scope
             request[ACCEPTED].admit()
             _check_wire(request)
-            self._check_scope(request)
+            request[BODY] = await json_body(request, _longest_body(request))
+            self._check_scope(request)  # not before: while a body comes, a run may go to another attempt
             self._check_attempt(request)
         return await handler(request)
-
-    def _count_denied(self, request: web.Request, error: ServerRefusedError) -> None:
-        """Who was denied what, and why. What a stranger asks for is named as few kinds of requests."""
-        resource = request.match_info.route.resource
-        path = request.path if SCOPE in request else resource.canonical if resource is not None else "?"
-        what, why = plain(f"{request.method} {path}", 100), str(error).partition(":")[0]
-        self.counted.add(f"denied requests ({what}, {why})", request.remote or THIS_HOST, key="request-denied")
 
     def _refusal(self, request: web.Request) -> web.Response:
         """What a browser without a session is shown, the same at every address: how to have one."""
         if self._secrets is not None:
-            self.counted.add("denied requests (of a browser)", request.remote or THIS_HOST, key="request-denied")
+            _say_denied(request, "a browser without a session")
         page = _NO_SESSION.format(
             token="" if self._secrets is None else _TOKEN_LINE, scheme="spots" if request.secure else "spot"
         )
@@ -328,13 +276,13 @@ class Service:
             return
         if request.method not in (hdrs.METH_GET, hdrs.METH_HEAD) and scope.rights is not Rights.WRITE:
             raise ServerRefusedError("this token is for reading only: this request changes something", status=403)
-        resource = request.match_info.route.resource
-        if (run := request.match_info.get("run")) is not None:
-            self._check_covers(scope, run)
-            request[STILL_MAY] = functools.partial(self._check_covers, scope, run)
+        path = _route(request)
+        run = request[BODY].get("run") if path == FLUSH_PATH else request.match_info.get("run")
+        if run is not None:
+            self._check_covers(scope, str(run))
         elif (upload := request.match_info.get("upload")) is not None:
             self._check_key(scope, self.server.uploads.find(upload).run)
-        elif resource is None or resource.canonical not in _SHOW_WHAT_IS_COVERED:
+        elif path not in _SHOW_WHAT_IS_COVERED:
             raise ServerRefusedError("this token is for some runs only: use the server's secret", status=403)
 
     def _check_covers(self, scope: Scope, run: str) -> None:
@@ -355,20 +303,17 @@ class Service:
         """Refuse to change a run for another attempt than its own; processes of this user's on this host may.
 
         Who opens a run is asked for the token there. The id of an upload, which is random, says as much. What is done
-        then is done to the very run that was looked at, whatever its name means meanwhile; when a body has come, which
-        may take its time, the attempt is asked for once more.
+        then is done to the very run that was looked at, whatever its name means meanwhile.
 
         Raises:
             SpotError: see :meth:`Registry.check_attempt`.
         """
-        run, resource = request.match_info.get("run"), request.match_info.route.resource
-        opens = resource is not None and resource.canonical == OPEN_PATH
+        run, opens = request.match_info.get("run"), _route(request) == OPEN_PATH
         if run is None or opens or request.method == hdrs.METH_GET or request[ACCEPTED].is_near:
             return
         key, shown = self.server.registry.key(run), read_attempt(request.headers.get(ATTEMPT_HEADER, ""))
         self.server.registry.check_attempt(key, *shown)
         request.match_info["run"] = key
-        request[STILL_MAY] = functools.partial(self.server.registry.check_attempt, key, *shown)
 
     def _check_not_of_a_page(self, request: web.Request, *, is_admitted: bool) -> None:
         """Refuse what a web page may have a browser of this host send, by its address or by a name of the page's own.
@@ -418,23 +363,187 @@ class Service:
         shown = await asyncio.to_thread(self.server.status, covers)
         return web.json_response({"protocol": PROTOCOL_VERSION, **shown})
 
-    async def _flush(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
-        run = text(body, "run") if body.get("run") is not None else None
-        if (scope := request.get(SCOPE)) is not None:
-            if run is None:
-                raise ServerRefusedError("this token is for some runs only: name the one to flush", status=403)
-            self._check_covers(scope, run)
-        wait_s = seconds(body, "wait_s", 60.0, LONGEST_WAIT_S)
-        accepted = request[ACCEPTED]
-        with self._flushing.holding(accepted.client):
-            gone, loop = accepted.gone, asyncio.get_running_loop()
-            deadline_s = loop.time() + wait_s
-            while True:  # in turns: who has hung up meanwhile keeps no thread, and no place of the next one
-                for_s = max(0.0, min(FLUSH_TURN_S, deadline_s - loop.time()))
-                left = await loop.run_in_executor(self._flush_threads, self.server.flush, run, for_s)
-                if not left or gone.done() or loop.time() >= deadline_s:
-                    return web.json_response({"unreached": left})
+    # -- runs, and what is held of each -----------------------------------------------------------------------------
+
+    async def _listing(self, request: web.Request) -> web.Response:
+        """The runs this server knows."""
+        listed, scope = await asyncio.to_thread(self.server.listed), request.get(SCOPE)
+        return web.json_response({"runs": [run for run in listed if scope is None or scope.covers(run["name"])]})
+
+    async def _open(self, request: web.Request) -> web.Response:
+        """Let an attempt write."""
+        near, body = request[ACCEPTED].is_near, request[BODY]
+        name, identity = parse_run(request.match_info["run"])
+        known = {name: value for name, value in body.items() if near or name not in ONLY_NEAR}
+        least = {"location": "", "attempt": 0, "token": ""}
+        info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
+        info = replace(info, committed=committed(body, info.attempt))
+        before, client = self.server.registry.runs.get(info.key), request[ACCEPTED].client
+        with self._looking.holding(client) if self.server.registry.is_ahead(info) else nullcontext():
+            opened = await asyncio.to_thread(self.server.open_run, info, client)
+        if near:
+            await asyncio.to_thread(self._take_environment, body.get("environment"))
+        if before is None or before.info.attempt != info.attempt:  # its hosts open it again every few seconds
+            where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
+            line = "attempt {attempt} of run {about} is served: {where}"
+            say(logging.INFO, "run-opened", line, about=info.text, attempt=info.attempt, where=where)
+        return web.json_response(asdict(opened))
+
+    def _take_environment(self, given: object) -> None:
+        """Go on with the credentials of the attempt that has just begun: those of the one before may have expired."""
+        if not isinstance(given, dict) or not all(isinstance(text, str) for item in given.items() for text in item):
+            return
+        if take_environment(given):
+            forget_sessions()
+            self.server.reconciler.hurry()
+
+    async def _close(self, request: web.Request) -> web.Response:
+        """The trainer leaves."""
+        session, complete = text(request[BODY], "session"), request[BODY].get("complete") is True
+        self.server.close_run(request.match_info["run"], session, complete=complete)
+        return web.json_response({})
+
+    async def _figures(self, request: web.Request) -> web.Response:
+        """What the trainer has measured."""
+        only_same_host(request)
+        figures = decoded(Figures, request[BODY])
+        await asyncio.to_thread(self.server.report, request.match_info["run"], figures)
+        return web.json_response({})
+
+    async def _snapshots(self, request: web.Request) -> web.Response:
+        """The attempt that writes, the newest snapshot that counts, what is in memory, what a tier has refused."""
+        run = request.match_info["run"]
+        key = self.server.registry.key(run)
+        ring = self.server.ring
+        with ring.changed:  # else a slot may be emptied in between
+            held = [(slot.held, ring.owed([slot]), slot.safe) for slot in ring.contents(key)]
+        listed = [{"manifest": each.to_dict(), "dirty": owed, "safe": safe} for each, owed, safe in held]
+        refused = [manifest.to_dict() for manifest in self.server.reconciler.refused(key)]
+        claimed = await asyncio.to_thread(self.server.claimed, run)
+        newest = ring.newest_committed(key)
+        return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    async def _read(self, request: web.Request) -> web.StreamResponse:
+        """Read what is in memory: ``GET /v1/files/RUN/PATH``."""
+        path = request.match_info["path"].strip("/")
+        held, manifest = self._find(request.match_info["run"], path)
+        etag = etag_of(manifest)
+        if request.headers.get(hdrs.IF_MATCH, etag) != etag:
+            raise ServerRefusedError(f"{path} was replaced while it was being read", status=412)
+        if path.endswith("manifest.json"):
+            return web.Response(text=manifest.to_json(), content_type="application/json")
+        span = manifest.span_at(path)
+        assert span is not None
+        start, stop, _ = request.http_range.indices(span.nbytes)
+        is_range = hdrs.RANGE in request.headers
+        if start >= stop and is_range:
+            raise ServerRefusedError(f"this range lies outside the file of {span.nbytes} bytes", status=416)
+        response = web.StreamResponse(status=206 if is_range else 200)
+        response.content_length = stop - start
+        response.content_type = "application/octet-stream"
+        response.headers.update({hdrs.ACCEPT_RANGES: "bytes", hdrs.ETAG: etag})
+        if is_range:
+            response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
+        start, stop = span.offset + start, span.offset + stop
+        with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
+        with self.server.ring.reading(held) as image:
+            if with_digest:
+                response.headers[DIGEST_HEADER] = checksum(image[start:stop])
+            await response.prepare(request)
+            with _hanging_up(request):
+                await asyncio.wait_for(self._send(request, response, held, image, start, stop), LONGEST_READ_S)
+        await response.write_eof()
+        return response
+
+    def _find(self, run: str, path: str) -> tuple[Held, Manifest]:
+        """What a path names."""
+        key = self.server.registry.key(run)
+        try:
+            return resolve(self.server.ring, key, path)
+        except SnapshotNotFoundError as error:
+            info = self.server.registry.info(key)
+            if info is None or (url := self.server.durable(info)) is None:
+                raise
+            where = without_password(url)
+            raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, held: Held, image: Image, start: int, stop: int
+    ) -> None:
+        """Send bytes of slots: in clear by ``sendfile``, which copies nothing."""
+        if request.secure:
+            for place in range(start, stop, SEND_BYTES):  # copies: the transport may keep what it could not send
+                data = bytes(image[place : min(place + SEND_BYTES, stop)])
+                await asyncio.wait_for(response.write(data), SEND_TIMEOUT_S)
+            return
+        loop, transport = asyncio.get_running_loop(), request.transport
+        assert isinstance(transport, asyncio.Transport)
+        for slot, first, last in held.pieces(start, stop):
+            if (fd := self.server.ring.descriptor(slot)) is None:
+                raise SnapshotNotFoundError("it has left the memory")
+            with open(fd, "rb", buffering=0) as file:
+                for place in range(first, last, _SENDFILE_BYTES):
+                    sending = loop.sendfile(transport, file, place, min(_SENDFILE_BYTES, last - place))
+                    await asyncio.wait_for(sending, SEND_TIMEOUT_S)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        """``DELETE``: remove a snapshot or file, in memory and at its tiers.
+
+        With ``unseen`` in its body a file, also if it is not in memory.
+        """
+        text, path = request.match_info["run"], request.match_info["path"].strip("/")
+        key = self.server.registry.key(text)
+        with self._looking.holding(request[ACCEPTED].client):
+            await asyncio.to_thread(self.server.check_owner, key)
+        if request[BODY].get("unseen") is True:
+            await asyncio.to_thread(self.server.remove, text, path, unseen=True)
+            return web.json_response({})
+        _, manifest = self._find(key, path)
+        if path not in (manifest.name, manifest.data_path):
+            raise ServerRefusedError(
+                f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",
+                status=409,
+            )
+        await asyncio.to_thread(self.server.remove, text, manifest.name)
+        return web.json_response({})
+
+
+def _route(request: web.Request) -> str:
+    """The path of a kind of request; ``"?"`` if there is no such kind."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "?"
+
+
+def _asked(request: web.Request) -> str:
+    """What a request asks for. What a stranger asks for is named as few kinds of requests."""
+    return plain(f"{request.method} {request.path if BODY in request else _route(request)}", 100)
+
+
+def _failure(request: web.Request, error: Exception) -> SpotError:
+    """What a client is told of an error, which is logged where it has to be."""
+    if isinstance(error, SpotError):
+        if isinstance(error, ServerRefusedError) and error.status in (401, 403):
+            _say_denied(request, str(error).partition(":")[0])
+        return error
+    if isinstance(error, ValueError | KeyError | TypeError | OverflowError | RecursionError):
+        return SettingsError(f"malformed request: {type(error).__name__}: {error}")
+    # Such as want of memory: who asks may ask again, or do without.
+    say(logging.ERROR, "request-failed", "{about} failed unexpectedly", about=_asked(request), exc_info=True)
+    why = f"the snapshot server failed ({type(error).__name__}: {error})"
+    return ServerRefusedError(why, reason=TierReason.SERVER_FAILED)
+
+
+def _say_denied(request: web.Request, why: str) -> None:
+    about = f"{_asked(request)}, {why}, from {request.remote or THIS_HOST}"
+    say(logging.WARNING, "request-denied", "denied a request ({about})", about=about)
+
+
+def _longest_body(request: web.Request) -> int:
+    if _route(request) == COMMIT_PATH:
+        return LARGE_JSON_BYTES
+    return _LONGEST_OPENING_BYTES if request[ACCEPTED].is_near else SMALL_JSON_BYTES
 
 
 def _is_of_a_person(request: web.Request) -> bool:
@@ -463,187 +572,6 @@ def _check_wire(request: web.Request) -> None:
         )
     if request.headers.get(TARGET_HEADER, target) != target:
         raise ServerRefusedError("the request was damaged on its way", status=400)
-
-
-OPEN_PATH = "/v1/runs/{run}/open"
-
-_LONGEST_OPENING_BYTES = 4 * 2**20  # with an environment, of which Linux allows about so much
-
-
-SEND_TIMEOUT_S = 60.0
-"""A client has so long to take each block of a file."""
-LONGEST_READ_S = 3600.0
-"""A reader keeps what it reads from making room for so long at most; one on a slow link reads ranges."""
-_SENDFILE_BYTES = 16 * 1024 * 1024  # a reader that takes longer than the timeout for so much is hung up on
-
-
-class RunRequests:
-    """Handlers over the runs of a server, and what it holds of each.
-
-    Args:
-        server: whose.
-    """
-
-    def __init__(self, server: SnapshotServer) -> None:
-        self._server, self._looking = server, Quota(MOST_LOOKS, "requests to storage")
-
-    def routes(self) -> list[web.RouteDef]:
-        """Where they are asked."""
-        return [
-            web.get("/v1/runs", self.listing),
-            web.post(OPEN_PATH, self.open),
-            web.post("/v1/runs/{run}/close", self.close),
-            web.post("/v1/runs/{run}/figures", self.figures),
-            web.get("/v1/runs/{run}/snapshots", self.snapshots),
-            web.get("/v1/files/{run}/{path:.+}", self.read, allow_head=False),
-            web.delete("/v1/files/{run}/{path:.+}", self.remove),
-        ]
-
-    async def listing(self, request: web.Request) -> web.Response:
-        """The runs this server knows."""
-        listed, scope = await asyncio.to_thread(self._server.listed), request.get(SCOPE)
-        return web.json_response({"runs": [run for run in listed if scope is None or scope.covers(run["name"])]})
-
-    async def open(self, request: web.Request) -> web.Response:
-        """Let an attempt write."""
-        near = request[ACCEPTED].is_near
-        body = await json_body(request, _LONGEST_OPENING_BYTES if near else SMALL_JSON_BYTES)
-        name, identity = parse_run(request.match_info["run"])
-        known = {name: value for name, value in body.items() if near or name not in ONLY_NEAR}
-        least = {"location": "", "attempt": 0, "token": ""}
-        info = decoded(RunInfo, {**least, **known, "name": name, "id": identity})
-        info = replace(info, committed=committed(body, info.attempt))
-        before, client = self._server.registry.runs.get(info.key), request[ACCEPTED].client
-        with self._looking.holding(client) if self._server.registry.is_ahead(info) else nullcontext():
-            opened = await asyncio.to_thread(self._server.open_run, info, client)
-        if near:
-            await asyncio.to_thread(self._take_environment, body.get("environment"))
-        if before is None or before.info.attempt != info.attempt:  # its hosts open it again every few seconds
-            where = repr(info.durable_url) if info.durable_url is not None else "its trainer's host brings it on"
-            line = "attempt {attempt} of run {about} is served: {where}"
-            say(logging.INFO, "run-opened", line, about=info.text, attempt=info.attempt, where=where)
-        return web.json_response(asdict(opened))
-
-    def _take_environment(self, given: object) -> None:
-        """Go on with the credentials of the attempt that has just begun: those of the one before may have expired."""
-        if not isinstance(given, dict) or not all(isinstance(text, str) for item in given.items() for text in item):
-            return
-        if take_environment(given):
-            forget_sessions()
-            self._server.reconciler.hurry()
-
-    async def close(self, request: web.Request) -> web.Response:
-        """The trainer leaves."""
-        body = await json_body(request)
-        session = text(body, "session")
-        self._server.close_run(request.match_info["run"], session, complete=body.get("complete") is True)
-        return web.json_response({})
-
-    async def figures(self, request: web.Request) -> web.Response:
-        """What the trainer has measured."""
-        only_same_host(request)
-        figures = decoded(Figures, await json_body(request))
-        await asyncio.to_thread(self._server.report, request.match_info["run"], figures)
-        return web.json_response({})
-
-    async def snapshots(self, request: web.Request) -> web.Response:
-        """The attempt that writes, the newest snapshot that counts, what is in memory, what a tier has refused."""
-        run = request.match_info["run"]
-        key = self._server.registry.key(run)
-        ring = self._server.ring
-        with ring.changed:  # else a slot may be emptied in between
-            held = [(slot.held, ring.owed([slot]), slot.safe) for slot in ring.contents(key)]
-        listed = [{"manifest": each.to_dict(), "dirty": owed, "safe": safe} for each, owed, safe in held]
-        refused = [manifest.to_dict() for manifest in self._server.reconciler.refused(key)]
-        claimed = await asyncio.to_thread(self._server.claimed, run)
-        newest = ring.newest_committed(key)
-        return web.json_response({"attempt": claimed, "committed": newest, "snapshots": listed, "refused": refused})
-
-    # -- files ---------------------------------------------------------------------------------------------------------
-
-    async def read(self, request: web.Request) -> web.StreamResponse:
-        """Read what is in memory: ``GET /v1/files/RUN/PATH``."""
-        path = request.match_info["path"].strip("/")
-        held, manifest = self._find(request.match_info["run"], path)
-        etag = etag_of(manifest)
-        if request.headers.get(hdrs.IF_MATCH, etag) != etag:
-            raise ServerRefusedError(f"{path} was replaced while it was being read", status=412)
-        if path.endswith("manifest.json"):
-            return web.Response(text=manifest.to_json(), content_type="application/json")
-        span = manifest.span_at(path)
-        assert span is not None
-        start, stop, _ = request.http_range.indices(span.nbytes)
-        is_range = hdrs.RANGE in request.headers
-        if start >= stop and is_range:
-            raise ServerRefusedError(f"this range lies outside the file of {span.nbytes} bytes", status=416)
-        response = web.StreamResponse(status=206 if is_range else 200)
-        response.content_length = stop - start
-        response.content_type = "application/octet-stream"
-        response.headers.update({hdrs.ACCEPT_RANGES: "bytes", hdrs.ETAG: etag})
-        if is_range:
-            response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
-        start, stop = span.offset + start, span.offset + stop
-        with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
-        with self._server.ring.reading(held) as image:
-            if with_digest:
-                response.headers[DIGEST_HEADER] = checksum(image[start:stop])
-            await response.prepare(request)
-            with _hanging_up(request):
-                await asyncio.wait_for(self._send(request, response, held, image, start, stop), LONGEST_READ_S)
-        await response.write_eof()
-        return response
-
-    def _find(self, run: str, path: str) -> tuple[Held, Manifest]:
-        """What a path names."""
-        key = self._server.registry.key(run)
-        try:
-            return resolve(self._server.ring, key, path)
-        except SnapshotNotFoundError as error:
-            info = self._server.registry.info(key)
-            if info is None or (url := self._server.durable(info)) is None:
-                raise
-            where = without_password(url)
-            raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
-
-    async def _send(
-        self, request: web.Request, response: web.StreamResponse, held: Held, image: Image, start: int, stop: int
-    ) -> None:
-        """Send bytes of slots: in clear by ``sendfile``, which copies nothing."""
-        if request.secure:
-            for place in range(start, stop, SEND_BYTES):  # copies: the transport may keep what it could not send
-                data = bytes(image[place : min(place + SEND_BYTES, stop)])
-                await asyncio.wait_for(response.write(data), SEND_TIMEOUT_S)
-            return
-        loop, transport = asyncio.get_running_loop(), request.transport
-        assert isinstance(transport, asyncio.Transport)
-        for slot, first, last in held.pieces(start, stop):
-            if (fd := self._server.ring.descriptor(slot)) is None:
-                raise SnapshotNotFoundError("it has left the memory")
-            with open(fd, "rb", buffering=0) as file:
-                for place in range(first, last, _SENDFILE_BYTES):
-                    sending = loop.sendfile(transport, file, place, min(_SENDFILE_BYTES, last - place))
-                    await asyncio.wait_for(sending, SEND_TIMEOUT_S)
-
-    async def remove(self, request: web.Request) -> web.Response:
-        """``DELETE``: remove a snapshot or file, in memory and at its tiers.
-
-        With ``unseen`` in its body a file, also if it is not in memory.
-        """
-        text, path = request.match_info["run"], request.match_info["path"].strip("/")
-        key = self._server.registry.key(text)
-        with self._looking.holding(request[ACCEPTED].client):
-            await asyncio.to_thread(self._server.check_owner, key)
-        if (await json_body(request)).get("unseen") is True:
-            await asyncio.to_thread(self._server.remove, text, path, unseen=True)
-            return web.json_response({})
-        _, manifest = self._find(key, path)
-        if path not in (manifest.name, manifest.data_path):
-            raise ServerRefusedError(
-                f"{path!r} is only another name, or one file, of {manifest.data_path}; remove that by its own name",
-                status=409,
-            )
-        await asyncio.to_thread(self._server.remove, text, manifest.name)
-        return web.json_response({})
 
 
 @contextmanager

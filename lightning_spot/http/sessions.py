@@ -1,5 +1,7 @@
 """Sessions of trainers on a server's host: by them it knows that a trainer lives, and hands it descriptors of slots.
 
+Upgraded connections, which speak no HTTP any more, are made here, for streams of parts, too.
+
 A trainer upgrades a connection to the server's Unix socket, and keeps it as long as it lives. Over it, each line of
 JSON that asks for a slot or a snapshot is answered by a line, with the descriptor of its memory.
 """
@@ -12,20 +14,22 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
+from lightning_spot.config import PROTOCOL_VERSION
 from lightning_spot.errors import ServerRefusedError, SnapshotNotFoundError, TierError
 from lightning_spot.goodput.records import forget_reached, newest_record, read_reached, write_record
 from lightning_spot.http.fields import only_same_host
-from lightning_spot.http.upload_requests import switched
+from lightning_spot.http.limits import ACCEPTED
 from lightning_spot.protocol.ownership import peer_of
 from lightning_spot.protocol.process import ProcessId, open_pidfd, wait_readable
+from lightning_spot.protocol.wire import PROTOCOL_HEADER, UPGRADE
 from lightning_spot.say import say
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.slots import Slot
@@ -39,6 +43,72 @@ _LONGEST_LINE = 65536
 _SEND_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 30.0
 _MOST_SESSIONS = 1024  # of ranks, and of commands that look what is there; each has a thread
+
+
+@asynccontextmanager
+async def switched(request: web.Request) -> AsyncIterator[socket.socket]:
+    """Agree to an upgrade: the connection as a socket for a thread that blocks. It is closed in the end.
+
+    One by TLS goes on being decrypted on the event loop: a pair of sockets parts the two, and no buffer grows.
+
+    Raises:
+        ServerRefusedError: if none was asked for.
+    """
+    transport = request.transport
+    if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None:
+        why = f"this request needs 'Upgrade: {UPGRADE}'. Nothing was done. Have proxies on its way pass upgrades on"
+        raise ServerRefusedError(why, status=426)
+    assert isinstance(transport, asyncio.Transport)
+    head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
+    agreed = f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode()
+    try:
+        if transport.get_extra_info("sslcontext") is None:
+            transport.pause_reading()
+            with transport.get_extra_info("socket").dup() as connection:
+                transport.write(agreed)
+                yield connection
+            return
+        ours, connection = socket.socketpair()
+        with connection:
+            inside, _ = await asyncio.get_running_loop().create_connection(lambda: _Relay(transport), sock=ours)
+            try:
+                transport.set_protocol(_Relay(inside, request[ACCEPTED]))
+                transport.write(agreed)  # not before: what comes then is no HTTP
+                yield connection
+            finally:
+                inside.close()
+    finally:
+        transport.close()  # the connection no longer speaks HTTP
+
+
+class _Relay(asyncio.Protocol):
+    """Passes what comes by its own transport on to another one, no faster than that takes it.
+
+    Args:
+        other: the other one.
+        accepted: the connection to which its own belonged; it is told the end.
+    """
+
+    def __init__(self, other: asyncio.Transport, accepted: asyncio.Protocol | None = None) -> None:
+        self._other, self._accepted = other, accepted
+
+    def data_received(self, data: bytes) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._other.write(data)
+
+    def pause_writing(self) -> None:
+        """Its own transport takes no more: the other one reads no more."""
+        self._other.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The reverse."""
+        self._other.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever is at the other end reads to the end of what came."""
+        self._other.close()
+        if self._accepted is not None:
+            self._accepted.connection_lost(exc)
 
 
 class Sessions:
@@ -78,7 +148,7 @@ class Sessions:
     # -- on its thread --------------------------------------------------------------------------------------------
 
     def _serve(self, connection: socket.socket) -> None:
-        pid, _user = peer_of(connection) or (0, 0)
+        pid, _user = peer_of(connection)
         pidfd = open_pidfd(pid)
         try:
             left = self._answer_all(connection, pid, pidfd)

@@ -8,41 +8,37 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import xxhash
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from lightning_spot.client.connection import BoundedSocket
-from lightning_spot.config import PROTOCOL_VERSION, SEND_BYTES
+from lightning_spot.config import SEND_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
-    ServerRefusedError,
     SnapshotNotFoundError,
     SpotError,
     TierReason,
 )
 from lightning_spot.http.fields import (
+    BODY,
     LONGEST_WAIT_S,
     attempt_of,
     committed,
     identifier,
-    json_body,
     manifest,
     only_same_host,
     seconds,
 )
 from lightning_spot.http.limits import ACCEPTED, Quota
+from lightning_spot.http.sessions import switched
 from lightning_spot.protocol.wire import (
     NO_DIGEST,
-    PROTOCOL_HEADER,
-    UPGRADE,
     Frame,
     PartKind,
 )
@@ -55,11 +51,13 @@ from lightning_spot.snapshot.manifest import MOST_WRITERS, Manifest
 from lightning_spot.snapshot.packing import can_pack
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.snapshot.ranges import read_floats
-from lightning_spot.untrusted import LARGE_JSON_BYTES, MOST_BYTES, integer, text
+from lightning_spot.untrusted import MOST_BYTES, integer, text
 
 Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
+
+COMMIT_PATH, FLUSH_PATH = "/v1/uploads/{upload}/commit", "/v1/flush"
 
 MOST_WAITING = 1024
 """Requests that wait at a time, shared by who sends them: each address has a share for one run."""
@@ -173,65 +171,6 @@ def _check_frame(frame: Frame, upload: Upload) -> None:
         raise CorruptSnapshotError(f"{frame.content_bytes} bytes are no {frame.kind.name} part of {frame.nbytes}")
 
 
-@asynccontextmanager
-async def switched(request: web.Request) -> AsyncIterator[socket.socket]:
-    """Agree to an upgrade: the connection as a socket for a thread that blocks. It is closed in the end.
-
-    One by TLS goes on being decrypted on the event loop: a pair of sockets parts the two, and no buffer grows.
-
-    Raises:
-        ServerRefusedError: if none was asked for.
-    """
-    transport = request.transport
-    if request.headers.get(hdrs.UPGRADE) != UPGRADE or transport is None:
-        why = f"this request needs 'Upgrade: {UPGRADE}'. Nothing was done. Have proxies on its way pass upgrades on"
-        raise ServerRefusedError(why, status=426)
-    assert isinstance(transport, asyncio.Transport)
-    head = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
-    agreed = f"{head}{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n\r\n".encode()
-    try:
-        if transport.get_extra_info("sslcontext") is None:
-            transport.pause_reading()
-            with transport.get_extra_info("socket").dup() as connection:
-                transport.write(agreed)
-                yield connection
-            return
-        ours, connection = socket.socketpair()
-        with connection:
-            inside, _ = await asyncio.get_running_loop().create_connection(lambda: _Relay(transport), sock=ours)
-            try:
-                request[ACCEPTED].divert(_Relay(inside))
-                transport.write(agreed)  # not before: what comes then is no HTTP
-                yield connection
-            finally:
-                inside.close()
-    finally:
-        transport.close()  # the connection no longer speaks HTTP
-
-
-class _Relay(asyncio.Protocol):
-    """Passes what comes by its own transport on to another one, no faster than that takes it."""
-
-    def __init__(self, other: asyncio.Transport) -> None:
-        self._other = other
-
-    def data_received(self, data: bytes) -> None:
-        """See :class:`asyncio.Protocol`."""
-        self._other.write(data)
-
-    def pause_writing(self) -> None:
-        """Its own transport takes no more: the other one reads no more."""
-        self._other.pause_reading()
-
-    def resume_writing(self) -> None:
-        """The reverse."""
-        self._other.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever is at the other end reads to the end of what came."""
-        self._other.close()
-
-
 MOST_STREAMS = 1024
 """Streams of parts at once, shared by clients, each on a thread: many hosts send their shards at the same time."""
 
@@ -262,8 +201,9 @@ class UploadRequests:
             web.post("/v1/runs/{run}/awaited", self.awaited),
             web.post("/v1/runs/{run}/fail", self.fail),
             web.post("/v1/uploads/{upload}/stream", self.stream),
-            web.post("/v1/uploads/{upload}/commit", self.commit),
+            web.post(COMMIT_PATH, self.commit),
             web.delete("/v1/uploads/{upload}", self.abort),
+            web.post(FLUSH_PATH, self.flush),
         ]
 
     def close(self) -> None:
@@ -275,8 +215,7 @@ class UploadRequests:
 
     async def lease(self, request: web.Request) -> web.Response:
         """Take a slot."""
-        near, run = request[ACCEPTED].is_near, request.match_info["run"]
-        body = await json_body(request)
+        near, run, body = request[ACCEPTED].is_near, request.match_info["run"], request[BODY]
         self.asked_s = time.monotonic()
         attempt = attempt_of(body)
         ask = functools.partial(
@@ -293,7 +232,7 @@ class UploadRequests:
             wait_s=seconds(body, "wait_s", 0.0, LONGEST_WAIT_S),
             cancelled=request[ACCEPTED].gone.done,
         )
-        upload = await self._wait(request, ask)
+        upload = await self._wait(request, run, ask)
         if request[ACCEPTED].gone.done():
             self._server.uploads.abort(upload.id)  # nobody will ever fill it
         return web.json_response({**leased(self._server, upload), "base": base_info(upload), "unpacks": can_pack()})
@@ -301,22 +240,28 @@ class UploadRequests:
     async def awaited(self, request: web.Request) -> web.Response:
         """Wait until a snapshot counts, or never will (this host only)."""
         only_same_host(request)
-        run, body = request.match_info["run"], await json_body(request)
+        run, body = request.match_info["run"], request[BODY]
         name, wait_s = text(body, "name"), seconds(body, "wait_s", 0.0, LONGEST_WAIT_S)
         ask = functools.partial(self._server.wait_for, run, name, wait_s, request[ACCEPTED].gone.done)
-        status, why = await self._wait(request, ask)
+        status, why = await self._wait(request, run, ask)
         return web.json_response({"status": status.value, "why": why})
 
-    async def _wait(self, request: web.Request, ask: Callable[[], Answer]) -> Answer:
+    async def flush(self, request: web.Request) -> web.Response:
+        """Bring everything, or all of a run, to the tiers below, and wait for that."""
+        run = text(request[BODY], "run") if request[BODY].get("run") is not None else None
+        wait_s = seconds(request[BODY], "wait_s", 60.0, LONGEST_WAIT_S)
+        ask = functools.partial(self._server.flush, run, wait_s, request[ACCEPTED].gone.done)
+        return web.json_response({"unreached": await self._wait(request, run or "", ask)})
+
+    async def _wait(self, request: web.Request, run: str, ask: Callable[[], Answer]) -> Answer:
         """Ask the server for something on a thread; a run is one that is waited for by whatever name it is called."""
-        whose = f"{request[ACCEPTED].client} {self._server.registry.key(request.match_info['run'])}"
+        whose = f"{request[ACCEPTED].client} {self._server.registry.key(run) if run else ''}"
         with self._waiting.holding(whose):
             return await asyncio.get_running_loop().run_in_executor(self._waiting_threads, ask)
 
     async def fail(self, request: web.Request) -> web.Response:
         """A writer will never have its shard of a snapshot."""
-        body = await json_body(request)
-        self._server.uploads.fail(request.match_info["run"], attempt_of(body), manifest(body))
+        self._server.uploads.fail(request.match_info["run"], attempt_of(request[BODY]), manifest(request[BODY]))
         return web.json_response({})
 
     async def stream(self, request: web.Request) -> web.Response:
@@ -338,7 +283,7 @@ class UploadRequests:
 
     async def commit(self, request: web.Request) -> web.Response:
         """Make it a snapshot; on this host one that was filled through shared memory."""
-        body = await json_body(request, LARGE_JSON_BYTES)
+        body = request[BODY]
         upload = self._server.uploads.find(request.match_info["upload"])
         if not request[ACCEPTED].is_near:
             self.asked_s = time.monotonic()

@@ -256,9 +256,9 @@ class SnapshotServer:
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
-    def flush(self, run: str | None, wait_s: float) -> list[str]:
+    def flush(self, run: str | None, wait_s: float, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
         """Bring everything to the tiers below; see :meth:`Reconciler.flush`."""
-        return self.reconciler.flush(self.registry.key(run) if run else None, wait_s)
+        return self.reconciler.flush(self.registry.key(run) if run else None, wait_s, cancelled)
 
     def close(self, *, keep_unsafe: bool = False) -> None:
         """Stop uploading and give the memory back."""

@@ -171,8 +171,13 @@ class Reconciler(Observations):
             self._leaves_s = time.monotonic()
             self._touch(None)
 
-    def flush(self, run: str | None, wait_s: float) -> list[str]:
+    def flush(self, run: str | None, wait_s: float, cancelled: Callable[[], bool] = lambda: False) -> list[str]:
         """Put nothing of ``run`` (``None``: of any run) off, and wait until nothing of it is awaited any more.
+
+        Args:
+            run: key of the run.
+            wait_s: for how long.
+            cancelled: asked while waiting: whether nobody wants to know any more.
 
         Returns:
             URLs that were not reached in time, each with its last error; empty when all is safe.
@@ -183,6 +188,8 @@ class Reconciler(Observations):
             try:
                 self.hurry(run)
                 while (awaited := self.awaited(run)) and (left_s := deadline_s - time.monotonic()) > 0:
+                    if cancelled():
+                        break
                     self._ring.changed.wait(min(left_s, _AGAIN_S))
                     self._plan_stale()  # also a tier for which there was no thread
                 return [f"{url}: {self.destination(url).error or 'not done in time'}" for url in sorted(awaited)]

@@ -228,7 +228,7 @@ def test_a_server_ends_properly_whatever_fails_in_its_last_flush(
     monkeypatch.setattr(server, "flush", once(server.flush, threading.Event()))
 
     async def drain() -> list[str]:
-        return await program._drain(server, Mock(last_upload_s=float("-inf")), 0.0, program._Signals())
+        return await program._drain(server, Mock(**{"uploads.asked_s": float("-inf")}), 0.0, program._Signals())
 
     assert asyncio.run(drain()) == ["MemoryError: none is left"]
     assert server.uploads.closing

@@ -15,12 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lightning_spot import EverySteps, PreemptedError, SpotCheckpoint
 from lightning_spot.client import starting
-from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import PROTOCOL_VERSION, read_environment
-from lightning_spot.errors import MalformedError, ServerRefusedError, SettingsError, TierError
+from lightning_spot.errors import MalformedError, SettingsError, TierError
 from lightning_spot.http.metrics import METRICS, exposition
 from lightning_spot.protocol.record import find_record
-from lightning_spot.protocol.wire import PROTOCOL_HEADER, parse_spot_url
+from lightning_spot.protocol.wire import PROTOCOL_HEADER
 from lightning_spot.server import registry
 from lightning_spot.server.runs import BLOCKED_S, Figures, Histogram
 from lightning_spot.server.snapshot_server import SnapshotServer
@@ -246,22 +245,7 @@ def test_figures_that_are_none_are_refused(told: dict[str, Any]) -> None:
         decoded(Figures, {**TOLD, **told})
 
 
-def test_only_this_host_tells_figures(start_server: StartServer) -> None:
-    server = ServerClient(parse_spot_url(start_server().url)[0])
-    server.call("POST", "/v1/runs/run/open", {"attempt": 1})
-    with pytest.raises(ServerRefusedError) as caught:
-        server.call("POST", "/v1/runs/run/figures", TOLD)
-    assert caught.value.status == 403
-
-
 # -- who may read them ------------------------------------------------------------------------------------------------
-
-
-def test_metrics_need_the_token(start_server: StartServer) -> None:
-    server = start_server(environment={"LIGHTNING_SPOT_TOKEN": SECRET})
-    url = server.url.replace("spot://", "http://") + "/metrics"
-    assert [refusal(url), refusal(url, "wrong"), refusal(url, SECRET, Origin="http://evil")] == [401, 401, 403]
-    assert value(read(fetched(url, SECRET)), "build_info") == 1
 
 
 def test_without_a_token_a_page_cannot_read_them(start_server: StartServer) -> None:

@@ -33,7 +33,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.http import routes, upload_requests
 from lightning_spot.http.limits import Quota, client_at
-from lightning_spot.http.routes import not_ready
+from lightning_spot.http.metrics import not_ready
 from lightning_spot.protocol.wire import NO_DIGEST, PartKind
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.server import registry, ring, snapshot_server
@@ -47,6 +47,7 @@ from lightning_spot.store.fences import Claim, digest_of
 from tests.integration.test_service_limits import request
 from tests.support.server import committed
 from tests.support.small_trainer import image_of as archive_of
+from tests.support.store import GatedStore
 from tests.support.uploads import asked, begin, commit, open_run, part_of, plain_of, send, server_of
 from tests.support.waiting import until
 
@@ -343,7 +344,7 @@ def test_who_asks_much_of_a_slow_tier_keeps_nobody_waiting(
     method: str, path: str, body: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 of them held every thread on which a server answers."""
-    monkeypatch.setattr(routes, "MOST_FLUSHES", 4)
+    monkeypatch.setattr(upload_requests, "MOST_WAITING", 4)
     monkeypatch.setattr(routes, "MOST_LOOKS", 4)
     done, begun = threading.Event(), threading.Semaphore(0)
 
@@ -369,20 +370,24 @@ def test_who_asks_much_of_a_slow_tier_keeps_nobody_waiting(
         assert not begun.acquire(blocking=False)
 
 
-def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MOST_FLUSHES", 2)
-    monkeypatch.setattr(routes, "FLUSH_TURN_S", 0.1)
-    server, turns = server_of(), threading.Semaphore(0)
+def test_who_hangs_up_waits_for_no_flush(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(upload_requests, "MOST_WAITING", 2)
+    store, begun = GatedStore(tmp_path / "run"), threading.Semaphore(0)
+    server = server_of(flush_to=str(tmp_path), open_store=lambda _: store)
+    store.open.clear()
+    flush = server.flush
 
-    def flush(_run: str | None, wait_s: float) -> list[str]:
-        turns.release()
-        threading.Event().wait(wait_s)
-        return ["nothing is reached"]
+    def noted(*given: Any) -> list[str]:
+        begun.release()
+        return flush(*given)
 
-    monkeypatch.setattr(server, "flush", flush)
-    with asked(server) as client:
+    monkeypatch.setattr(server, "flush", noted)
+    with asked(server) as client, ExitStack() as stack:
+        stack.callback(store.open.set)
+        open_run(client)
+        commit(client, 1, b"not stored yet")
         with say(client, "POST", "/v1/flush", {"wait_s": 3600}):
-            assert turns.acquire(timeout=120)
+            assert begun.acquire(timeout=120)
             assert status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 503
         until(lambda: status_of(say(client, "POST", "/v1/flush", {"wait_s": 0})) == 200, "its place to be free")
 

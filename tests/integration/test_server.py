@@ -146,12 +146,12 @@ def test_a_request_that_came_damaged_is_refused(start_server: StartServer) -> No
     assert server.client().call("GET", "/v1/runs")["runs"] == []
 
 
-def test_from_another_host_nobody_seals_or_awaits_a_snapshot(start_server: StartServer) -> None:
+def test_from_another_host_nobody_seals_awaits_or_measures(start_server: StartServer) -> None:
     server = start_server().client()
     server.call("POST", "/v1/runs/run/open", {"attempt": 1})
-    with pytest.raises(ServerRefusedError) as caught:
-        server.call("POST", "/v1/runs/run/awaited", {})
-    assert caught.value.status == 403
+    for asked in ("awaited", "figures"):
+        with pytest.raises(ServerRefusedError, check=lambda error: error.status == 403):
+            server.call("POST", f"/v1/runs/run/{asked}", {})
     upload = server.call("POST", "/v1/runs/run/uploads", {"attempt": 1, "nbytes": 9})["upload"]
     filled = manifest_of(1, nbytes=9, run_id="").sealed(memoryview(bytes(9)))
     with pytest.raises(CorruptSnapshotError):  # nothing of it has come

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 
 from lightning_spot.cli.cert import SERVER, SERVER_KEY
 from lightning_spot.client.encoding import OutgoingPart
@@ -160,10 +161,9 @@ def test_who_waits_for_a_slot_and_goes_leaves_nothing(start_server: StartServer)
         begin(client, 100)
 
 
-class Silent(asyncio.Protocol):
-    """A service that never answers, and says when its connection has ended."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
+async def never(_request: web.BaseRequest) -> web.StreamResponse:
+    """Answer nobody."""
+    return await asyncio.Future()
 
 
 Connect = Callable[..., Awaitable[asyncio.StreamReader]]
@@ -172,7 +172,7 @@ Connect = Callable[..., Awaitable[asyncio.StreamReader]]
 @asynccontextmanager
 async def serving(**bounds: Any) -> AsyncIterator[tuple[Connections, Connect]]:
     """Serve silently within these limits; what connects from an address of loopback, and waits until that counts."""
-    connections, kept = Connections(Silent, **bounds), list[asyncio.StreamWriter]()
+    connections, kept = Connections(web.Server(never), **bounds), list[asyncio.StreamWriter]()
     server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
 
     async def connect(
@@ -257,7 +257,7 @@ def test_each_of_many_that_come_at_once_displaces_another(tls: Callable[[], ssl.
 
 
 def test_silence_between_requests_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(limits.RUNNER, "keepalive_timeout", 0.5)
+    monkeypatch.setitem(limits.HTTP, "keepalive_timeout", 0.5)
     with asked(server_of()) as client, _connect(client, request("GET", "/healthz")) as connection:
         while connection.recv(4096):
             pass

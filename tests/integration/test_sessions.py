@@ -444,7 +444,7 @@ def test_a_draining_server_waits_for_no_killed_sender(tmp_path: Path, monkeypatc
 
     async def drain() -> tuple[list[str], float]:
         begun_s = time.monotonic()
-        service = Mock(last_upload_s=float("-inf"))
+        service = Mock(**{"uploads.asked_s": float("-inf")})
         return await program._drain(server, service, 20.0, program._Signals()), time.monotonic() - begun_s
 
     try:

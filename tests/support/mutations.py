@@ -342,8 +342,8 @@ runs of a token | http.routes | scoped_tokens::a_run_is_not_reached_by_its_ident
 +        self._check_key(scope, "", parse_run(run)[0])
 # a token for one run flushes, or reads, whatever a later version can be asked
 requests for no run | http.routes | scoped_tokens::a_request_that_is_added_is_denied
--resource.canonical not in _SHOW_WHAT_IS_COVERED:
-+resource.canonical == "":
+-path not in _SHOW_WHAT_IS_COVERED:
++path == "":
 # whoever is on the way reads snapshots and the token
 certificate of a server | protocol.credentials | tls::an_untrusted_server_gets_nothing
 -        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

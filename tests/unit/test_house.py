@@ -268,8 +268,6 @@ def _logged(path: Path) -> set[tuple[str, str]]:
             if name == "say" and "lightning_spot.say" in _modules_imported(path):
                 assert isinstance(node.args[1], ast.Constant)
                 found.add((str(node.args[1].value), ast.unparse(node.args[0]).removeprefix("logging.")))
-            elif name.endswith("counted.add") and (key := [each.value for each in node.keywords if each.arg == "key"]):
-                found |= {(str(ast.literal_eval(each)), "WARNING") for each in key}
             elif re.fullmatch(r"logger\.(info|warning|error|exception|log)|warnings\.warn|rank_zero_(info|warn)", name):
                 found.add(("", name))
     return found
