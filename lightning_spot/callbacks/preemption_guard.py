@@ -185,7 +185,6 @@ class PreemptionGuard(FitCallback):
         watcher.signals.install()
         if not FitState.of(trainer).can(compat.SIGNALS):
             return
-        connector = compat.SIGNAL_CONNECTOR.of(trainer)
 
         def register_signal_handlers(original: Callable[[], None]) -> None:
             watcher.signals.restore()  # so that Lightning remembers the user's handlers, not ours
@@ -196,8 +195,8 @@ class PreemptionGuard(FitCallback):
             original()
             watcher.signals.hold()  # what is committed is still being uploaded
 
-        compat.REGISTER_HANDLERS.wrap(self._patches, connector, partial(partial, register_signal_handlers))
-        compat.RESTORE_HANDLERS.wrap(self._patches, connector, partial(partial, restore_signal_handlers))
+        compat.REGISTER_HANDLERS.wrap(self._patches, trainer, partial(partial, register_signal_handlers))
+        compat.RESTORE_HANDLERS.wrap(self._patches, trainer, partial(partial, restore_signal_handlers))
 
     def _end(self, trainer: pl.Trainer, error: BaseException | None) -> None:
         """Stop watching, once what is committed is in safety: until then a signal does not end the process."""

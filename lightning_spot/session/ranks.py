@@ -225,7 +225,7 @@ def is_requeued_by_slurm(trainer: pl.Trainer) -> bool:
     """Whether Lightning is to ask SLURM for another turn when a job is cut off."""
     if not FitState.of(trainer).can(compat.ENVIRONMENT):
         return False
-    environment = compat.CLUSTER_ENVIRONMENT.of(compat.ACCELERATOR_CONNECTOR.of(trainer))
+    environment = compat.CLUSTER_ENVIRONMENT.of(trainer)
     kinds = namespaces.classes("fabric.plugins.environments", "SLURMEnvironment")
     return isinstance(environment, kinds) and bool(environment.auto_requeue)
 

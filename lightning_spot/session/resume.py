@@ -188,7 +188,6 @@ class Resume(OfTrainer):
         was_started = trainer.strategy.broadcast(found is not None and max(found.seen_attempts, default=0) > 0)
         let_config_be_saved_again(trainer, was_started=was_started)
         # All strategies pass through resume_start, on every rank, with the process group up.
-        connector = compat.RESUMING_CONNECTOR.of(trainer)
 
         def resume_start(original: Callable[..., None], checkpoint_path: Any = None, **options: Any) -> None:
             self._patches.close()  # once
@@ -201,10 +200,10 @@ class Resume(OfTrainer):
             if who:
                 self._say_found(checkpoint_path, who)
             checkpoint_path = None if self.chosen is not None else checkpoint_path
-            loaded = compat.LOADED_CHECKPOINT.of(connector)
+            loaded = compat.LOADED_CHECKPOINT.of(trainer)
             original(checkpoint_path, **options)
             if self.chosen is not None:
-                compat.LOADED_CHECKPOINT.set(connector, loaded)
+                compat.LOADED_CHECKPOINT.set(trainer, loaded)
             if checkpoint_path and not who:
                 self._say_named(checkpoint_path)
             if checkpoint_path or self.chosen is not None:
@@ -213,7 +212,7 @@ class Resume(OfTrainer):
                 self._then.pop(0)()
 
         self._patches.close()  # two callbacks may resume the same run
-        compat.RESUME_START.wrap(self._patches, connector, partial(partial, resume_start))
+        compat.RESUME_START.wrap(self._patches, trainer, partial(partial, resume_start))
         return location
 
     def _say_found(self, path: Any, who: str) -> None:
@@ -232,7 +231,7 @@ class Resume(OfTrainer):
 
     def _say_named(self, path: Any) -> None:
         """Say that the user's checkpoint is taken; in each start of a program, it takes its progress away."""
-        step = compat.LOADED_CHECKPOINT.of(compat.RESUMING_CONNECTOR.of(self._trainer)).get("global_step")
+        step = compat.LOADED_CHECKPOINT.of(self._trainer).get("global_step")
         newest = self.snapshots[0].step if self.snapshots else -1
         if isinstance(step, int) and step < newest:
             text = (
@@ -308,7 +307,7 @@ class Resume(OfTrainer):
             say(logging.WARNING, "hyperparameters-changed", text, about=chosen.url, only_rank_zero=True, names=others)
         home = namespaces.of(trainer, "utilities.migration")
         migrated, _ = compat.MIGRATE.of(home)(checkpoint)
-        compat.LOADED_CHECKPOINT.set(compat.RESUMING_CONNECTOR.of(trainer), migrated)
+        compat.LOADED_CHECKPOINT.set(trainer, migrated)
 
     # -- after it -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,7 +69,7 @@ class Name:
 
     Attributes:
         part: that cannot do without it.
-        name: of the attribute.
+        name: of the attribute; one of an attribute's attribute is ``"attribute.name"``.
         sample: finds an object that has it, by a trainer at ``setup``; ``None`` if there is none in use.
         kind: what the value is there.
     """
@@ -78,8 +78,10 @@ class Name:
     name: str
     sample: Callable[[pl.Trainer], Any]
     kind: Any = object
+    _get: Callable[[Any], Any] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_get", attrgetter(self.name))  # made once: some are asked of every module
         ALL.append(self)
 
     def of(self, owner: Any) -> Any:
@@ -88,16 +90,20 @@ class Name:
         Raises:
             AttributeError: if it has none.
         """
-        return getattr(owner, self.name)
+        return self._get(owner)
 
     def set(self, owner: Any, value: Any) -> None:
         """Set it in ``owner``."""
-        setattr(owner, self.name, value)
+        setattr(*self._place(owner), value)
 
     def wrap(self, patches: Patches, owner: Any, make: Callable[[Any], Any]) -> None:
         """Replace it in ``owner`` by what ``make`` returns of it, see :meth:`Patches.wrap`."""
         self.of(owner)
-        patches.wrap(owner, self.name, make)
+        patches.wrap(*self._place(owner), make)
+
+    def _place(self, owner: Any) -> tuple[Any, str]:
+        within, _, name = self.name.rpartition(".")
+        return attrgetter(within)(owner) if within else owner, name
 
     def problem(self, trainer: pl.Trainer) -> str | None:
         """What is wrong with it; ``None`` if nothing is, or nothing that has it is in use."""
@@ -197,21 +203,17 @@ def _of_results(trainer: pl.Trainer) -> Any:
 
 # -- the trainer and its connectors -----------------------------------------------------------------------------------
 
-DUMPING_CONNECTOR = Name(SNAPSHOTS, "_checkpoint_connector", _trainer)
-DUMP_CHECKPOINT = Name(SNAPSHOTS, "dump_checkpoint", lambda t: DUMPING_CONNECTOR.of(t), Callable)
-RESUMING_CONNECTOR = Name(RESUME, "_checkpoint_connector", _trainer)
-RESUME_START = Name(RESUME, "resume_start", lambda t: RESUMING_CONNECTOR.of(t), Callable)
-LOADED_CHECKPOINT = Name(RESUME, "_loaded_checkpoint", lambda t: RESUMING_CONNECTOR.of(t), dict)
+DUMP_CHECKPOINT = Name(SNAPSHOTS, "_checkpoint_connector.dump_checkpoint", _trainer, Callable)
+RESUME_START = Name(RESUME, "_checkpoint_connector.resume_start", _trainer, Callable)
+LOADED_CHECKPOINT = Name(RESUME, "_checkpoint_connector._loaded_checkpoint", _trainer, dict)
 MIGRATE = Name(RESUME, "migrate_checkpoint", lambda t: namespaces.of(t, "utilities.migration"), Callable)
-SIGNAL_CONNECTOR = Name(SIGNALS, "_signal_connector", _trainer)
-REGISTER_HANDLERS = Name(SIGNALS, "register_signal_handlers", lambda t: SIGNAL_CONNECTOR.of(t), Callable)
-RESTORE_HANDLERS = Name(SIGNALS, "teardown", lambda t: SIGNAL_CONNECTOR.of(t), Callable)
+REGISTER_HANDLERS = Name(SIGNALS, "_signal_connector.register_signal_handlers", _trainer, Callable)
+RESTORE_HANDLERS = Name(SIGNALS, "_signal_connector.teardown", _trainer, Callable)
 DEFAULT_STORE = Name(STORE, "_get_default_store", lambda _: distributed_c10d, Callable)
 CLONE_STORE = Name(
     STORE, "clone", lambda t: DEFAULT_STORE.of(distributed_c10d)() if t.world_size > 1 else Store, Callable
 )
-ACCELERATOR_CONNECTOR = Name(ENVIRONMENT, "_accelerator_connector", _trainer)
-CLUSTER_ENVIRONMENT = Name(ENVIRONMENT, "cluster_environment", lambda t: ACCELERATOR_CONNECTOR.of(t))
+CLUSTER_ENVIRONMENT = Name(ENVIRONMENT, "_accelerator_connector.cluster_environment", _trainer)
 
 # -- the loops --------------------------------------------------------------------------------------------------------
 
@@ -237,18 +239,16 @@ DATA_FETCHER = Name(LOADERS, "_data_fetcher", _fit_loop)
 LAST_RELOAD = Name(LOADERS, "_last_train_dl_reload_epoch", _fit_loop, (int, float))
 LAST_VAL_RELOAD = Name(LOADERS, "_last_val_dl_reload_epoch", _val_loop, (int, float))
 LOADER_STATES = Name(LOADERS, "_combined_loader_states_to_load", _fit_loop, list)
-DATA_SOURCE = Name(REQUESTS, "_data_source", _fit_loop)
-REQUEST_LOADER = Name(REQUESTS, "dataloader", lambda t: DATA_SOURCE.of(_fit_loop(t)), Callable)
+REQUEST_LOADER = Name(REQUESTS, "_data_source.dataloader", _fit_loop, Callable)
 EPOCH_PROGRESS = Name(REQUESTS, "epoch_progress", _fit_loop)
 WORKERS_ITERATOR = Name(WORKERS, "_iterator", lambda _: DataLoader(TensorDataset(torch.zeros(1))))
 
 # -- logged values and metrics ----------------------------------------------------------------------------------------
 
-LOGGER_CONNECTOR = Name(LOGGED, "_logger_connector", _trainer)
-CALLBACK_METRICS = Name(LOGGED, "_callback_metrics", lambda t: LOGGER_CONNECTOR.of(t), dict)
-LOGGED_METRICS = Name(LOGGED, "_logged_metrics", lambda t: LOGGER_CONNECTOR.of(t), dict)
-BAR_METRICS = Name(LOGGED, "_progress_bar_metrics", lambda t: LOGGER_CONNECTOR.of(t), dict)
-FIRST_ITERATION = Name(LOGGED, "_first_loop_iter", lambda t: LOGGER_CONNECTOR.of(t), (bool, type(None)))
+CALLBACK_METRICS = Name(LOGGED, "_logger_connector._callback_metrics", _trainer, dict)
+LOGGED_METRICS = Name(LOGGED, "_logger_connector._logged_metrics", _trainer, dict)
+BAR_METRICS = Name(LOGGED, "_logger_connector._progress_bar_metrics", _trainer, dict)
+FIRST_ITERATION = Name(LOGGED, "_logger_connector._first_loop_iter", _trainer, (bool, type(None)))
 RESULTS = Name(LOGGED, "_results", _epoch_loop, dict)
 METADATA = Name(LOGGED, "_Metadata", _of_results, type)
 SYNC = Name(LOGGED, "_Sync", _of_results, type)

@@ -93,7 +93,7 @@ class Loaders:
                 compat.LAST_VAL_RELOAD.set(loop, saved["reloaded"])
             return self._as_it_was(saved, original)
 
-        compat.REQUEST_LOADER.wrap(self._patches, compat.DATA_SOURCE.of(loop), partial(partial, dataloader))
+        compat.REQUEST_LOADER.wrap(self._patches, loop, partial(partial, dataloader))
 
     def _request(self) -> State:
         return {"epoch": self._trainer.current_epoch, "random": capture_random(), "data": self._data_state()}

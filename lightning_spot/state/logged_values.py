@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 Modules = Iterable[tuple[str, torch.nn.Module]]
 
-_FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx")
+_SAID = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
 _LOGGED = {"callback": compat.CALLBACK_METRICS, "log": compat.LOGGED_METRICS, "progress_bar": compat.BAR_METRICS}
 _PLAIN = (torch.Tensor, int, float, str)
 _COUNTERS = (compat.UPDATE_COUNT.name, "_num_vals_seen")  # the second belongs to torchmetrics' Running
@@ -44,35 +47,32 @@ def restore_results(trainer: pl.Trainer, saved: list[State]) -> None:
 
 def is_in_epoch(trainer: pl.Trainer) -> bool:
     """Whether a batch of the epoch has been logged."""
-    return compat.FIRST_ITERATION.of(compat.LOGGER_CONNECTOR.of(trainer)) is not None
+    return compat.FIRST_ITERATION.of(trainer) is not None
 
 
 def restore_in_epoch(trainer: pl.Trainer, saved: bool) -> None:
     """Have the next batch not be taken for the first, which would reset what was accumulated."""
     if saved:
-        compat.FIRST_ITERATION.set(compat.LOGGER_CONNECTOR.of(trainer), False)
+        compat.FIRST_ITERATION.set(trainer, False)
 
 
 def capture_last(trainer: pl.Trainer) -> State:
     """The values logged last."""
-    connector = compat.LOGGER_CONNECTOR.of(trainer)
-    present = ((name, values.of(connector).items()) for name, values in _LOGGED.items())
+    present = ((name, values.of(trainer).items()) for name, values in _LOGGED.items())
     return {name: _copy({key: each for key, each in items if isinstance(each, _PLAIN)}) for name, items in present}
 
 
 def restore_last(trainer: pl.Trainer, saved: State) -> None:
     """Put them back; a program may read them when ``fit`` has returned."""
-    connector = compat.LOGGER_CONNECTOR.of(trainer)
     for name, values in _LOGGED.items():
-        values.of(connector).update(saved[name])
+        values.of(trainer).update(saved[name])
 
 
 def last_values(trainer: pl.Trainer) -> dict[str, torch.Tensor | float]:
     """The last logged value of each metric, where it lies. Asking changes nothing of it."""
-    connector = compat.LOGGER_CONNECTOR.of(trainer)
-    present = compat.RESULTS.of(trainer.fit_loop.epoch_loop) is not None and trainer.training
-    found = connector.metrics["callback"] if present else {}
-    return {**compat.CALLBACK_METRICS.of(connector), **found}
+    results = compat.RESULTS.of(trainer.fit_loop.epoch_loop)
+    found = results.metrics(is_in_epoch(trainer))["callback"] if trainer.training else {}
+    return {**compat.CALLBACK_METRICS.of(trainer), **found}
 
 
 class LoggedNumbers:
@@ -90,7 +90,7 @@ class LoggedNumbers:
         """Those of now: what Lightning keeps; nothing is computed."""
         if compat.CALLBACK_METRICS.problem(trainer) is not None:
             return {}
-        logged = compat.CALLBACK_METRICS.of(compat.LOGGER_CONNECTOR.of(trainer))
+        logged = compat.CALLBACK_METRICS.of(trainer)
         names = sorted(filter(is_metric_name, logged), key=lambda name: name != self._monitor)[:MOST_METRICS]
         found = {name: self._number(logged[name], is_wanted=name == self._monitor) for name in names}
         return {name: number for name, number in found.items() if math.isfinite(number)}
@@ -150,11 +150,8 @@ def _is_plain(item: Any) -> bool:
 def _result_state(item: Any) -> State:
     meta = item.meta
     return {
-        "fx": meta.fx,
-        "name": meta.name,
-        **{flag: getattr(meta, flag) for flag in _FLAGS},
+        **{name: getattr(meta, name) for name in _SAID},
         "reduce_fx": meta.reduce_fx.__name__,
-        "metric_attribute": meta.metric_attribute,
         "sync": (getattr(meta.sync, compat.SHOULD_SYNC), meta.sync.rank_zero_only),
         "is_tensor": item.is_tensor,
         "value": _copy(item.value) if item.is_tensor else None,
@@ -166,13 +163,8 @@ def _result_state(item: Any) -> State:
 
 def _restore_result(trainer: pl.Trainer, results: Any, saved: State) -> None:
     home = namespaces.of(trainer, compat.RESULT_MODULE)
-    meta = compat.METADATA.of(home)(
-        fx=saved["fx"],
-        name=saved["name"],
-        reduce_fx=getattr(torch, saved["reduce_fx"]),
-        metric_attribute=saved["metric_attribute"],
-        **{flag: saved[flag] for flag in _FLAGS},
-    )
+    said = {name: saved[name] for name in _SAID}
+    meta = compat.METADATA.of(home)(**said, reduce_fx=getattr(torch, saved["reduce_fx"]))
     should, rank_zero_only = saved["sync"]
     sync = {compat.SHOULD_SYNC: should, "fn": trainer.strategy.reduce, "rank_zero_only": rank_zero_only}
     meta.sync = compat.SYNC.of(home)(**sync)

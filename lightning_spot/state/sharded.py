@@ -107,7 +107,7 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
 def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
     """What Lightning would save; of a sharded strategy, with the live tensors."""
     with live_states(trainer):
-        checkpoint: dict[str, Any] = compat.DUMP_CHECKPOINT.of(compat.DUMPING_CONNECTOR.of(trainer))(False)
+        checkpoint: dict[str, Any] = compat.DUMP_CHECKPOINT.of(trainer)(False)
     return checkpoint
 
 

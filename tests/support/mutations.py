@@ -68,7 +68,7 @@ logged means | state.logged_values | exact_table::equal_or_warned_of[logging]
 -        _restore_result(trainer, results, each)
 # a resumed run is another one: a scheduler or a callback asks for the last values
 logged last | state.logged_values | fit::a_finished_run_is_as_after_training
--        values.of(connector).update(saved[name])
+-        values.of(trainer).update(saved[name])
 # means of an epoch are reset in its midst
 logged in the epoch | state.fit_state | exact_table::equal_or_warned_of[logging]
 -, _to(restore_in_epoch, Stage.FIRST_BATCH)

@@ -136,7 +136,7 @@ def test_training_goes_on_without_a_part(part: str, tmp_path: Path, monkeypatch:
 
 def test_a_name_of_another_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = compat.Name.of
-    shape = "_callback_metrics"
+    shape = "_logger_connector._callback_metrics"
     monkeypatch.setattr(compat.Name, "of", lambda self, owner: [] if self.name == shape else real(self, owner))
     (said,) = fit(tmp_path)
     assert said.startswith(f"{compat.LOGGED} is off: ")
@@ -165,7 +165,7 @@ def test_a_missing_resume_hook_is_an_error_if_a_snapshot_exists(
 ) -> None:
     fit(tmp_path)
     new_process()
-    hide(monkeypatch, "resume_start")
+    hide(monkeypatch, "_checkpoint_connector.resume_start")
     with pytest.raises(SettingsError, match="resume=False"):
         fit(tmp_path)
 
