@@ -23,7 +23,7 @@ from lightning_spot.snapshot.files import FILE_ALIGNMENT_BYTES, FileSpan
 from lightning_spot.snapshot.layout import Entry, Layout, filled, lay_out_in_any_case
 from lightning_spot.snapshot.pieces import Piece
 from lightning_spot.snapshot.safe_load import safe_load
-from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Archived, Path, Shard, Shards, StoredValue
+from lightning_spot.snapshot.tensor_index import SHARDS_FILE, Archived, Path, Shard, Shards
 
 
 def state_file(rank: int) -> str:
@@ -98,7 +98,7 @@ class ShardedLayouter:
         self._mine: list[tuple[int, Shard]] = []
         self.unreadable = ""
         self._tried: set[tuple[Path, type]] = set()
-        self._index: tuple[Plan, list[StoredValue], list[tuple[str, bytes]]] | None = None
+        self._index: tuple[Plan, list[tuple[Path, Archived]], list[tuple[str, bytes]]] | None = None
 
     def lay_out(self, state: State, rest: Any = None) -> ShardedImage:
         """Lay a snapshot out.
@@ -143,12 +143,12 @@ class ShardedLayouter:
     def _behind(self, plan: Plan, values: Sequence[Any]) -> list[tuple[str, bytes]]:
         """Files of values that are no tensors, and of what says where all lies: that is long, and seldom changes."""
         data = bytearray()
-        placed: list[StoredValue] = []
+        placed: list[tuple[Path, Archived]] = []
         for path, value in zip(plan.values, values, strict=True):
             archive = filled(lay_out_in_any_case(value, what=metadata.name_of(path)))
             self._try(path, type(value), archive)
             data += bytes(-len(data) % ALIGNMENT)
-            placed.append(StoredValue(path, Archived(_VALUES_FILE, len(data), len(archive))))
+            placed.append((path, Archived(_VALUES_FILE, len(data), len(archive))))
             data += archive
         if self._index is None or self._index[0] is not plan or self._index[1] != placed:
             shards = Shards(plan.world_size, plan.tensors, tuple(placed))

@@ -60,9 +60,9 @@ def metadata_of(shards: Shards) -> Metadata:
         items[name] = TensorStorageMetadata(TensorProperties(dtype_of(tensor)), torch.Size(tensor.shape), boxes)
         for number, shard in enumerate(tensor.shards):
             places[MetadataIndex(name, shard.offsets, number)] = _info(shard.at)
-    for value in shards.values:
-        items[name_of(value.path)] = BytesStorageMetadata()
-        places[MetadataIndex(name_of(value.path))] = _info(value.at)
+    for path, at in shards.values:
+        items[name_of(path)] = BytesStorageMetadata()
+        places[MetadataIndex(name_of(path))] = _info(at)
     return Metadata(
         state_dict_metadata=items,
         planner_data={name_of(path): path for path in shards.paths},

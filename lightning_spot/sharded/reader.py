@@ -90,7 +90,7 @@ class ImageReader:
         self.shards = Shards.read(image, manifest)
         self.name = manifest.name
         self.tensors = {name_of(tensor.path): tensor for tensor in self.shards.tensors}
-        self.values = {name_of(value.path): value.at for value in self.shards.values}
+        self.values = {name_of(path): at for path, at in self.shards.values}
         self._dtypes = {name: dtype_of(tensor) for name, tensor in self.tensors.items()}
         self._image, self._manifest = image, manifest
         for name, tensor in self.tensors.items():  # first: there is memory only for what the snapshot holds
@@ -239,9 +239,9 @@ def load_all(reader: ImageReader, path: ItemPath = (), room: Callable[[ShardedTe
             made = room(tensor)
             reader.fill(name_of(tensor.path), made)
             set_element(state, tensor.path, made)
-    for value in reader.shards.values:
-        if value.path[: len(path)] == path:
-            set_element(state, value.path, reader.value(name_of(value.path)))
+    for place, _ in reader.shards.values:
+        if place[: len(path)] == path:
+            set_element(state, place, reader.value(name_of(place)))
     found: Any = state
     for key in path:
         found = found.get(key, {})

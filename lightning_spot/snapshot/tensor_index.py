@@ -79,36 +79,23 @@ class ShardedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredValue:
-    """Something else than a tensor.
-
-    Attributes:
-        path: in the state.
-        at: its archive.
-    """
-
-    path: Path
-    at: Archived
-
-
-@dataclass(frozen=True, slots=True)
 class Shards:
     """All items of a sharded snapshot's state.
 
     Attributes:
         world_size: number of ranks that wrote it.
         tensors: with the places of their boxes.
-        values: everything else.
+        values: everything else, with the place of its archive.
     """
 
     world_size: int
     tensors: tuple[ShardedTensor, ...]
-    values: tuple[StoredValue, ...]
+    values: tuple[tuple[Path, Archived], ...]
 
     @property
     def paths(self) -> list[Path]:
         """Those of all items."""
-        return [*(tensor.path for tensor in self.tensors), *(value.path for value in self.values)]
+        return [*(tensor.path for tensor in self.tensors), *(path for path, _ in self.values)]
 
     def to_json(self) -> bytes:
         """As JSON: files by their number, paths as lists."""
@@ -121,7 +108,7 @@ class Shards:
             [item.path, item.dtype, item.shape, [[s.offsets, s.sizes, place(s.at), s.data] for s in item.shards]]
             for item in self.tensors
         ]
-        values = [[item.path, place(item.at)] for item in self.values]
+        values = [[path, place(at)] for path, at in self.values]
         fields = {"format": _FORMAT, "world_size": self.world_size, "tensors": tensors, "values": values}
         return json.dumps({**fields, "files": list(files)}, separators=(",", ":")).encode()
 
@@ -182,8 +169,8 @@ def _checked(fields: Any, sizes_of_files: dict[str, int], most_bytes: int) -> Sh
         return ShardedTensor(_path(path), dtype, whole, found)
 
     tensors = tuple(tensor(*item) for item in fields["tensors"])
-    values = tuple(StoredValue(_path(path), archive(*at)) for path, at in fields["values"])
-    archives = [*(shard.at for tensor in tensors for shard in tensor.shards), *(value.at for value in values)]
+    values = tuple((_path(path), archive(*at)) for path, at in fields["values"])
+    archives = [*(shard.at for tensor in tensors for shard in tensor.shards), *(at for _, at in values)]
     _require(sum(at.nbytes for at in archives) <= most_bytes, "archives overlap")
     found = Shards(_number(fields["world_size"]), tensors, values)
     _check_paths(found.paths)

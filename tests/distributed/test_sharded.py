@@ -151,7 +151,7 @@ def test_every_archive_is_complete_and_its_elements_are_aligned(one: Any) -> Non
     shards = Shards.read(memoryview(image), manifest)
     starts = {file.name: file.offset for file in manifest.files}
     places = [(shard.at, shard.data) for tensor in shards.tensors for shard in tensor.shards]
-    for at, data in [*places, *((value.at, 0) for value in shards.values)]:
+    for at, data in [*places, *((at, 0) for _, at in shards.values)]:
         check_archive(archived(memoryview(image), manifest, at))
         assert (starts[at.file] + at.offset + data) % 64 == 0
     for rank in range(2):
