@@ -98,14 +98,6 @@ def marks_of(module: torch.nn.Module) -> Marks:
     return _marks(_there(dict(module.named_buffers())))
 
 
-def put(module: torch.nn.Module, values: Values) -> None:
-    """Write into the parameters and buffers of these names."""
-    present = _all(module)
-    for name, value in values.items():
-        if name in present:
-            write(present[name], value)
-
-
 def write(present: torch.Tensor, value: torch.Tensor) -> bool:
     """Write a value into a tensor; ``False`` if that cannot be, since it has another shape or layout."""
     if present.is_nested or value.is_nested:  # torch takes none for another one's shape
@@ -175,11 +167,11 @@ def loaded(module: torch.nn.Module, checkpoint: dict[str, Any]) -> Values:
     present = _all(module)
     saved = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))  # the first one of averaging ones
     both = ((name, value, present[name]) for name, value in _tensors_in(saved).items() if name in present)
-    return {name: value for name, value, here in both if _is_equal(here, value) or _is_equal(here, _as(value, here))}
-
-
-def _as(value: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-    return value.to(present.dtype) if value.is_floating_point() else value
+    return {
+        name: value
+        for name, value, here in both
+        if _is_equal(here, value.to(here.dtype) if value.is_floating_point() else value)
+    }
 
 
 def put_loaded(module: torch.nn.Module, values: Values) -> list[str]:

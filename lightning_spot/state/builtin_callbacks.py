@@ -88,7 +88,7 @@ def restore_modules(trainer: pl.Trainer, saved: State) -> None:
     for key, module in _callback_modules(trainer):
         values = saved.get(key, {"metrics": {}, "buffers": {}})
         logged_values.restore_metrics(module.named_modules(), values["metrics"])
-        buffers.put(module, values["buffers"])
+        buffers.Buffers().restore(module, values["buffers"])
 
 
 def further_epochs(trainer: pl.Trainer) -> int:
@@ -127,7 +127,7 @@ def rest_tuners(trainer: pl.Trainer, saved: State, patches: Patches) -> None:
         for name, value in (saved or {}).get(key, {}).items():
             namespaces.of(trainer, "utilities.parsing").lightning_setattr(trainer.lightning_module, name, value)
         # Its trial would end with Lightning's own restore, and that would forget what is to be resumed.
-        patches.wrap(callback, "on_fit_start", lambda _: _nothing)
+        patches.wrap(callback, "on_fit_start", lambda _: lambda *_: None)
 
 
 def before_loading(trainer: pl.Trainer, checkpoint: State) -> None:
@@ -231,7 +231,3 @@ def why_without_exact_state(trainer: pl.Trainer) -> str:
         f"{path} holds what Lightning saves and no more: the position in the data, random numbers and running means are"
         " not restored"
     )
-
-
-def _nothing(*_: Any) -> None:
-    return None

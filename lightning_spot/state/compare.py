@@ -243,20 +243,15 @@ def _read(path: Path) -> Any:
     """A checkpoint with what each rank knew; of one in shards, which is a directory, all shards put together."""
     folder, model = (path, path / MODEL_FILE) if path.is_dir() else (path.parent, path)
     if model.exists():
-        checkpoint = _load(model)
+        checkpoint = read_checkpoint(str(model))
     else:
         image, manifest = read_folder(folder)
-        checkpoint = {**load_all(ImageReader(image, manifest)), **_load(folder / REST_FILE)}
+        checkpoint = {**load_all(ImageReader(image, manifest)), **read_checkpoint(str(folder / REST_FILE))}
     exact = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
     if isinstance(exact, dict) and isinstance(ranks := exact.get("ranks"), list):
         beside = (folder / state_file(rank) for rank in range(len(ranks), int(exact["world_size"])))
-        ranks += map(_load, itertools.takewhile(Path.exists, beside))  # each at its rank's place
+        ranks += map(read_checkpoint, map(str, itertools.takewhile(Path.exists, beside)))  # each at its rank's place
     return checkpoint
-
-
-def _load(path: Path) -> Any:
-    with open(path, "rb") as file:
-        return read_checkpoint(file)
 
 
 def main(argv: list[str] | None = None) -> int:

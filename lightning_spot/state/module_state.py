@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain, repeat
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,7 @@ class Attributes:
     """The attributes of one module, or of a class, as they were.
 
     Args:
+        module: name of the module, by which they are known.
         part: the module, or a class of the user's.
         detector: stamps their values.
 
@@ -127,12 +128,12 @@ class Attributes:
             modules within it have changed may fit that one only.
     """
 
-    def __init__(self, part: Any, detector: ChangeDetector) -> None:
+    def __init__(self, module: str, part: Any, detector: ChangeDetector) -> None:
+        self._module = module
         self._ignored = _not_the_users(part)
         # Modules of torch keep nothing of their own that their numbers would have to agree with.
         self._is_torchs = type(part).__module__.startswith("torch.nn")
         own = {name: value for name, value in vars(part).items() if name not in self._ignored}
-        self._count = len(vars(part))
         self._stamps = {name: self._stamp(name, value, detector) for name, value in own.items()}
         self._generators = {(name, type(value)) for name, value in own.items() if issubclass(type(value), GENERATORS)}
         self._not_plain = {
@@ -141,27 +142,23 @@ class Attributes:
         self.lost: set[str] = set()
         self.has_made_data = False
 
-    def changed(self, part: Any, before: Collection[str], detector: ChangeDetector, *, keeps: bool = True) -> State:
+    def changed(self, part: Any, before: Names, detector: ChangeDetector, *, keeps: bool = True) -> State:
         """Copies of what has changed; of ``training`` only, where something that is not plain was made again.
 
         Args:
             part: the module, or the class.
-            before: names of attributes that count as changed.
+            before: names of what counts as changed.
             detector: stamps values.
             keeps: whether more than ``training`` may be kept.
         """
         kept: State = {}
         lost: set[str] = set()
         was_made = not keeps
-        own = vars(part)
-        is_alike = len(own) == self._count and self._stamps.keys() <= own.keys()
-        for name in self._stamps if is_alike else own:
+        for name, value in list(vars(part).items()):  # others may write to it
             if name in self._ignored:
                 continue
-            value = own[name]
-            stamp = value if type(value) in SCALARS else self._stamp(name, value, detector)
-            is_as_before = self._stamps.get(name, _NOT_THERE) == stamp
-            if is_as_before and name not in before:
+            is_as_before = self._stamps.get(name, _NOT_THERE) == self._stamp(name, value, detector)
+            if is_as_before and ("attributes", self._module, name) not in before:
                 continue
             try:
                 if issubclass(type(value), GENERATORS) and (name, type(value)) not in self._generators:
@@ -217,15 +214,11 @@ def _not_the_users(part: Any) -> frozenset[str]:
     return own | computed | {name for name in vars(part) if name.startswith(compat.COMPOSABLE)}
 
 
+@cache
 def _own_names() -> frozenset[str]:
     """Attributes that belong to Lightning."""
-    if not _LIGHTNINGS:
-        kind = namespaces.classes("", "LightningModule")[0]
-        _LIGHTNINGS.append(frozenset({*vars(kind()), "_hparams", "_hparams_initial"}) - {"training"})
-    return _LIGHTNINGS[0]
-
-
-_LIGHTNINGS: list[frozenset[str]] = []
+    kind = namespaces.classes("", "LightningModule")[0]
+    return frozenset({*vars(kind()), "_hparams", "_hparams_initial"}) - {"training"}
 
 
 class ModuleState:
@@ -253,9 +246,9 @@ class ModuleState:
     def begin(self, trainer: pl.Trainer) -> None:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
         modules = dict(trainer.lightning_module.named_modules())
-        self._trains = _trains(modules.items())
+        self._trains = _trains(_registered(trainer.lightning_module))
         detector = ChangeDetector(modules.values())
-        self._modules = {name: Attributes(part, detector) for name, part in _parts(modules.items())}
+        self._modules = {name: Attributes(name, part, detector) for name, part in _parts(modules.items())}
         self._settings = _settings(trainer)
         self._kinds = {name: type(part) for name, part in modules.items()}
 
@@ -267,21 +260,19 @@ class ModuleState:
             modules: all of the trainer's module.
         """
         before, known, modules = self.before, self._modules, list(modules)
-        attributes_before: dict[str, set[str]] = defaultdict(set)
-        for _, module, name in (each for each in before if each[0] == "attributes"):
-            attributes_before[module].add(name)
         changed, detector = {}, ChangeDetector([part for _, part in modules])
         makes_data: tuple[str, ...] = ()
         for name, part in _parts(modules):
             if name in known:
                 within = makes_data and name.startswith(makes_data)
-                changed[name] = known[name].changed(part, attributes_before[name], detector, keeps=not within)
+                changed[name] = known[name].changed(part, before, detector, keeps=not within)
                 self.lost |= known[name].lost
                 makes_data += (f"{name}." if name else "",) if known[name].has_made_data else ()
         others = (name for name, part in modules if self._kinds.get(name) is not type(part))
         self.lost |= {name for name in others if not issubclass(self._kinds.get(name, object), LazyModuleMixin)}
         keeps = any(type(each) not in SCALARS for own in changed.values() for each in own.values())
-        self._look_what_is_shared(trainer, keeps=keeps)
+        registered = _registered(trainer.lightning_module)
+        self._look_what_is_shared(trainer, registered.values(), keeps=keeps)
 
         def since(kind: str, first: State, now: State) -> State:
             return {
@@ -290,7 +281,7 @@ class ModuleState:
                 if (kind, name) in before or first.get(name, _NOT_THERE) != value
             }
 
-        trains = _trains(modules)
+        trains = _trains(registered)
         return {
             "trains": since("trains", {**trains, **self._trains}, trains),
             "attributes": {name: values for name, values in changed.items() if values},
@@ -301,10 +292,9 @@ class ModuleState:
             "before": sorted(before),
         }
 
-    def _look_what_is_shared(self, trainer: pl.Trainer, *, keeps: bool) -> None:
+    def _look_what_is_shared(self, trainer: pl.Trainer, values: Iterable[torch.Tensor], *, keeps: bool) -> None:
         """Look where it may have changed, else in fewer and fewer snapshots: each tensor is asked for its address."""
         self._captured += 1
-        values = _registered(trainer.lightning_module).values()
         registered = [(id(value), storage_address(value), value.requires_grad) for value in values]
         if keeps or registered != self._registered or self._captured & (self._captured - 1) == 0:
             self._registered, self._untrained = registered, untrained_by_optimizers(trainer)
@@ -379,14 +369,9 @@ class ModuleState:
         self._put(trainer, generators)
 
 
-def _trains(modules: Iterable[NamedModule]) -> dict[str, bool]:
-    """Which parameters are trained; one that has several names, by each."""
-    return {
-        f"{name}.{key}" if name else key: parameter.requires_grad
-        for name, part in modules
-        for key, parameter in compat.PARAMETERS.of(part).items()
-        if parameter is not None
-    }
+def _trains(registered: Mapping[Place, torch.Tensor]) -> dict[str, bool]:
+    """Which parameters are trained; one that has several names, by each. No buffer is."""
+    return {_name_of(place): value.requires_grad for place, value in registered.items()}
 
 
 def _parts(modules: Iterable[NamedModule]) -> Iterator[tuple[str, Any]]:
@@ -585,9 +570,8 @@ class UntrackedAttributes:
 
     def names(self, trainer: pl.Trainer) -> list[str]:
         """Those that have changed by now, or had at an earlier snapshot, as ``Class.attribute``."""
-        now = dict(_attributes(trainer, without=self._changed))
+        now = dict(_attributes(trainer))
         self._changed |= {name for name in now.keys() | self._stamps.keys() if self._stamps.get(name) != now.get(name)}
-        self._stamps = {name: stamp for name, stamp in self._stamps.items() if name not in self._changed}
         return sorted(self._changed)
 
     def begin_anew(self, lost: Iterable[str]) -> Iterator[str]:
@@ -604,7 +588,7 @@ class UntrackedAttributes:
             )
 
 
-def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozenset()) -> Iterator[tuple[str, Any]]:
+def _attributes(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
     """Each that can be watched, with the stamp of its value; of two of a class, each has its number."""
     seen: dict[str, int] = {}
     detector = ChangeDetector(trainer.lightning_module.modules(), most_items=_MOST_OF_OTHERS)
@@ -617,9 +601,9 @@ def _attributes(trainer: pl.Trainer, without: set[str] | frozenset[str] = frozen
         for attribute, value in {**of_classes(owner), **vars(owner)}.items():
             name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
             is_new = attribute == "_hparams" and not value  # Lightning makes an empty one where it is first read
-            if name not in without and attribute not in saved and is_value(value) and not is_new:
+            if attribute not in saved and is_value(value) and not is_new:
                 yield name, detector.stamp(value)
-    yield from ((name, value) for name, value in _put_together(trainer) if name not in without)
+    yield from _put_together(trainer)
 
 
 def _put_together(trainer: pl.Trainer) -> Iterator[tuple[str, list[Any]]]:

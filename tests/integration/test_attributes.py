@@ -56,10 +56,10 @@ def detector(module: nn.Module) -> ChangeDetector:
 
 def changes(module: Own, change: Callable[[Any], Any]) -> tuple[dict[str, Any], set[str]]:
     """What is kept of a module that is changed, and what is named as lost."""
-    before = Attributes(module, detector(module))
+    before = Attributes("", module, detector(module))
     module.count += 1
     change(module)
-    return before.changed(module, (), detector(module)), before.lost
+    return before.changed(module, set(), detector(module)), before.lost
 
 
 def dead() -> Any:
@@ -180,9 +180,9 @@ def test_another_thread_may_write_to_what_is_looked_at() -> None:
     writing = threading.Thread(target=feed)
     writing.start()
     try:
-        before = Attributes(module, detector(module))
+        before = Attributes("", module, detector(module))
         for _ in range(3000):
-            before.changed(module, (), detector(module))
+            before.changed(module, set(), detector(module))
     finally:
         stop.set()
         writing.join()
@@ -247,20 +247,20 @@ def test_a_change_in_an_array_is_seen(large: bool) -> None:
 def test_only_the_length_of_a_large_inner_container_is_checked() -> None:
     """A tokenizer's vocabulary has tens of thousands of items, and each snapshot would walk over them."""
     module = Own(tokenizer=Meter(vocabulary=dict.fromkeys(range(65))))
-    before = Attributes(module, detector(module))
+    before = Attributes("", module, detector(module))
     module.tokenizer.vocabulary[0] = 1
-    before.changed(module, (), detector(module))
+    before.changed(module, set(), detector(module))
     assert before.lost == set()
     module.tokenizer.vocabulary[65] = 1
-    before.changed(module, (), detector(module))
+    before.changed(module, set(), detector(module))
     assert before.lost == {"Own.tokenizer"}
 
 
 @pytest.mark.parametrize("change", ["training", "number", "kind", "more", "own-method"])
 def test_a_module_keeps_what_has_changed(change: str) -> None:
     module: Any = nn.LayerNorm(2) if change != "own-method" else Own()
-    known = Attributes(module, detector(module))
-    assert known.changed(module, (), detector(module)) == {}
+    known = Attributes("", module, detector(module))
+    assert known.changed(module, set(), detector(module)) == {}
     expected = {
         "training": {"training": False},
         "number": {"eps": 1e-3},
@@ -271,7 +271,7 @@ def test_a_module_keeps_what_has_changed(change: str) -> None:
     vars(module).update(expected)
     if change == "own-method":  # Lightning puts ``forward`` there for DDP, in the first step
         module.forward = module.forward
-    assert known.changed(module, (), detector(module)) == expected
+    assert known.changed(module, set(), detector(module)) == expected
     assert known.lost == set()
 
 
@@ -295,9 +295,9 @@ def test_attributes_that_torch_adds_to_fsdp2_modules_are_ignored() -> None:
     finally:
         dist.destroy_process_group()
     assert any(type(value) is OrderedDict for value in vars(module).values())
-    before = Attributes(module, detector(module))
+    before = Attributes("", module, detector(module))
     module.count = 3
-    assert before.changed(module, (), detector(module)) == {"count": 3}
+    assert before.changed(module, set(), detector(module)) == {"count": 3}
     assert before.lost == set()
 
 

@@ -89,8 +89,8 @@ buffers of a complete run | state.fit_state | fit::a_finished_run_is_as_after_tr
 +            self._run(compat.PROGRESS, lambda: loops.end_restart(self._trainer))
 # a resumed run is another one: what torch rounds as it loads
 precise buffers | state.buffers | exact_table::equal_or_warned_of[double]
-- or _is_equal(here, _as(value, here))
-+
+-value.to(here.dtype) if value.is_floating_point() else value
++value
 # a resumed run is another one: moments in another precision
 precise optimizers | state.fit_state | exact_table::equal_or_warned_of[precise-state]
 -            self._keep_dtypes(states, buffers.dtypes_of(checkpoint))
