@@ -293,6 +293,8 @@ class _SafeNames:
             return Placeholder(called._kind, *called._parts, arguments)
         if is_new and call is called and isinstance(called, type) and not issubclass(called, torch.nn.Parameter):
             return called.__new__(called, *arguments)
+        if call is torch._utils._rebuild_parameter_with_state:
+            _check_state(arguments[-1])
         if call is not called:
             self.spend(arguments)
         return call(*arguments)
@@ -317,6 +319,7 @@ class _SafeNames:
         """A subclass of tensors, or a tensor with attributes, of what a call makes."""
         if isinstance(called, type) or self._calls.get(id(called)) is _encoded:
             raise _refused(f"calls {SHORT.repr(called)} for a tensor")
+        _check_state(state)
         made = self.call(called, arguments)
         return torch._tensor._rebuild_from_type_v2(lambda: made, kind, (), state)  # type: ignore[no-untyped-call] # torch's
 
@@ -386,7 +389,6 @@ def _defaultdict(factory: Any = None) -> collections.defaultdict[Any, Any]:
 
 _CODE = re.compile(r"b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8|[SU]\d{1,9}")
 _UNITS = frozenset(["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"])
-_NO_FIELDS = (None, None, None)
 _MOST_EMPTY = 2**20
 """Most rows of an array without a number: a list of them is made of nothing."""
 
@@ -394,7 +396,7 @@ _MOST_EMPTY = 2**20
 def _dtype(code: str, align: bool, copy: bool, state: tuple[Any, ...]) -> np.dtype[Any]:
     """A dtype of plain numbers, texts or times. Of its state, order and unit count; flags are never handed to numpy."""
     _version, order, *form, itemsize, _alignment, _flags = state[:8]
-    if not _CODE.fullmatch(code) or tuple(form) != _NO_FIELDS or order not in ("<", ">", "=", "|"):
+    if not _CODE.fullmatch(code) or tuple(form) != (None,) * 3 or order not in ("<", ">", "=", "|"):
         raise TypeError("a dtype that is not plain")
     unit = ""
     if code in ("m8", "M8"):
@@ -411,7 +413,8 @@ def _dtype(code: str, align: bool, copy: bool, state: tuple[Any, ...]) -> np.dty
 
 def _array(kind: Any, _shape: Any, _code: Any, state: tuple[Any, ...]) -> np.ndarray[Any, Any]:
     _version, shape, dtype, is_fortran, raw = state
-    if kind is not np.ndarray or not isinstance(dtype, np.dtype) or type(shape) is not tuple or type(raw) is not bytes:
+    is_shape = type(shape) is tuple and {int}.issuperset(map(type, shape))
+    if kind is not np.ndarray or not isinstance(dtype, np.dtype) or not is_shape or type(raw) is not bytes:
         raise TypeError("an array that is not plain")
     if dtype.kind == "b" and raw.strip(b"\0\1"):
         raise ValueError("truth values other than 0 and 1, of which numpy miscounts")
@@ -550,6 +553,13 @@ class _Unpickler(pickle._Unpickler):
             extent = self._around(arguments[0])
         self._push(self.names.call(called, arguments, is_new=is_new), *extent)
 
+    def _storage(self) -> None:
+        (place,) = self._pop(1)
+        kinds = [*map(type, place)] if type(place) is tuple else []
+        if kinds[:1] + kinds[2:] != [str, str, str, int]:  # torch would make a text of any other one
+            raise _refused("names a storage in a way that torch.save does not write")
+        self.append(self.persistent_load(place))
+
     def _build(self) -> None:
         if type(self.stack[-2]) in self.names.users.values():
             self.load_build()
@@ -612,7 +622,7 @@ class _Unpickler(pickle._Unpickler):
                     *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
                     *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE),
                     *(pickle.SHORT_BINSTRING, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
-                    *(pickle.GLOBAL, pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET),
+                    *(pickle.GLOBAL, pickle.BINGET, pickle.LONG_BINGET),
                 )
             },
             pickle.EMPTY_TUPLE[0]: lambda self: self._tuple([]),
@@ -620,6 +630,7 @@ class _Unpickler(pickle._Unpickler):
             pickle.TUPLE2[0]: lambda self: self._tuple(self._pop(2)),
             pickle.TUPLE3[0]: lambda self: self._tuple(self._pop(3)),
             pickle.TUPLE[0]: lambda self: self._tuple(self.pop_mark()),
+            pickle.BINPERSID[0]: lambda self: self._storage(),
             pickle.APPEND[0]: lambda self: self._extend(self._pop(1)),
             pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
             pickle.SETITEM[0]: lambda self: self._update(self._pop(2)),
@@ -651,6 +662,18 @@ def _check_whole(values: tuple[Any, ...]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ValueError(f"a tensor of {value.numel()} items is larger than its storage")
+
+
+def _quantized(storage: Any, offset: Any, size: Any, stride: Any, kind: Any, *more: Any) -> torch.Tensor:
+    """A quantized tensor; what else its size and its kind may be, torch would show in an error, and may have no end."""
+    if not {int}.issuperset(map(type, size)) or not isinstance(kind[0], torch.qscheme):
+        raise TypeError("a size that no tensor has, or a quantisation that is none")
+    return _whole(torch._utils._rebuild_qtensor)(storage, offset, size, stride, kind, *more)
+
+
+def _check_state(state: Any) -> None:
+    if isinstance(state, tuple) and len(state) != 2:
+        raise TypeError("a state that no tensor has")  # torch would show it, and it may have no end
 
 
 # -- sparse tensors ---------------------------------------------------------------------------------------------------
@@ -695,10 +718,11 @@ _CHECKED: dict[str, Callable[..., Any]] = {
     "collections.Counter": _checked(collections.Counter, dict),
     "collections.OrderedDict": _checked(collections.OrderedDict),
     "torch.Size": _checked(torch.Size, tuple),
+    "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse_tensor,
     # These copy tensors that they are given, or walk through them: one number of the file may be an item without end.
     **{
         f"torch._utils._rebuild_{kind}": _whole(getattr(torch._utils, f"_rebuild_{kind}"))
-        for kind in ("device_tensor_from_cpu_tensor", "nested_tensor", "qtensor")
+        for kind in ("device_tensor_from_cpu_tensor", "nested_tensor")
     },
 }
