@@ -247,7 +247,7 @@ def test_paths_and_times_of_the_runs_are_listed_apart(
 def test_states_that_torch_does_not_load_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, (value, place) in {"a": (1, "/one/a"), "b": (1, "/two/b"), "c": (2, "/one/a")}.items():
         loss = torch.nn.HuberLoss(delta=float(value))
-        torch.save({"hyper_parameters": {"loss": loss, "root": place}}, tmp_path / name)
+        torch.save({"hyper_parameters": {"loss": loss, "root": place, torch.nn.Identity: 1}}, tmp_path / name)
     assert compare_files([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "different": [],

@@ -118,22 +118,27 @@ class Model(Lean):
         return loss
 
 
-class Plateau(Model):
-    """Its learning rate follows the epoch's mean loss, which Lightning forgets in a resumed epoch."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7, threshold=0.3)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss_epoch"}}
-
-
 class Estimated(Model):
-    """Asks for the length of the run in ``configure_optimizers``, which makes Lightning set up the data early."""
+    """Asks in some hook for the length of the run, which makes Lightning set up the data then, before it loads."""
+
+    def __init__(self, hook: str = "configure_optimizers") -> None:
+        super().__init__()
+        self.hook, self.steps = hook, 0
+
+    def setup(self, stage: str) -> None:
+        self._estimate("setup")
+
+    def configure_model(self) -> None:
+        self._estimate("configure_model")
+
+    def _estimate(self, hook: str) -> None:
+        if hook == self.hook and not self.steps:
+            self.steps = int(self.trainer.estimated_stepping_batches)
 
     def configure_optimizers(self) -> Any:
+        self._estimate("configure_optimizers")
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=self.steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 

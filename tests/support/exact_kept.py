@@ -12,7 +12,7 @@ import torch
 import torchmetrics
 from torch.ao import quantization
 
-from tests.support.exact_cases import Lean
+from tests.support.exact_cases import Gan, Lean
 
 LOST = "Holding.count, Holding.later, Holding.meter, Holding.metrics, Holding.teacher"
 MADE = ", ".join(f"{name} (a buffer)" for name in ("later", "latest", "precise", "queue"))
@@ -153,13 +153,6 @@ class Averaging(torch.optim.SGD):
         return loss
 
 
-class Slow(Lean):
-    """Trains with it."""
-
-    def configure_optimizers(self) -> Any:
-        return Averaging(self.parameters())
-
-
 class Replacing(Weighted):
     """Has another schedule, layer and method, and one callback more, from its second epoch on."""
 
@@ -187,30 +180,10 @@ class Limited(Lean):
             self.trainer.fit_loop.max_epochs = self.epochs
 
 
-class ByHand(Lean):
-    """Steps with one optimizer in every batch, and with the other on the gradients of four."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        first, second = self.optimizers()  # type: ignore[misc] # there are two
-        self.manual_backward(super().training_step(batch, batch_idx))
-        first.step()
-        first.zero_grad()
-        if batch_idx % 4 == 3:
-            second.step()
-            second.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net[0].parameters(), 0.01), torch.optim.Adam(self.net[4].parameters(), 0.01)
-
-
-class Toggling(ByHand):
+class Toggling(Gan):
     """Toggles an optimizer in one batch, and back two batches later."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         first = self.optimizers()[0]  # type: ignore[index] # there are two
         if batch_idx % 4 == 0:
             self.toggle_optimizer(first)

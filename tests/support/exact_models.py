@@ -99,29 +99,6 @@ class Optimized(Lean):
         return self.make(self.parameters())
 
 
-class EstimatedEarly(Lean):
-    """Asks for the length of the run before a checkpoint is loaded, which makes Lightning ask for the data then."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        self.hook, self.steps = hook, 0
-
-    def setup(self, stage: str) -> None:
-        self._estimate("setup")
-
-    def configure_model(self) -> None:
-        self._estimate("configure_model")
-
-    def _estimate(self, hook: str) -> None:
-        if hook == self.hook and not self.steps:
-            self.steps = int(self.trainer.estimated_stepping_batches)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=self.steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
 class ByParameter(torch.optim.Optimizer):
     """Steps one parameter after the other."""
 

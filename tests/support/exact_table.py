@@ -31,7 +31,7 @@ from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.state.compare import differences
 from tests.support import exact_kept as kept
 from tests.support import exact_models as m
-from tests.support.exact_cases import Gan, Lean, Model, Plateau
+from tests.support.exact_cases import Estimated, Gan, Lean, Model
 from tests.support.exact_models import BATCH, Rows, rows, validation
 from tests.support.program import Outcome
 from tests.support.said import listening, points
@@ -210,8 +210,8 @@ SETTINGS: dict[str, Case] = {
 }
 
 LOADERS: dict[str, Case] = {
-    "estimated-in-setup": Case(model=lambda: m.EstimatedEarly("setup"), loaders=rows),
-    "estimated-in-configure-model": own(lambda: m.EstimatedEarly("configure_model"), data=m.Data),
+    "estimated-in-setup": Case(model=lambda: Estimated("setup"), loaders=rows),
+    "estimated-in-configure-model": own(lambda: Estimated("configure_model"), data=m.Data),
     "workers": Case(
         model=Model,
         loaders=lambda: rows(
@@ -313,7 +313,9 @@ LOOPS: dict[str, Case] = {
         model=lambda: m.Optimized(partial(torch.optim.NAdam, lr=0.01)), settings={"precision": "bf16-true"}
     ),
     "counts-and-masks": Case(model=lambda: m.Optimized(m.CountingSGD)),
-    "plateau-of-the-epoch": Case(model=Plateau),
+    "plateau-of-the-epoch": Case(
+        model=lambda: m.Scheduled(partial(_Plateau, patience=0, factor=0.7, threshold=0.3), monitor="loss_epoch")
+    ),
     "plateau-of-validation": Case(
         model=lambda: m.Scheduled(partial(_Plateau, patience=0, threshold=0.3), monitor="val_loss"),
         stops=(10, 3),
@@ -333,7 +335,9 @@ LOOPS: dict[str, Case] = {
     "buffers-outside-the-state-dict": Case(model=kept.Beside, stops=(8, 4)),
     "buffers-that-training-makes": Case(model=kept.Growing, says=kept.MADE, differs=True),
     "objects-of-the-module": Case(model=kept.Holding, says=kept.LOST, differs=True),
-    "optimizer-with-attributes": Case(model=kept.Slow, says="Averaging.seen, Averaging.slow", differs=True),
+    "optimizer-with-attributes": Case(
+        model=lambda: m.Optimized(kept.Averaging), says="Averaging.seen, Averaging.slow", differs=True
+    ),
     "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
     "more-epochs-later": Case(model=lambda: kept.Limited(4), stops=(18,), ignored=("hooked.before",)),
     "fewer-epochs-later": Case(model=lambda: kept.Limited(2), stops=(8,), ignored=("hooked.before",)),

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,8 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from lightning_spot import EverySteps, SpotCheckpointIO
 from lightning_spot.errors import NotSerializableError, SpotError
-from lightning_spot.snapshot.layout import lay_out
 from lightning_spot.snapshot.safe_load import Placeholder, kind_of, placeholders_in
-from lightning_spot.state.compare import differences
 from lightning_spot.state.dump import read_checkpoint
-from lightning_spot.state.loadability import outline
 from tests.support.said import said, said_about
 from tests.support.snapshots import manifests, serverless, spot
 from tests.support.trainer import Net, Stop, StopAt, data, trainer
@@ -202,22 +199,6 @@ def test_a_hostile_pickle_runs_nothing(pickled: bytes, monkeypatch: pytest.Monke
     assert RAN == []
 
 
-def test_an_outline_is_a_file_without_tensors() -> None:
-    state = {"weights": torch.arange(5000.0), "thing": Thing(1), "more": [torch.ones(3)] * 2}
-    with outline(lay_out(state)) as file:
-        found = read_checkpoint(file, map_location="meta")
-    assert found["weights"].shape == (5000,)
-    assert isinstance(found["thing"], Placeholder)
-
-
-def test_foreign_objects_are_compared_by_their_data_in_the_file() -> None:
-    left, same, other = (
-        read_checkpoint(saved({"a": Thing({"x": value}), Colour.RED: Slotted()})) for value in (1, 1, 2)
-    )
-    assert list(differences(left, same)) == []
-    assert [line.partition(":")[0] for line in differences(left, other)] == ["a.value.x"]
-
-
 # -- in training ------------------------------------------------------------------------------------------------------
 
 
@@ -270,28 +251,13 @@ def test_hyperparameters_of_any_class_do_not_block_a_resume(tmp_path: Path, capl
     assert manifests(tmp_path)[0].complete
 
 
-class Configuration(MutableMapping[str, Any]):
+class Configuration(collections.UserDict[str, Any]):
     """As omegaconf's, which pytorch-tabular's models have for hyperparameters: a value may be left open."""
 
-    def __init__(self, **values: Any) -> None:
-        self.values_ = values
-
     def __getitem__(self, name: str) -> Any:
-        if self.values_[name] == "???":
+        if self.data[name] == "???":
             raise RuntimeError(f"{name} is left open")
-        return self.values_[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.values_[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.values_[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.values_)
-
-    def __len__(self) -> int:
-        return len(self.values_)
+        return self.data[name]
 
 
 class Configured(Net):
