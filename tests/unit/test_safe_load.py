@@ -296,8 +296,10 @@ DOUBLE = call("numpy.dtypes.Float64DType")
 
 def endless(first: int) -> bytes:
     """A list that holds one list twice, and so on: its text, or a comparison with another one, has no end."""
-    held = (b"](h%ch%ceq%c" % (place, place, place + 1) for place in range(first, first + 40))
-    return b"]q%c" % first + b"".join(held)
+    made = b"]q%c" % first
+    for place in range(first, first + 40):
+        made = b"](" + made + b"h%ceq%c" % (place, place + 1)
+    return made
 
 
 INERT = {
@@ -338,12 +340,12 @@ def sparse(data: bytes) -> bytes:
     return call("torch._utils._rebuild_sparse_tensor", layout, data)
 
 
-def detour(kind: str, argument: bytes, state: bytes = b"}") -> bytes:
-    return call("torch._tensor._rebuild_from_type_v2", name(kind), name("torch.Tensor"), items(argument), state)
+def detour(kind: str, argument: bytes) -> bytes:
+    return call("torch._tensor._rebuild_from_type_v2", name(kind), name("torch.Tensor"), items(argument), b"}")
 
 
 def quantized(size: bytes, *parameters: bytes) -> bytes:
-    storage = items(text("storage"), name("torch.QInt8Storage"), text("0"), text("cpu"), number(4)) + b"Q"
+    storage = items(text("storage"), name("torch.FloatStorage"), text("0"), text("cpu"), number(4)) + b"Q"
     rest = items(size), items(number(1)), items(*parameters), FALSE, call("collections.OrderedDict")
     return call("torch._utils._rebuild_qtensor", storage, number(0), *rest)
 
@@ -408,8 +410,7 @@ REFUSED = {
     ),
     "a key of tuples within tuples": b"})" + b"\x85" * 200_000 + b"Ns",
     "a key that holds one tuple without end": b"})" + b"q\0h\0\x86" * 60 + b"Ns",
-    "a storage without end": items(text("storage"), name("torch.FloatStorage"), endless(10), text("cpu"), number(4))
-    + b"Q",
+    "a storage without end": items(endless(10), number(4)) + b"Q",
     "a kind of quantisation without end": quantized(number(4), endless(10), number(1), number(0)),
     "a size without end": quantized(
         endless(10), name("torch.per_channel_affine"), tensor(4, 4), tensor(4, 4), number(7)
@@ -417,7 +418,10 @@ REFUSED = {
     "a state without end": call(
         "torch._utils._rebuild_parameter_with_state", tensor(4, 4), FALSE, b"}", items(endless(10))
     ),
-    "the same of a subclass": detour("torch._utils._rebuild_tensor_v2", b"", items(endless(10))),
+    "the same of a subclass": call(
+        *("torch._tensor._rebuild_from_type_v2", name("torch._utils._rebuild_parameter"), name("torch.Tensor")),
+        *(items(tensor(4, 4), FALSE, b"}"), items(endless(10))),
+    ),
     "lists within lists": b"]" * 5_000 + b"a" * 4_999,
     "stand-ins within stand-ins": name("a.B") * 5_000 + b")\x81" + b"\x85R" * 4_999,
     "no end": b"N(",
