@@ -199,7 +199,7 @@ def some_of(tensor: torch.Tensor) -> bytes:
     """Some of a tensor's numbers, on the host: averages are written past torch's counts, too."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return b""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().reshape(-1)
     return flat[:: -(-max(1, flat.numel()) // _SAMPLES)].contiguous().view(torch.uint8).numpy().tobytes()
 
 

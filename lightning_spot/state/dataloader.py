@@ -413,16 +413,20 @@ def shuffle_buffers(own: OwnState) -> Iterator[str]:
 
 
 def _digest_of(batch: Any) -> str:
-    """What is in a batch, as far as it is tensors, arrays, numbers and text."""
+    """What is in a batch, as far as it is tensors, arrays, numbers and text that show it."""
     digest = xxhash.xxh3_64()
     for _, item in walk(batch):
-        if getattr(getattr(item, "dtype", None), "kind", "") in (*"biufc",):
-            item = torch.as_tensor(item)
-        if isinstance(item, torch.Tensor):
-            digest.update(f"{item.dtype}{tuple(item.shape)}".encode() + some_of(item))
-        elif type(item) in SCALARS:
-            digest.update(repr(item).encode())
+        with suppress(Exception):  # nested and masked tensors, arrays of another byte order, classes of the user's
+            digest.update(_bytes_of(item))
     return digest.hexdigest()
+
+
+def _bytes_of(item: Any) -> bytes:
+    if getattr(getattr(item, "dtype", None), "kind", "") in (*"biufc",):
+        item = torch.as_tensor(item)
+    if isinstance(item, torch.Tensor):
+        return f"{item.dtype}{tuple(item.shape)}".encode() + some_of(item)
+    return repr(item).encode() if type(item) in SCALARS else b""
 
 
 def has_workers(loader: Any) -> bool:

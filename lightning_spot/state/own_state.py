@@ -36,6 +36,9 @@ from lightning_spot.state.randomness import (
 from lightning_spot.trees import leaves
 
 _CLOSED = (str, bytes, bytearray, torch.Tensor, np.ndarray, type, types.ModuleType, weakref.ref)
+_NOT_LOOKED_INTO = PACKAGES | {"pandas"}
+"""Packages of objects without attributes of the user's: the cells of a table are in none, its caches are."""
+
 _EPOCHS = frozenset(("epoch", "_epoch", "current_epoch"))
 _OF_TORCH = frozenset((*vars(nn.Module()), *vars(DataLoader(TensorDataset(torch.zeros(1))))))
 """Attributes of torch's loaders and modules, which are not the user's."""
@@ -227,14 +230,14 @@ def _is_open(kind: type) -> bool:
     module = kind.__module__
     if module.startswith(("lightning.", "pytorch_lightning.")):
         return issubclass(kind, (Sampler, Dataset, DataLoader))
-    return module.split(".")[0] not in PACKAGES
+    return module.split(".")[0] not in _NOT_LOOKED_INTO
 
 
 def _is_closed(item: Any) -> bool:
-    """Whether an object is not looked into: of modules, those with weights are not part of how data are read."""
+    """Whether an object is not looked into: modules with weights and Trainers are not part of how data are read."""
     if isinstance(item, nn.Module):
         return any(True for _ in chain(item.parameters(), item.buffers()))
-    return isinstance(item, _CLOSED)
+    return isinstance(item, (*_CLOSED, *namespaces.classes("", "Trainer")))  # a data module has it
 
 
 def _is_owner(path: str, item: Any) -> bool:

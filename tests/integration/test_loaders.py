@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from lightning_spot.errors import SettingsError
 from lightning_spot.state.compare import differences
 from lightning_spot.state.dataloader import Positioned
+from lightning_spot.state.own_state import OwnState
 from tests.integration.test_exact import final
 from tests.support import exact_models as m
 from tests.support.exact_cases import Estimated
@@ -223,6 +224,60 @@ def test_a_sampler_is_the_one_that_the_loader_has(kind: type[DataLoader[Any]]) -
     assert [batch.tolist() for batch in follower.begin_epoch()] == [[0, 1], [2, 3]]
     object.__setattr__(loader, "batch_sampler", BatchSampler(range(3, -1, -1), 2, drop_last=False))
     assert [batch.tolist() for batch in follower.begin_epoch()] == [[3, 2], [1, 0]]
+
+
+class Labelled(torch.Tensor):
+    """Refuses another shape, as tensors with a label for each column do."""
+
+    def reshape(self, *shape: Any) -> Any:
+        raise ValueError(shape)
+
+
+class Refusing(torch.Tensor):
+    """Takes part in no operation of torch's."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(func)
+
+
+BATCHES: dict[str, Callable[[], Any]] = {
+    "a tensor that refuses another shape": lambda: torch.ones(2, 3).as_subclass(Labelled),
+    "a tensor that refuses operations": lambda: torch.ones(2).as_subclass(Refusing),
+    "a conjugate view": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "an array of negative stride": lambda: np.arange(3)[::-1],
+    "an array of another byte order": lambda: np.arange(3, dtype=">f4"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_of_any_kind_is_passed_on(name: str) -> None:
+    batch = BATCHES[name]()
+    follower = Positioned(DataLoader([0], collate_fn=lambda _: batch), lambda _: None, lambda _: True)  # type: ignore[arg-type]
+    (passed_on,) = follower.begin_epoch()
+    assert passed_on is batch
+
+
+class OwnTrainer(pl.Trainer):
+    """A Trainer of a class of the user's."""
+
+
+class Collating(pl.LightningDataModule):
+    """Its loader knows it, and so the Trainer that it has."""
+
+    def collate(self, items: list[Any]) -> Any:
+        return torch.tensor(items)
+
+
+def test_a_trainer_is_no_part_of_the_data() -> None:
+    data = Collating()
+    data.trainer = OwnTrainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    own = OwnState.of(DataLoader([0], collate_fn=data.collate))  # type: ignore[arg-type]
+    data.trainer.should_stop = True
+    data.trainer.callbacks.append(pl.Callback())
+    assert own.changed_data() == []
+    assert own.capture()["values"] == {}
 
 
 def test_a_finished_run_that_is_given_more_epochs_has_whole_ones(tmp_path: Path) -> None:
