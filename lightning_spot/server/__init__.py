@@ -14,5 +14,9 @@ kind. This server writes its **own** ones; those that a server behind it writes 
 destination, and was not seen there, is **owed**; **awaited** is the part of it that somebody waits for. What was seen
 at one is **safe**. What its sender said to be durable, itself or as something newer, is **settled**.
 
+A **register** is what one of several writers has put of a snapshot, once: its shard, or why there will be none. An
+**order** sorts snapshots (attempt, step, kind); the **watermark** of a lineage is that of its newest committed one.
+A **lease** is that of a slot, until it is sealed or aborted, or that of a run, while the host of its trainer asks.
+
 Nothing here imports torch or Lightning, and nothing that comes over the network is ever unpickled.
 """

@@ -39,7 +39,7 @@ from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, decoded, read_
 
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
-_LOOK_S, _POLL_S = 1.0, 0.01  # who looks whether a server holds a directory does so for microseconds
+_LOOK_S, _POLL_S = 1.0, 0.01  # :func:`is_held` has the lock for microseconds, a server for as long as it lives
 
 REOPEN_PAUSES_S = (0.2, 1.0, 4.0)
 """Pauses before a slot that could not be opened, such as for want of memory, is opened again."""
@@ -74,7 +74,7 @@ class SlotArea:
         is_kept = slot.memory is not None and slot.memory.path is not None
         if slot.manifest is None or not (is_kept or slot.manifest.why_failed):
             return
-        self._write(
+        self._write(  # its keys are older than our names: the next server may be of another version
             f"slot-{slot.index}.json",
             {
                 "manifest": slot.manifest.to_dict(),
@@ -137,7 +137,7 @@ class SlotArea:
             is_kept = leftover.stem in kept or leftover.name == AREA_LOCK or leftover.name.startswith("run-")
             if _OURS.fullmatch(leftover.name) and (leftover.suffix == ".tmp" or not is_kept):
                 leftover.unlink(missing_ok=True)
-        return sorted(self._once(slots), key=lambda slot: slot.index)
+        return sorted(self._newest_of_each(slots), key=lambda slot: slot.index)
 
     def _take_in(self, other: OwnDirectory) -> None:
         """Bring what lies in another directory here. Killed in between, it lies in both: never in none."""
@@ -159,7 +159,7 @@ class SlotArea:
             return
         _remove(other)
 
-    def _once(self, slots: list[Slot]) -> list[Slot]:
+    def _newest_of_each(self, slots: list[Slot]) -> list[Slot]:
         """Of slots that hold a file of one name, or the same snapshot, the newest; the others are removed."""
         newest: dict[tuple[str, str], Slot] = {}
         for slot in sorted(slots, key=lambda slot: (file_order(slot.manifest), slot.commit.sequence)):

@@ -255,7 +255,7 @@ class Destination:
         url: of it.
         health: how it is doing, for people; its errors are below.
         tried: what was tried there and is still to be done, by its key.
-        failing: why what has failed since something succeeded did, for people, that last which failed last.
+        failing: what has failed since the last success, and why, for people; the latest failure comes last.
         failed_s: when that was.
         deletions: what is not to be there any more.
         newest: what was brought there last, of each run whose older snapshots are still to go.
@@ -294,7 +294,7 @@ class Destination:
         """Let everything be tried again soon, but not at once: who hurries may do so many times a second."""
         for each in self.tried.values():
             each.failures = min(each.failures, 1)
-        self.failing = dict(list(self.failing.items())[-2:])
+        self.failing = dict(list(self.failing.items())[-2:])  # with two, :meth:`due_s` makes the first pause
 
     def done(self, action: Action) -> None:
         """Something was done, or is not to be tried again."""
@@ -305,7 +305,7 @@ class Destination:
             del self.newest[action.run]
         if action.kind.is_upload:
             for each in (each for each in self.deletions if key_of(each.manifest) == action.run):
-                if each.behind.get(action.name, action.sequence + 1) <= action.sequence:
+                if each.behind.get(action.name, action.sequence + 1) <= action.sequence:  # by default it is not behind
                     del each.behind[action.name]
 
     def took(self, put: Manifest, began_s: float, seconds: float) -> None:
@@ -458,7 +458,7 @@ class Servers:
         """Where the run's snapshots go now."""
         own, carried = [each.url for each in self.used], list[str]()
         if self.info.durable_url is not None:
-            (own if self.is_nobody else carried).append(self.info.durable_url)
+            (own if self.is_nobody else carried).append(self.info.durable_url)  # while no server does, from here
         if not own and not carried and self.all:
             carried.append(self.all[0].url)  # nobody takes it now: it is owed to whoever will
         return Tiers(tuple(own), tuple(carried))
@@ -628,7 +628,7 @@ def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
     for slot in files:
         for url in _brings(desired, seen, slot):
             yield _upload(url, seen.run, [slot], Kind.SEND if names_server(url) else Kind.PUT)
-    # Of a run of which something whole is to be sent, what is not complete yet waits: it would never be over.
+    # Servers get what is whole here first: shards of incomplete snapshots keep coming, and would hold it up for ever.
     whole_to = {url for group in seen.view.groups if _is_whole_shards(group) for url in _owed(desired, seen, group)}
     for group in seen.view.groups:
         for url, slots in _owed(desired, seen, group).items():
@@ -714,8 +714,8 @@ def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float
 
 def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
     for url, destination in seen.destinations.items():
-        # What is put again before it ever was put is waited for all the same, and of what was to go before it ever was
-        # put, what came after that: it was asked for later.
+        # The latest first. A deletion waits for the files that it is behind, also for one that was saved again since.
+        # Where such a file was deleted before it was ever uploaded, it waits for what that later deletion waits for.
         coming = {*owed_files(seen.view, url)}
         for each in reversed([each for each in destination.deletions if key_of(each.manifest) == seen.run]):
             if each.behind.keys().isdisjoint(coming):

@@ -67,6 +67,7 @@ class Registry:
             )
 
     def _highest_likely(self, info: RunInfo) -> int:
+        """Highest attempt known of a run; at least the clock's for a folder of files, see :data:`EPOCH_UNIX_S`."""
         by_clock = int(time.time()) - EPOCH_UNIX_S if info.name == files_name(info.id) else 0
         return max(self.highest(info.key), by_clock)
 
@@ -89,7 +90,7 @@ class Registry:
             if other is not known and info.location and other.info.location == info.location:
                 if not info.token or other.info.token != info.token:
                     self._check_not_live(other.info, info)
-                elif other.info.attempt < info.attempt:  # the one that came second has taken the other's identity
+                elif other.info.attempt < info.attempt:  # the same trainer, before it took the other's identity over
                     former = key
         if known is not None:
             self._check_not_live(known.info, info)
@@ -115,7 +116,7 @@ class Registry:
 
     def _note_carrying(self, run: Run) -> None:
         """A run is brought to storage from here as long as one of the hosts that bring snapshots here asks for it."""
-        now_s = run.opened_s
+        now_s = run.opened_s  # below, minus infinity leaves a host out that does not ask for it
         asked_s = {**run.carried_for, (run.info.host, run.info.pid): now_s if run.info.carry else float("-inf")}
         run.carried_for = {who: when_s for who, when_s in asked_s.items() if now_s - when_s <= LEASE_S}
         run.info = replace(run.info, carry=bool(run.carried_for))

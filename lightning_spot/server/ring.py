@@ -190,7 +190,7 @@ class Ring:
         with self.changed:
             found = list(self.known_of(run).reached.items())
             found += [(each.reached, each.manifest) for each in self.view(run).groups if each.reached is not None]
-        found.sort(key=lambda each: each[1].order)
+        found.sort(key=lambda each: each[1].order)  # below, the last of each key stays: the newest
         return {least.name.lower(): manifest for least in Reached for reached, manifest in found if reached >= least}
 
     def forget_refusals(self, run: str) -> None:
@@ -219,7 +219,7 @@ class Ring:
                 slot.durable_or_superseded = True
                 self._record(slot)
                 if slot.snapshot is not None:
-                    self.reach(run, slot.snapshot, "")
+                    self.reach(run, slot.snapshot, "")  # storage, of whatever URL
             if meant:
                 self.touch(run)
 
@@ -487,8 +487,8 @@ class Ring:
         Args:
             run: key of the run.
             nbytes: size of the snapshot.
-            reuse: whether memory is made only if what was superseded leaves none, and for one slot at a time.
-            making: whether memory is made at all; ahead of who needs it, only if what was superseded leaves none.
+            reuse: whether superseded snapshots go before memory is made, which is made for one slot at a time.
+            making: whether memory is made at all; ahead of need, it is made only if no superseded snapshot can go.
             writer: number of the rank that fills it.
         """
         capacity, spare = capacity_for(nbytes, self._limits), making.is_ahead
@@ -548,7 +548,7 @@ class Ring:
             return len(self.slots), self._limits.files
 
     def is_stuck(self, run: str, writer: int = 0) -> bool:
-        """Whether a writer has no room for one more, and none is on its way that would leave room: as with one slot."""
+        """Whether a writer has no room for one more, nor is any slot being filled that gives some: so with one slot."""
         with self.changed:
             is_filling = any(slot.state is SlotState.FILLING for slot in self.slots)
             return not is_filling and self.is_full(run, writer)
@@ -746,7 +746,7 @@ class Ring:
         Its snapshot is as incomplete as it was, and another shard of it is still owed wherever this one is.
         """
         of_it, shard = self.slots.snapshots.get((run, manifest.snapshot), {}), manifest.shard
-        other = next(iter(of_it))
+        other = next(iter(of_it))  # there is one: the slot of this shard is noted already
         if shard is None or other.manifest in (None, manifest) or len(of_it) >= shard.writers:
             return False
         is_known = manifest.order in self.known_of(run).committed.get(manifest.lineage, ())
@@ -765,8 +765,8 @@ class Ring:
     def _commit(self, slot: Slot, manifest: Manifest) -> None:
         """A slot holds something from now on.
 
-        A view is dropped with every change of what is held; a plan is made again, unless what it would have more is
-        one more slot of an action that it has. That takes what is there when it is done, or is planned again then.
+        Each commit drops the view of the run. The plan is made again, too, unless it would only gain one more slot in
+        an action that it has: this is done with the slots it has, or planned again then. What is left is still owed.
         """
         now_s, of_writer = time.monotonic(), self.slots.writers.get((slot.run, slot.writer), ())
         before_s = max((each.commit.at_s for each in of_writer if each.snapshot is not None), default=float("-inf"))

@@ -20,10 +20,10 @@ from lightning_spot.store.retention import Keep, read_keep
 from lightning_spot.untrusted import LONGEST_NAME, UnixSeconds, as_object, finite, integer, number, short, text, whole
 
 EPOCH_UNIX_S = 1_577_836_800
-"""2020-01-01: who saves files in a folder is an attempt by the clock, a number of seconds since then below 10**9."""
+"""2020-01-01. Attempts of a folder of users' files are not counted: each is the seconds since then, below 10**9."""
 
 LEASE_S = 35.0
-"""The lease of a run ends if its host has not asked for so long how this server is: it does every 10 s."""
+"""A run's lease ends so long after the last request of its trainer's host, which sends one every 10 s."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
 
@@ -180,9 +180,8 @@ class RunInfo:
         token: of the attempt.
         keep: which snapshots storage keeps, and how many each server.
         durable_url: durable directory as a store's URL; ``None`` if the server is not to write there.
-        min_upload_interval_s: least seconds between two snapshots brought to storage; 0 for as often as it
-            can; ``None`` for that, too, but fewer of those that follow each other in moments, see
-            :data:`.reconcile.MOST_APART_S`.
+        min_upload_interval_s: least seconds between two snapshots brought to storage; 0 for as often as storage can;
+            ``None`` for the same, but snapshots in quick succession are thinned, see :data:`.reconcile.MOST_APART_S`.
         compression: how what changed goes to the servers behind: ``"auto"`` packs it on slow links, ``"always"``
             always, ``"off"`` never, and ``"topk"`` sends it not exactly.
         servers: ``spot://host:port`` of the snapshot servers behind this one, in order of preference, see

@@ -95,8 +95,8 @@ def bound(slots: Slots, run: str, writer: int, limits: Limits) -> Limits:
     """The limits for a slot that is made because a snapshot of a writer of a run found none.
 
     On a GPU, which is a step behind its host, three are under way at each step: the newest has its slot, one is copied,
-    one is sealed. With two on the way, one more slot is of use. With three, snapshots are sealed more slowly than they
-    come, or the host is too far ahead: more slots would only hold older ones.
+    one is sealed. With two on the way, one more slot is of use, up to two beyond ``slots=``. With three, snapshots are
+    sealed more slowly than they come, or the host is too far ahead: more slots would only hold older ones.
     """
     mine = slots.writers.get((run, writer), ())
     on_the_way = sum(slot.state is SlotState.FILLING and not slot.is_prefault for slot in mine)

@@ -63,7 +63,7 @@ class Tiers:
     """The tiers below that a run's snapshots go to from here.
 
     Attributes:
-        own: URLs of the run's directories that this server writes.
+        own: URLs that this server brings them to by itself: at other servers, and at storage.
         carried: URLs that a server behind this one writes; what is safe there is learned from it.
     """
 
@@ -198,10 +198,10 @@ class Slot:
     @property
     def is_durable(self) -> bool:
         """Whether what it holds is at storage, or something newer."""
-        return self.durable_or_superseded or not _are_servers(self.safe)
+        return self.durable_or_superseded or not _are_servers(self.safe)  # of no URL, "all are servers" is true
 
     def lacks(self, urls: Iterable[str]) -> list[str]:
-        """Those of some URLs that have it not, and do not refuse it."""
+        """Those of ``urls`` that neither have it nor refuse it."""
         return [url for url in urls if self.seen.get(url) not in (Mark.SAFE, Mark.REFUSED)]
 
     def view(self, nbytes: int | None = None) -> memoryview:
@@ -422,7 +422,7 @@ class Group:
         if is_old and not self.is_here and all(slot.refused for slot in self.slots):
             return True
         if self.state is Status.COMMITTED and self.is_newest and not self.manifest.exact:
-            return True  # it takes no memory from others
+            return True  # an approximation keeps no memory from other snapshots
         is_durable = all(slot.is_safe for slot in self.slots)
         mark = self.exact_watermark if self.manifest.exact else self.watermark
         return is_evictable(self.manifest.order, self.state, mark, is_durable=is_durable)
@@ -445,7 +445,7 @@ def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
         first = held[0].held
         orders = marks.get(first.lineage, [])
         newest = max(orders, default=None)
-        newest_exact = max((order for order in orders if order[2]), default=None)
+        newest_exact = max((order for order in orders if order[2]), default=None)  # [2] is 0 of an approximation
         state, why = Status.COMMITTED, ""
         if name not in here:  # else no register that is elsewhere says anything new
             state, why = status_of(known, name, first.lineage, first.order, shards_in(held), newest)
@@ -526,8 +526,8 @@ class View:
         """
         unsafe = (slot for slot in self.slots if not (slot.is_safe or slot.refused))
         newest = (slot for slot in unsafe if slot in self.newest or slot.snapshot is None)
-        spare = {slot for slot, urls in self.owed.items() if slot.is_durable and _are_servers(urls)}
-        return {*self.owed, *newest} - spare
+        lack_a_replica = {slot for slot, urls in self.owed.items() if slot.is_durable and _are_servers(urls)}
+        return {*self.owed, *newest} - lack_a_replica
 
     def reusable(self, now_s: float) -> list[Slot]:
         """Slots that may be reused: nobody reads them, and they owe nothing.

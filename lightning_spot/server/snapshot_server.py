@@ -214,7 +214,7 @@ class SnapshotServer:
     def finished(self) -> bool:
         """Whether no run needs this server: each has said that it is complete and all is safe below, or none began.
 
-        Of a last snapshot of several hosts, its part is to be seen complete first: else it would stay in tmpfs.
+        If several hosts write the snapshot of a run's end, its shards here must be durable: else they stay in tmpfs.
         """
         runs = list(self.registry.runs.values())
         needed = not all(run.complete for run in runs) if runs else not self._not_needed
@@ -485,7 +485,7 @@ class SnapshotServer:
             self.ring.area.keep_run(run.info, run.complete)
 
     def _take_over(self) -> None:
-        """Go on with what a killed server left; of runs without snapshots, with no more than there may be."""
+        """Take over the runs that a killed server noted; those without snapshots here last, while there is room."""
         area, registry = self.ring.area, self.registry
         left = [(not self.ring.contents(each.info.key), each) for each in (area.runs() if area is not None else ())]
         for is_empty, each in sorted(left, key=lambda item: item[0]):

@@ -32,13 +32,13 @@ class Listed(NamedTuple):
     def all_of(cls, listing: dict[str, Any]) -> list[Listed]:
         """All that a server has answered."""
         return [
-            cls(Manifest.from_dict(item["manifest"]), texts(item, "dirty"), texts(item, "safe"))
+            cls(Manifest.from_dict(item["manifest"]), texts(item, "dirty"), texts(item, "safe"))  # dirty: owed
             for item in listing["snapshots"]
         ]
 
     @classmethod
     def holdings(cls, listed: list[Listed], claimed: int = 0) -> Holdings:
-        """What a server holds of a run, of which an attempt is the newest that it knows; shards also put together."""
+        """What a server holds of a run, shards also put together; ``claimed`` is the highest attempt it knows."""
         snapshots = [item.manifest for item in listed if not item.manifest.is_file]
         shards = [manifest for manifest in snapshots if manifest.shard is not None]
         whole = [manifest for manifest in snapshots if manifest.shard is None]

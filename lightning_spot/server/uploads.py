@@ -51,7 +51,7 @@ class Received:
     """The parts of an upload that came over the network. Any thread may call it.
 
     Attributes:
-        checked: xxh3-128 of those that are here, by their first bytes: of each once its last write is, and not before.
+        checked: xxh3-128 of each part that is here, by its first byte. A part that is being written is not among them.
     """
 
     def __init__(self) -> None:
@@ -248,13 +248,14 @@ class Uploads:
 
         key = self._admit(run, attempt)
         self._ring.raise_watermark(key, committed)
-        upload_id, announced = upload_id or uuid.uuid4().hex, _plain(manifest)
+        upload_id, announced = upload_id or uuid.uuid4().hex, _unsealed(manifest)
         if (known := self._uploads.get(upload_id)) is not None:
             return _same(known, (key, attempt, nbytes, announced))
         if announced is not None:
             if (announced.nbytes, key_of(announced)) != (nbytes, key):
                 raise SettingsError(f"{announced.name} is not what is asked for a slot: {nbytes} bytes of {key!r}")
             writer = writer_of(announced)
+        # On the trainer's own host, superseded snapshots go first: to make memory would take processors from training.
         ask = functools.partial(self._ring.try_lease, key, nbytes, reuse=bool(session), making=making, writer=writer)
         slot = self._slot(ask, key, writer, wait_s, gone)
         try:
@@ -469,7 +470,7 @@ class Uploads:
             key_of(manifest) != upload.run
             or manifest.attempt > upload.attempt
             or writer_of(manifest) != upload.writer
-            or upload.announced not in (None, _plain(manifest))
+            or upload.announced not in (None, _unsealed(manifest))
             or manifest.why_failed  # no bytes say so, see :meth:`fail`
         ):
             raise SettingsError(
@@ -542,7 +543,7 @@ class Uploads:
             self._ring.abort(upload.slot)
 
 
-def _plain(manifest: Manifest | None) -> Manifest | None:
+def _unsealed(manifest: Manifest | None) -> Manifest | None:
     return replace(manifest, checksums=()) if manifest is not None else None
 
 

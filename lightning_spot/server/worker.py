@@ -103,7 +103,7 @@ class Reconciler(Observations):
         self._standing = standing
         self._plans: dict[str, list[Action]] = {}
         self._workers: dict[Lane, _Worker] = {}
-        self._refused: dict[str, dict[str, Manifest]] = {}
+        self._refused: dict[str, dict[str, Manifest]] = {}  # files, by run and name: their slots may be reused
         self._is_planning = self._closed = False
         ring.watch(self._plan_stale)
         with ring.changed:
@@ -194,7 +194,7 @@ class Reconciler(Observations):
                     self._plan_stale()  # also a tier for which there was no thread
                 return [f"{url}: {self.destination(url).error or 'not done in time'}" for url in sorted(awaited)]
             finally:
-                self._waited_for -= Counter({run: 1})  # of none that nobody waits for anything stays
+                self._waited_for -= Counter({run: 1})  # unlike ``[run] -= 1``, this removes a run at 0
                 self._touch(run)
 
     def hurry(self, run: str | None = None) -> None:
@@ -349,7 +349,7 @@ class Reconciler(Observations):
                 elif now_s >= idle_until_s:
                     break
                 until_s = min(due_s, default=idle_until_s)
-                wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # what waits for something else has no time
+                wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # infinite while a lease has no end
             del self._workers[lane]
             if not asks and self.destination(url).is_blank and url not in self._ring.destinations():
                 del self._destinations[url]
@@ -378,11 +378,11 @@ class Reconciler(Observations):
 
     def _work_on(self, action: Action, store: Tier | None) -> Tier | None:
         """Do one thing; the tier's store, opened if it was not, is given back."""
-        attempt, why, is_reached = action.about.attempt, "", True
+        attempt, why, was_tried = action.about.attempt, "", True
         try:
             attempt = self._attempt(action)
             store = store or self.store(action.url)
-            is_reached = self._do(store, action, attempt)
+            was_tried = self._do(store, action, attempt)
         except FencedError as error:
             why = self._fenced(action, attempt, error)
         except PutOff as error:
@@ -401,9 +401,9 @@ class Reconciler(Observations):
                 for slot in action.slots:
                     slot.readers -= 1
                 self._ring.touch(action.run)
-        if is_reached:
+        if was_tried:
             self.hear(action.run, action.url, why)
-        if is_reached and not self.failing(action.url):
+        if was_tried and not self.failing(action.url):
             recovered("upload-failing", "{about} works again", about=action.url)
         return store
 
@@ -418,8 +418,8 @@ class Reconciler(Observations):
         started_s, standing, info = time.monotonic(), self._standing(run, url), self.info(run)
         storage = None if isinstance(store, ServerTier) else store
 
-        def on_its_behalf(action: Callable[[], Result]) -> Result:
-            return on_behalf(storage, standing, action) if storage is not None else action()
+        def on_its_behalf(act: Callable[[], Result]) -> Result:
+            return on_behalf(storage, standing, act) if storage is not None else act()
 
         if isinstance(store, ServerTier) and info is not None:
             store.know(self.told(info, url))
