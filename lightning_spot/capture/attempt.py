@@ -417,7 +417,7 @@ class Attempt:
         what = f"step {newest.step} ({format_bytes(newest.stored_bytes)})"
         if not plan.take:
             what = f"a new snapshot would take {plan.expected_s or 0:.0f} s to be safe, too long; the newest is {what}"
-        losses, owed = link.losses, ["not asked yet"]
+        losses, owed = link.losses, ["not asked yet"]  # empty would say that nothing is owed any more
         while not cut_short():
             if self._safe_step() >= newest.step:
                 return f"{what} is safe in {time.monotonic() - started_s:.1f} s{of}"
@@ -478,6 +478,7 @@ class Attempt:
                 durable = False
         if self._rank:
             return None
+        # An end that was begun and failed, or is fenced, is false: ``None`` would say that none was to be taken.
         return durable if not self.has_ended or (self._last is not None and not self.fenced) else False
 
     def _once_more(self, bring: Callable[[], bool | None]) -> bool | None:
@@ -508,7 +509,7 @@ class Attempt:
         if not self._rank:
             self.uploaded_bytes = max(0, self._uploaded() - self._uploaded_before)
             if last is not None:
-                durable = self._comes(last.manifest, deadline_s)
+                durable = self._is_listed_in_time(last.manifest, deadline_s)
                 if not durable and not any(url in line for line in left):
                     durable = self._write_here(last)
             if durable or not left:
@@ -554,18 +555,18 @@ class Attempt:
                 if self.writer.host is host:  # there is no way to another
                     raise
 
-    def _comes(self, manifest: Manifest, deadline_s: float) -> bool:
+    def _is_listed_in_time(self, manifest: Manifest, deadline_s: float) -> bool:
         """Whether storage lists a snapshot. Of several ranks', another host may have to commit it yet."""
         pending = (Status.PENDING, "")
         until_s = min(deadline_s, time.monotonic() + OTHERS_S) if manifest.shard is not None else 0.0
-        while not (there := self._see(manifest.snapshot, deadline_s)) and time.monotonic() < until_s:
+        while not (there := self._is_listed(manifest.snapshot, deadline_s)) and time.monotonic() < until_s:
             status, _ = self.writer.link.ask(lambda host: host.wait_for(manifest.snapshot, 0.0), pending)
             if status is Status.ABORTED:  # one of them has failed: it will never be there
                 return False
             time.sleep(_AGAIN_S)
         return bool(there)
 
-    def _see(self, name: str, deadline_s: float) -> bool | None:
+    def _is_listed(self, name: str, deadline_s: float) -> bool | None:
         """Whether storage lists a snapshot now; ``None`` if it does not answer."""
         url = self.location.url
         answers, problems = ask_all({url: open_store(url).survey}, max(_LOOK_S, within(deadline_s)))
@@ -599,7 +600,7 @@ class Attempt:
         if newest is None:
             return durable
         in_doubt = self.writer.link.losses or self._safe_step() < newest.step or self._why_not_taken(newest)
-        is_there = self._see(newest.snapshot, deadline_s) if in_doubt else True
+        is_there = self._is_listed(newest.snapshot, deadline_s) if in_doubt else True
         if is_there is None:
             return _IN_MEMORY
         if is_there:

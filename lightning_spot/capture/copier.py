@@ -97,12 +97,12 @@ class CopyJob:
         self._watches = watches
         self._woken, self._clock = woken, clock
         self._tasks: deque[Batch] = deque()
-        self._lock = threading.Lock()
-        self._handed_over = threading.Event()
+        self._lock = threading.Lock()  # of the tasks, and of what is settled
+        self._handed_over = threading.Event()  # all of the CPU is in the slot, and all of the GPUs is ordered
         self._cuda: CudaCopy | None = None
-        self._is_ordered, self._order_s = True, NEVER
+        self._is_ordered, self._order_s = True, NEVER  # all of the GPUs is; when the background orders the rest
         self._is_settled = False
-        self._ordering = threading.Lock()
+        self._ordering = threading.Lock()  # of what is ordered on GPUs, which may take long
         self._error: BaseException | None = None
 
     def release(self, place: int) -> None:
@@ -226,7 +226,7 @@ class CopyJob:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do for background threads."""
+        """Whether the host has nothing left to do; GPUs may still be copying."""
         return self._handed_over.is_set()
 
     def ready_s(self) -> float:

@@ -49,7 +49,7 @@ class Lane:
         self._stream = device.stream(index)
         self._buffer_bytes = buffer_bytes
         self._buffer: torch.Tensor | None = None
-        self._left: Any = None
+        self._left: Any = None  # an event after which the buffer may be written to again
         self._ordering = threading.Lock()  # two threads may order: the event of who came last has to stay
         self._is_warm = False
 

@@ -33,7 +33,7 @@ _seen: dict[int, torch.Tensor] = {}
 """Slots as tensors of the device by which they were page-locked, if its kernels see them where they are here."""
 
 
-def _lock(address: int, nbytes: int, index: int) -> int:
+def _page_lock(address: int, nbytes: int, index: int) -> int:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
     if (code := int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))) == 0:
         _locked[address] = nbytes, index
@@ -47,8 +47,11 @@ class _Bytes:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _see(pieces: Sequence[tuple[int, int]]) -> int:
-    """Note a slot of these page-locked pieces, if the device sees each of them where it is for the host."""
+def _note_seen(pieces: Sequence[tuple[int, int]]) -> int:
+    """Note a slot of these page-locked pieces, if the device sees each of them where it is for the host.
+
+    Always 0, as a call that went well: where it does not, copies are made without kernels.
+    """
     driver, address = driver_library(), pieces[0][0]
     if driver is None:
         return 0
@@ -69,15 +72,15 @@ def _see(pieces: Sequence[tuple[int, int]]) -> int:
 
 
 def _let_go(first: int, end: int) -> int:
-    """Undo :func:`_lock` for all that lies there in part; 0, or CUDA's error."""
+    """Undo :func:`_page_lock` for all that lies there in part; 0, or CUDA's error."""
     gone = [at for at, (nbytes, _) in _locked.items() if at < end and first < at + nbytes]
     if not gone:
         return 0
     index = _locked[gone[0]][1]
-    return _apart(index, [functools.partial(_unlock, address) for address in gone])
+    return _on_own_thread(index, [functools.partial(_page_unlock, address) for address in gone])
 
 
-def _unlock(address: int) -> int:
+def _page_unlock(address: int) -> int:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
     del _locked[address]
     _seen.pop(address, None)
@@ -112,7 +115,7 @@ def beside_recordings() -> Iterator[None]:
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
-def _apart(index: int, calls: Sequence[Callable[[], int]]) -> int:
+def _on_own_thread(index: int, calls: Sequence[Callable[[], int]]) -> int:
     """Call CUDA's runtime on a thread of its own, whose device is ``index``, until a call fails; 0, or its error.
 
     CUDA keeps an error for the thread that made it, and torch raises it at whatever that thread launches next. After
@@ -157,7 +160,7 @@ class Cuda:
         return list(map(_kind, [storage.device for storage in storages]))
 
     def index(self, storage: torch.UntypedStorage) -> int:
-        """On which."""
+        """Number of the GPU that a storage lies on."""
         return storage.device.index or 0
 
     def current(self, index: int) -> torch.cuda.Stream:
@@ -223,7 +226,7 @@ class Cuda:
         return here, self.record(self.current(number.device.index))
 
     def is_over(self, event: torch.cuda.Event) -> bool:
-        """Whether it is."""
+        """Whether all that was ordered before ``event`` is done."""
         return bool(event.query())  # type: ignore[no-untyped-call] # torch's
 
     def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
@@ -268,8 +271,8 @@ class Cuda:
         pieces = [(at, min(PAGE_LOCKED_BYTES, end - at)) for at in range(address, end, PAGE_LOCKED_BYTES)]
         with _locking:
             _let_go(address, end)
-            calls = [functools.partial(_lock, *piece, index) for piece in pieces]
-            code = _apart(index, [*calls, functools.partial(_see, pieces)])
+            calls = [functools.partial(_page_lock, *piece, index) for piece in pieces]
+            code = _on_own_thread(index, [*calls, functools.partial(_note_seen, pieces)])
             if code != 0:
                 _let_go(address, end)
         return code

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 30.0
 _CLOSE_S = 5.0  # a server that is being started just then may take longer: its thread ends by itself
-_MOST_UNTOLD = 8  # newer ones count: nobody waits for what they are later than
+_MOST_UNTOLD = 8  # only the newest: nothing waits for older snapshots
 T = TypeVar("T")
 
 SAY_S = 10.0

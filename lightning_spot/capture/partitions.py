@@ -18,7 +18,7 @@ LEAST_BYTES = 1024 * 1024
 
 _ROUNDS = 4
 _CLEAR_ROUNDS = 2  # are enough if one was faster each time than all others ever were
-_WINDOW = 2  # iterations: what copies leave to do, such as sealing, falls on the next one as well
+_ITERATIONS = 2  # of a snapshot are measured: what copies leave to do, such as sealing, falls on the next one as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Window:
     """A stretch of an iteration.
 
     Attributes:
-        point: number of the place that opens it; they are numbered in the order in which they are reached, from 0.
+        point: the place that opens it; places are numbered in the order in which they are reached, from 0.
         after_s: it begins so long after that.
         idle_s: measured time in it that nobody else could use; what is no positive number counts as 0.
     """
@@ -192,7 +192,7 @@ class ModeTrial:
         self._turn = 0
         self._before: Mode | None = None
         self._measured: Mode | None = None
-        self._window: list[float] = []
+        self._took_s: list[float] = []
 
     def take(self) -> Mode:
         """The mode whose turn it is."""
@@ -212,17 +212,17 @@ class ModeTrial:
             self._measured, self._before = mode if mode == self._before else None, mode
         if seconds is None:
             self._measured = None
-            self._window.clear()
+            self._took_s.clear()
         elif self._measured is not None:
-            self._window.append(seconds - self._usual_s)
-            if len(self._window) == _WINDOW:
+            self._took_s.append(seconds - self._usual_s)
+            if len(self._took_s) == _ITERATIONS:
                 self._close()
 
     def _close(self) -> None:
-        if self._measured is not None and self._window:
-            self.found[self._measured].append(sum(self._window))
+        if self._measured is not None and self._took_s:
+            self.found[self._measured].append(sum(self._took_s))
         self._measured = None
-        self._window.clear()
+        self._took_s.clear()
 
     @property
     def best(self) -> Mode | None:

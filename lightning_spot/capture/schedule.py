@@ -112,7 +112,7 @@ class PlaceKind(IntEnum):
 
 
 class Point(NamedTuple):
-    """A place of an iteration.
+    """What happens at a place of an iteration; the place itself is its number, see :attr:`Profile.places`.
 
     Attributes:
         batch: number of the micro-batch in it, from 0; -1 before the first.
@@ -240,7 +240,7 @@ class Profiler:
         found: dict[Point, list[tuple[float, tuple[float, float]]]] = {}  # how late each was, and the time after it
         for points, end in over:
             kept = [(point, mark) for point, mark in points.items() if point is START or keep(point)]
-            for (point, mark), (_, following) in pairwise([*kept, (START, end)]):
+            for (point, mark), (_, following) in pairwise([*kept, (START, end)]):  # any point: only ``end`` counts
                 found.setdefault(point, []).append((between(points[START], mark)[0], between(mark, following)))
         usual = [point for point, times in found.items() if 2 * len(times) > len(over)]
         usual.sort(key=lambda point: (point is not START, median(late_s for late_s, _ in found[point]), point))
@@ -283,18 +283,18 @@ class Timetable:
 _STILL = Timetable((), 0.0, stands_still=True)
 
 
-def _told(method: Callable[P, None]) -> Callable[P, None]:
-    """Have training go on where it cannot be followed: then nothing is spread over its iterations any more."""
+def _or_turn_off(method: Callable[P, None]) -> Callable[P, None]:
+    """Catch what a method raises: training goes on, and nothing is spread over its iterations any more."""
 
     @functools.wraps(method)
-    def told(*arguments: P.args, **named: P.kwargs) -> None:
+    def guarded(*arguments: P.args, **named: P.kwargs) -> None:
         try:
             method(*arguments, **named)
         except Exception as error:
             schedule: Any = arguments[0]
             schedule.turn_off(error)
 
-    return told
+    return guarded
 
 
 class Schedule:
@@ -315,18 +315,20 @@ class Schedule:
         self._owned: Callable[[], Mapping[int, int]] = dict
         self._clock: Clock = clock if clock is not None else HostClock()
         self._gradients, self._bucket_bytes = _NONE, BUCKET_BYTES
+        # In turn: a profiler until there is a profile; with "auto" a trial until a mode is kept.
         self._profile: Profile | None = None
         self._profiler: Profiler | None = None
         self._trial: ModeTrial | None = None
         self._kept: Mode | None = None
-        self._used: Mode | None = None
-        self._buckets: dict[int, int] = {}
-        self._ends: list[int] = []
-        self._last: tuple[Any, tuple[Partition, ...]] | None = None
-        self._measured: deque[tuple[Any, Any, Mode | None]] = deque()
-        self._over: Any = None
+        self._used: Mode | None = None  # by the snapshot with which this iteration has begun
+        self._buckets: dict[int, int] = {}  # by the number of the parameter
+        self._ends: list[int] = []  # the parameter whose gradient completes each bucket
+        self._last: tuple[Any, tuple[Partition, ...]] | None = None  # partitions, by what they were made of
+        self._measured: deque[tuple[Any, Any, Mode | None]] = deque()  # iterations that a GPU may still be at
+        self._over: Any = None  # mark of the end of the last iteration
         self._is_disturbed = False
         self._may_stand = False
+        # Of the iteration at hand: the last place, the micro-batch, and whether the optimizer has not stepped yet.
         self._reached, self._batch, self._is_open = 0, -1, False
         self._jobs: list[HeldTensors] = []
 
@@ -366,14 +368,14 @@ class Schedule:
         self.begin(_NONE)
         self._profiler = None
 
-    @_told
+    @_or_turn_off
     def iteration_begins(self) -> None:
         """The optimizer has stepped, and a snapshot has begun or not."""
         self._reached, self._batch, self._is_open = 0, -1, True
         if self._profiler is not None:
             self._profiler.begin()
 
-    @_told
+    @_or_turn_off
     def reached(self, kind: PlaceKind, gradient: int = -1) -> None:
         """Training has come to a place of its iteration. Called from the thread that comes there.
 
@@ -393,7 +395,7 @@ class Schedule:
             for job in self._jobs:
                 job.release(place)
 
-    @_told
+    @_or_turn_off
     def stepping(self) -> None:
         """The optimizer is about to step, or something else to change what is copied: nothing is held from here on."""
         if self._is_open and self._profiler is not None:
@@ -401,14 +403,14 @@ class Schedule:
         self._is_open = False
         self._jobs.clear()
 
-    @_told
+    @_or_turn_off
     def disturbed(self) -> None:
         """Other work than training took time in this iteration: it does not count."""
         self._is_disturbed = True
         if self._profiler is not None:
             self._profiler.forget()
 
-    @_told
+    @_or_turn_off
     def iteration_ends(self) -> None:
         """The optimizer has stepped; before a snapshot begins, which is part of the iteration that follows."""
         if self._trial is not None:

@@ -102,7 +102,7 @@ class SlotPool:
 
     Attributes:
         views: of the slots.
-        beyond: whether snapshots from a GPU may have slots beyond the ring's bound, see :func:`.slots.bound`.
+        beyond: whether snapshots from a GPU may have slots beyond the ring's bound, see :func:`.slot_choice.bound`.
     """
 
     def __init__(self, link: HostLink, copier: Copier, writer: int = 0) -> None:
@@ -119,7 +119,7 @@ class SlotPool:
         self._asked, self._has_made, self._was_too_small = 0, False, False
         self._ordering = threading.Lock()
         self._orders = InBackground[_Order](lambda order: order[0].make(*order[1:]), "spot-slots", 1)
-        self._is_ahead = False  # what was ordered last
+        self._is_ahead = False  # whether what was ordered last is a further slot: then the first one was made before
 
     # -- leased -------------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class SlotPool:
     def take(self, host: Host, nbytes: int, wait_s: float) -> Lease:
         """Take a slot: the one that was leased ahead, or the next that can be had; a further one may be made.
 
-        Who waits for a slot takes that one, or one that is clean before it is made.
+        While it waits, it takes what comes first: the further slot, or another one that is clean by then.
 
         Args:
             host: the ring.
@@ -172,7 +172,7 @@ class SlotPool:
                 if full.reason is not FailureReason.RING_FULL:
                     raise
                 if wait_s == 0:
-                    self._find_none(host, nbytes)
+                    self._found_none(host, nbytes)
                 if left_s <= wait_s:
                     raise
                 if time.monotonic() - began_s >= SAY_S:
@@ -295,15 +295,14 @@ class SlotPool:
             )
 
     def _making(self, nbytes: int) -> Making:
-        """Whether who takes a slot may have its memory made: not if that takes long, and is done here.
+        """Whether taking a slot may make its memory: not for a large one, as long as the pool makes these itself.
 
-        For a large one it takes longer than a server has to answer, which would count as lost, and nobody would have
-        pinned it.
+        Making a large one takes longer than a server has to answer, which would count as lost. Only the pool pins it.
         """
-        is_done_here = self._has_made and self._asked < _MOST_ASKED
-        return Making.NEVER if is_done_here and nbytes >= LEAST_BYTES else Making.NOW
+        is_made_by_pool = self._has_made and self._asked < _MOST_ASKED
+        return Making.NEVER if is_made_by_pool and nbytes >= LEAST_BYTES else Making.NOW
 
-    def _find_none(self, host: Host, nbytes: int) -> None:
+    def _found_none(self, host: Host, nbytes: int) -> None:
         """A snapshot found no slot, or had to wait for it: have a further one made, if there is to be one."""
         if self._has_made and self._asked < _MOST_ASKED and self._size is not None:
             self._asked += 1

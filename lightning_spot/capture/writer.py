@@ -229,11 +229,11 @@ class SnapshotWriter:
         self.fence: FencedError | None = None
         self.torn = self.aborted = self.copied_bytes = 0
         self.why_aborted = ""
-        self._failing = ""
-        self._rank, self._counted_s = rank, 0.0
+        self._failing = ""  # reason that was logged last: cleared in the log by the next commit
+        self._rank, self._counted_s = rank, 0.0  # seconds until the last snapshot of several ranks counted
         self._copier = copier if copier is not None else Copier()
         self._schedule = schedule
-        self._unsteady: frozenset[int] = frozenset()
+        self._unsteady: frozenset[int] = frozenset()  # addresses that once moved during a copy: copied at once since
         self._slots = slots = SlotPool(self.link, self._copier, rank)
         try:
             self._tasks = Background("spot-writer", slots.give_back, lambda: slots.idle_s)
@@ -365,13 +365,13 @@ class SnapshotWriter:
         first = [piece for piece in layout.pieces if piece.storage.data_ptr() not in following]
         later = [piece for piece in layout.pieces if piece.storage.data_ptr() in following]
         watched = dict.fromkeys(piece.storage.data_ptr() for piece in later)  # each once, of however many pieces
-        copied = self._copier.start(first, view)
+        at_once = self._copier.start(first, view)
         for offset, data in layout.frame:
             view.map[offset : offset + len(data)] = data
-        copied.wait_cpu()
+        at_once.wait_cpu()
         self._copier.fence()  # before what may take longer: a GPU's training would wait for that too
         watches = Watches(itertools.chain.from_iterable(map(owned.__getitem__, watched)))
-        return copied, self._copier.start(later, view, watches, self._schedule)
+        return at_once, self._copier.start(later, view, watches, self._schedule)
 
     def fail(self, manifest: Manifest, error: BaseException) -> None:
         """Put into the ring why this rank will have no shard of a snapshot; nothing if one rank writes all of it.
