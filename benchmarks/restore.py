@@ -98,7 +98,11 @@ def run(quick: bool) -> list[Result]:
 def _of_ranks(name: str, pairs: list[_Pair], copies: list[_Pair]) -> list[Result]:
     what = f"restore of {RANKS} ranks / of one, from {name}"
     beyond = [(one - copy, all_of - copies_of) for (one, all_of), (copy, copies_of) in zip(pairs, copies, strict=True)]
-    return [*_ratios(what, pairs, 1.5), *_ratios(f"{what}, beyond these copies", beyond, None)]
+    return [
+        Result(f"restore of one rank, from {name}", [one.slowest_s for one, _ in pairs], None, unit="s"),
+        *_ratios(what, pairs, 1.5),
+        *_ratios(f"{what}, beyond these copies", beyond, None),
+    ]
 
 
 def _ratios(what: str, pairs: list[_Pair], target: float | None) -> list[Result]:
