@@ -22,7 +22,6 @@ from lightning_spot.capture.unexpected import as_failure
 from lightning_spot.errors import FailureReason, SnapshotFailedError, SpotError
 from lightning_spot.sharded.file_plan import load_state, state_file
 from lightning_spot.snapshot.safe_load import safe_load
-from lightning_spot.trees import walk
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -61,8 +60,7 @@ class Dump:
         them on.
         """
         noted = Noted(tensors_in([value for key, value in self.checkpoint.items() if key != KEY]))
-        same = {id(item): item for _, item in walk(self.checkpoint) if not isinstance(item, (set, deque, bytearray))}
-        return replace(self, checkpoint=copy.deepcopy(self.checkpoint, same), noted=noted)
+        return replace(self, checkpoint=_with_own_containers(self.checkpoint, {}), noted=noted)
 
     @property
     def is_unchanged(self) -> bool:
@@ -117,6 +115,34 @@ def _drop_what_fits_made_data(ranks: Any) -> Iterator[str]:
                     gone = own.keys() - {"training"}
                     yield from (f"{name}.{each}" if name else each for each in gone)
                     hooked["attributes"][name] = {each: own[each] for each in own.keys() - gone}
+
+
+def _with_own_containers(value: Any, made: dict[int, Any]) -> Any:
+    """The same value; containers in it are copies, what else is in them is not: ``copy.deepcopy`` would copy tensors.
+
+    Args:
+        value: any value.
+        made: copies so far, by the identity of what they are of: a container may hold itself.
+    """
+    if id(value) in made:
+        return made[id(value)]
+    if type(value) is tuple:
+        return tuple(_with_own_containers(item, made) for item in value)
+    if not isinstance(value, (dict, list, set, deque, bytearray)):
+        return value
+    try:
+        own = copy.copy(value)  # with its attributes, such as those of a ``state_dict``
+    except Exception:  # of a class of the user's
+        own = value
+    made[id(value)] = own
+    if own is value:
+        return value
+    if isinstance(own, dict):
+        for key, item in [*dict.items(own)]:
+            dict.__setitem__(own, key, _with_own_containers(item, made))
+    elif isinstance(own, list):
+        list.__setitem__(own, slice(None), [_with_own_containers(item, made) for item in own])
+    return own
 
 
 def gather(trainer: pl.Trainer, state: State | SpotError) -> list[Any]:

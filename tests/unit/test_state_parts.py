@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from lightning_spot.state import fit_state
 from lightning_spot.state.compare import differences
-from lightning_spot.state.dump import VERSION, in_present_form
+from lightning_spot.state.dump import VERSION, Dump, in_present_form
 from lightning_spot.state.fit_state import PARTS, FitState, Stage, StatePart
 from lightning_spot.state.randomness import capture_random, restore_random
 
@@ -59,6 +60,63 @@ def test_a_hook_that_comes_twice_adds_one_listener(trainer: Any) -> None:
     for _ in range(2):
         fit.listen(listener)  # type: ignore[arg-type]
     assert fit.listeners == [fit, listener]
+
+
+class Dotted(dict[str, Any]):
+    """As many programs have one: ``copy.deepcopy`` gets a KeyError of it."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Maker:
+    """Its method makes items of a dict."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def make(self) -> Any:
+        return self.item
+
+
+class Locked(dict[str, Any]):
+    def __copy__(self) -> Any:
+        raise TypeError("it cannot be copied")
+
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "a dict": lambda item: {"a": item},
+    "a list": lambda item: [item],
+    "a tuple of lists": lambda item: ([item],),
+    "a deque": lambda item: deque([item], maxlen=9),
+    "a set": lambda item: {item},
+    "an ordered dict": lambda item: OrderedDict(a=item),
+    "a dict with a factory": lambda item: defaultdict(Maker(item).make, a=item),
+    "counts": lambda item: Counter({item: 1}),
+    "a class of the user's": lambda item: Dotted(a=item, b=[item]),
+    "one that cannot be copied": lambda item: Locked(a=item),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_kept_state_has_the_tensors_of_training(kind: str) -> None:
+    """A copy of a deque, such as a replay buffer, had copies of all tensors in it; of one in a graph there is none."""
+    tensor = torch.ones(2, requires_grad=True) * 2
+    value = KEPT[kind](tensor)
+    state: dict[str, Any] = {"one": value, "two": value}
+    state["itself"] = state
+    kept = Dump(checkpoint=state, state={}, shared={}).kept().checkpoint
+    assert kept["itself"] is kept is not state
+    assert kept["two"] is kept["one"] or kind == "a tuple of lists"
+    assert (kept["one"] is value) == (kind == "one that cannot be copied")
+    assert type(kept["one"]) is type(value)
+    items = kept["one"].values() if {"a"} <= {*getattr(kept["one"], "keys", list)()} else kept["one"]
+    found = next(iter(items))
+    assert (found[0] if isinstance(found, list) else found) is tensor
+    state.clear()
+    if kind != "one that cannot be copied":
+        (value[0] if isinstance(value, tuple) else value).clear()
+        assert len(kept["one"]) > 0
+        assert kept["one"] != ([],)
 
 
 def test_what_training_drops_from_a_module_is_freed(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
