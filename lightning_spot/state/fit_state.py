@@ -161,6 +161,7 @@ class FitState(PerTrainer):
         self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined] # Lightning's Trainer has it
         # After on_train_start of all callbacks and of the module, which are called again in a resumed run.
         self.patches.wrap(trainer.strategy, "on_train_start", partial(partial, self._after_train_start))
+        self.patches.callback(self.listeners.clear)  # another library may have wrapped what this replaces, and keep it
         loop, around = trainer.fit_loop.epoch_loop, partial(partial, self._on_advance_end)
         run(compat.BOUNDARIES, lambda: compat.ADVANCE_END.wrap(self.patches, loop, around))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_spot.errors import ModelChangedError
 from lightning_spot.goodput.records import read_records
 from lightning_spot.protocol.record import find_record
 from lightning_spot.session.resume import other_hyperparameters
+from lightning_spot.state.fit_state import FitState
 from lightning_spot.store.local import LocalStore
 from tests.support.said import informed, keys, said, said_about
 from tests.support.snapshots import serverless
@@ -45,6 +47,36 @@ def fold(root: Path, *callbacks: pl.Callback, start: float, **more: Any) -> tupl
         model.net[0].bias.fill_(start)
     trainer(callback, *callbacks, max_epochs=1, **more).fit(model, data(6))
     return callback, model
+
+
+class Wrapping(pl.Callback):
+    """Another library, which wraps what we have replaced, and leaves that."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop.on_advance_end = partial(loop.on_advance_end)
+        if not self.batches:
+            FitState.of(trainer).listen(self)
+
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        self.batches += 1
+
+    after_batch = before_validation
+
+
+def test_a_fit_that_is_over_is_told_of_no_batch_of_the_next_one(tmp_path: Path) -> None:
+    """It took snapshots of the next one, with its own number, where another library had kept its way in."""
+    wrapping = Wrapping()
+    training = trainer(spot(tmp_path), wrapping, max_epochs=1)
+    training.fit(Net(), data(6))
+    assert (told := wrapping.batches) > 0
+    training.fit_loop.max_epochs = 2
+    training.fit(Net(), data(6))
+    assert training.current_epoch == 2
+    assert wrapping.batches == told
 
 
 def test_folds_have_runs_of_their_own_and_each_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
