@@ -70,8 +70,19 @@ def newest_record(run_url: str, before: int | None = None) -> AttemptRecord | No
 def newest_in(folder: Folder, before: int | None = None) -> AttemptRecord | None:
     """As :func:`newest_record`, in the folder of a run's attempts."""
     older = [attempt for attempt in _attempts(folder) if before is None or attempt < before]
-    found = (_read(folder, attempt) for attempt in reversed(older[-_MOST_DAMAGED:]))
-    return next((record for record in found if record is not None), None)
+    reads = (_read(folder, attempt) for attempt in reversed(older[-_MOST_DAMAGED:]))
+    found = (record for record in reads if record is not None)
+    newest = next(found, None)
+    if newest is not None and newest.earlier is None:  # the first one; or its trainer could not read the one before
+        with contextlib.suppress(TierError):
+            previous = next(found, None)
+            newest.earlier = account_after(_ended(previous)) if previous is not None else None
+    return newest
+
+
+def _ended(previous: AttemptRecord) -> AttemptRecord:
+    """The record of an attempt that another one follows: there is one trainer of a run at a time."""
+    return replace(previous, end="killed") if previous.end == "running" else previous
 
 
 def read_records(run_url: str) -> list[AttemptRecord]:
@@ -311,14 +322,10 @@ class Journal:
         Raises:
             TierError: if its record cannot be read.
         """
-        previous = newest_record(self._url, before=self.record.attempt)
+        if (previous := newest_record(self._url, before=self.record.attempt)) is not None:
+            previous = completed(self._url, previous, self._snapshots)
+            self._left, self.record.earlier = previous.attempt, account_after(_ended(previous))
         self._has_followed = True
-        if previous is None:
-            return
-        previous = completed(self._url, previous, self._snapshots)
-        if previous.end == "running":
-            previous.end = "killed"  # there is one trainer of a run at a time
-        self._left, self.record.earlier = previous.attempt, account_after(previous)
 
     def _keep(self) -> None:
         if not self._is_kept:

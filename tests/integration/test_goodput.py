@@ -165,6 +165,16 @@ def test_the_newest_record_that_is_whole_has_all_before_it(tmp_path: Path, caplo
     assert read_records(str(tmp_path / "nowhere")) == []
 
 
+def test_what_a_killed_attempt_could_not_carry_on_is_not_lost(tmp_path: Path) -> None:
+    """It was killed before it could read the record of the one before; its own is the newest."""
+    for record in (attempt(1, 0.0, 10.0, (0, 60), 500.0), attempt(2, 600.0, 610.0, (50, 70), 700.0)):
+        write_record(str(tmp_path), record)
+    assert [(each.attempt, each.end) for each in read_records(str(tmp_path))] == [(1, "killed"), (2, "running")]
+    kept = journal(str(tmp_path), 3, heartbeat_s=60.0)
+    assert [each.end for each in kept.record.known] == ["killed", "killed", "running"]
+    kept.close("complete")
+
+
 def test_the_account_is_carried_on_once_it_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One read that failed at the start took all earlier attempts out of it."""
     write_record(str(tmp_path), attempt(1, 0.0, 10.0, (0, 60), 500.0, end="killed"))
