@@ -110,7 +110,7 @@ def descendants(pid: int) -> list[int]:
 
 def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; ``None`` where there is none to be had."""
-    with contextlib.suppress(OSError):  # of an old kernel, too
+    with contextlib.suppress(OSError, AttributeError):  # of an old kernel; of a Python that was built for old ones
         return os.pidfd_open(pid) if pid > 0 else None
     return None
 

@@ -215,6 +215,14 @@ def test_a_server_without_a_thread_for_one_serves_the_next(tmp_path: Path, lacki
         begin().close()
 
 
+def test_a_python_built_for_old_kernels_has_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as uv installs: without ``os.pidfd_open`` each session failed, and no local server was used."""
+    monkeypatch.delattr(os, "pidfd_open")
+    server = SnapshotServer(slots=2, memory_bytes=2**24, open_store=LocalStore, allow=None)
+    with sessions_of(server, tmp_path / "http") as begin:
+        begin().close()
+
+
 def test_a_session_that_fails_is_no_want_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
