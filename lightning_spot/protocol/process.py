@@ -124,9 +124,18 @@ def this_host() -> str:
     with contextlib.suppress(OSError):
         inodes = [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "pid")]
         if os.readlink("/proc/self") == str(os.getpid()):
-            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-                return f"{file.read().strip()} {inodes}"
+            return f"{this_boot()} {inodes}"
     return secrets.token_hex(16)
+
+
+def this_boot() -> str:
+    """Tells kernels apart, from one start to the next; the same in all containers of a machine.
+
+    Raises:
+        OSError: if that cannot be told.
+    """
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
 
 
 def wait_readable(fds: list[int], within_s: float | None) -> set[int]:

@@ -10,7 +10,7 @@ from itertools import repeat
 from lightning_spot.client.local_server import LocalServer
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, SnapshotNotFoundError, SpotError, TierError
-from lightning_spot.protocol.process import this_host
+from lightning_spot.protocol.process import this_boot
 from lightning_spot.protocol.record import find_record
 from lightning_spot.retry import retried, within
 from lightning_spot.run.location import Location
@@ -98,10 +98,10 @@ def place_of(location: Location) -> str:
     """The same for ranks that would reach one local server: one kernel, and one runtime directory on it."""
     try:
         folder = find_record(location.url).folder.stat()
+        return f"{this_boot()} {folder.st_dev} {folder.st_ino}"
     except (SpotError, OSError) as error:  # then it has no server, and no other rank has the same place
         logger.debug("no server can be had here: %s", error)
         return secrets.token_hex(16)
-    return f"{this_host().partition(' ')[0]} {folder.st_dev} {folder.st_ino}"
 
 
 def _check_storage(url: str, info: RunInfo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -297,6 +298,13 @@ def test_upload_works_if_the_server_has_two_runs_of_that_name(tmp_path: Path, mo
         assert LocalStore(location.url).survey().manifests[0].step == 2
     finally:
         host.leave(complete=True)
+
+
+def test_ranks_share_a_place_if_proc_is_another_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As below ``unshare --pid`` alone: each rank took itself for a host, and all told one server so."""
+    location, read = Location.of(str(tmp_path / "run")), os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "1" if path == "/proc/self" else read(path))
+    assert topology.place_of(location) == topology.place_of(location)
 
 
 @pytest.mark.parametrize("sees", [True, False])
