@@ -553,16 +553,14 @@ class Snapshotter(OfTrainer):
 
     def _take_last(self) -> None:
         """Take the snapshot of the finished run. What fails costs it, as at a seam."""
-        if self.writing.attempt is not None:
-            self.writing.attempt.has_ended = True  # whatever comes of it, which is said
         agree, run = partial(self.writing.decide_last, complete=True), self.best_effort.run
         how = run("agreeing on the last snapshot", agree, None, still=STILL_ENDS)
-        if how is None:  # where a rank can't say so, all of them know
-            return
-        if self._trainer.world_size > 1:
+        if how is not None and self._trainer.world_size > 1:
             self._take(how)
-        else:
+        elif how is not None:  # else a rank can't say so, and all of them know
             run("taking the last snapshot", partial(self._take, how), None, still=STILL_ENDS)
+        if self.writing.attempt is not None:  # whatever came of it, which was said, unless that has ended training
+            self.writing.attempt.has_ended = True
 
     def _at_seam(self, *, before_validation: bool) -> None:
         """Take a snapshot if one is due. What fails costs it; but of several ranks, others may wait for what comes."""

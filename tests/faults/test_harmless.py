@@ -264,6 +264,32 @@ def test_an_error_of_ours_in_the_last_snapshot_ends_no_training(
     assert LocalStore(tmp_path / "run").survey().manifests[0].complete
 
 
+class UsersAtTheEnd(pl.Callback):
+    """A user's callback that fails when the last snapshot is saved, or is ended there."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self._error, self._has_ended = error, False
+
+    def on_train_end(self, *_: Any) -> None:
+        self._has_ended = True
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        if self._has_ended:
+            raise self._error("of the user")
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_what_ends_training_in_its_last_snapshot_is_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException], on_error: str
+) -> None:
+    """An error that storage does not have the last snapshot took its place."""
+    with pytest.raises((error, SystemExit)):
+        fit(tmp_path / "run", UsersAtTheEnd(error), on_full="wait", on_error=on_error)
+    assert not said(caplog, "end-not-durable")
+    assert LocalStore(tmp_path / "run").survey().manifests[0].step == BATCHES
+
+
 def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
