@@ -172,6 +172,7 @@ class Accepted(web.RequestHandler):
         super().__init__(server, loop=loop, **HTTP)
         self._connections = connections
         self._wire: asyncio.Transport | None = None  # over which HTTP is spoken, once TLS is
+        self._is_begun = False  # and HTTP is; :attr:`transport` says less: aiohttp lets go of it before it is closed
         self._early = b""  # what comes just before
         self._securing: asyncio.Task[None] | None = None
         self.client, self.is_near = "", False
@@ -207,7 +208,7 @@ class Accepted(web.RequestHandler):
         self.client, self.is_near = client_at(sock), sock is not None and sock.family == socket.AF_UNIX
         self._begin_head()
         if self._connections.tls is None:
-            super().connection_made(transport)
+            self._begin(transport)
         else:
             transport.pause_reading()
             self._securing = self._loop.create_task(self._secure(transport, self._connections.tls()))
@@ -236,13 +237,18 @@ class Accepted(web.RequestHandler):
             self.connection_lost(None)
             return
         self._wire = secured
-        super().connection_made(secured)
-        if self._early:
-            self.data_received(self._early)
+        self._begin(secured)
+        early, self._early = self._early, b""
+        if early:
+            self.data_received(early)
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        self._is_begun = True
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """See :class:`asyncio.Protocol`."""
-        if self.transport is None:  # no HTTP is spoken yet
+        if not self._is_begun:
             self._early += data
             return
         if data and not self.busy and self._timer is None:
@@ -255,7 +261,7 @@ class Accepted(web.RequestHandler):
         self._connections.closed(self)
         if not self.gone.done():
             self.gone.set_result(None)
-        if self.transport is not None:
+        if self._is_begun:
             super().connection_lost(exc)
 
     def _begin_head(self) -> None:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from lightning_spot.cli.cert import SERVER, SERVER_KEY
+from lightning_spot.cli.cert import CA, SERVER, SERVER_KEY
 from lightning_spot.client.encoding import OutgoingPart
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
@@ -261,6 +261,24 @@ def test_silence_between_requests_has_an_end(monkeypatch: pytest.MonkeyPatch) ->
     with asked(server_of()) as client, _connect(client, request("GET", "/healthz")) as connection:
         while connection.recv(4096):
             pass
+
+
+def test_what_aiohttp_hangs_up_on_is_forgotten(
+    tls: Callable[[], ssl.SSLContext] | None, certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each connection that had been silent for a minute stayed in memory for as long as the server."""
+    monkeypatch.setitem(limits.HTTP, "keepalive_timeout", 0.5)
+    trusting = ssl.create_default_context(cafile=str(certs / CA)) if tls is not None else None
+
+    async def run() -> None:
+        async with serving(tls=tls, head_timeout_s=60.0) as (connections, connect):
+            await hung_up(await connect(tls=trusting))
+            deadline_s = time.monotonic() + 30
+            while connections._server.connections and time.monotonic() < deadline_s:
+                await asyncio.sleep(0.01)
+            assert connections._server.connections == []
+
+    asyncio.run(run())
 
 
 @pytest.fixture
