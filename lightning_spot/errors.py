@@ -80,7 +80,7 @@ class TierReason(Reason):
     """One side speaks TLS and the other does not, or a certificate is not trusted. Nothing was sent in clear."""
 
     TOO_MANY_STREAMS = "too-many-streams"
-    """A client has as many connections for parts as a server grants one; an upload continues over those it has."""
+    """A client, or an upload, has as many connections as a server grants one; it continues over those it has."""
 
     SERVER_FAILED = "server-failed"
     """A server met an unexpected error, such as memory that ran out; it continues with other requests."""

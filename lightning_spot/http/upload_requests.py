@@ -21,6 +21,7 @@ from lightning_spot.config import SEND_BYTES
 from lightning_spot.errors import (
     CorruptSnapshotError,
     FailureReason,
+    ServerRefusedError,
     SnapshotNotFoundError,
     SpotError,
     TierReason,
@@ -174,6 +175,8 @@ def _check_frame(frame: Frame, upload: Upload) -> None:
 MOST_STREAMS = 1024
 """Streams of parts at once, shared by clients, each on a thread: many hosts send their shards at the same time."""
 
+_FURTHER = 4  # so much of these is for more than one of an upload: who comes first must keep no upload out
+
 
 class UploadRequests:
     """Handlers over the uploads of a server.
@@ -268,6 +271,9 @@ class UploadRequests:
         """Hand the connection over to a thread that receives straight into the slot."""
         upload = self._server.uploads.find(request.match_info["upload"])
         client, loop = request[ACCEPTED].client, asyncio.get_running_loop()
+        if upload.streams and self._streaming.held >= MOST_STREAMS // _FURTHER:
+            text = "many uploads come to this server: it grants each one connection for its parts, and this one has it"
+            raise ServerRefusedError(text, status=503, reason=TierReason.TOO_MANY_STREAMS)
         with self._streaming.holding(client):
             async with switched(request) as connection:  # what it refuses is answered: no stream has begun
                 try:

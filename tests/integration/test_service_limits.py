@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from aiohttp import web
 
 from lightning_spot.cli.cert import CA, SERVER, SERVER_KEY
 from lightning_spot.client.encoding import OutgoingPart
+from lightning_spot.client.part_streams import PartStream
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import PROTOCOL_VERSION
@@ -625,6 +626,23 @@ def test_a_stream_whose_upgrade_a_proxy_took_away_is_told_so(lasting_server: Run
 
 
 # -- many senders at once ---------------------------------------------------------------------------------------------
+
+
+def test_every_upload_has_a_stream_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many hosts, perhaps behind one address, sends over four connections: the first keep no others out."""
+    monkeypatch.setattr(upload_requests, "MOST_STREAMS", 64)
+    with asked(server_of()) as client, ExitStack() as stack:
+        open_run(client)
+        streams = []
+        for _ in range(18):  # of 32 streams, which one address may have
+            upload = begin(client, 4096)
+            streams.append(stack.enter_context(closing(PartStream(client, upload))))
+            for _ in range(3):
+                with suppress(ServerRefusedError):
+                    stack.enter_context(closing(PartStream(client, upload)))
+        for step, stream in enumerate(streams):
+            part = part_of(image_of(step, 4096))
+            assert list(stream.send([part])) == [(part, part.digest)]
 
 
 def test_a_sender_makes_do_with_the_connections_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
