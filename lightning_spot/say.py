@@ -1,15 +1,16 @@
 """Messages to the person who runs a training or a server: each has a level, a key and facts.
 
 A warning or an error is logged once for each cause. While the cause lasts, it is logged again every ten minutes, with a
-count; :func:`recovered` logs its end. Beyond so many causes in that time, all others of a key count as one: whoever
-makes up what a message is about fills no log. The key is ``spot_key`` of the log record, and the facts are
-``spot_facts``:
+count; :func:`recovered` logs its end. Beyond so many causes in that time, all others of a key count as one. Of what
+strangers make up these are few, so that they fill no log, and hide nothing. The key is ``spot_key`` of the log record,
+and the facts are ``spot_facts``:
 
     logging.getLogger("lightning_spot").addFilter(lambda record: getattr(record, "spot_key", "") != "storage-slow")
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -26,8 +27,8 @@ AGAIN_S = 600.0
 UNEXPECTED = "{about} failed unexpectedly. It is retried. Report the traceback."
 """Text of messages with the key ``unexpected``."""
 
-_MOST_CAUSES, _OTHERS = 64, "…"  # of one key
-_MOST_RECENT, _LONGEST_RECENT = 100, 1000
+_MOST_CAUSES, _MOST_OF_STRANGERS, _OTHERS = 1024, 64, "…"  # of one key
+_MOST_RECENT, _MOST_RECENT_OF_KEY, _LONGEST_RECENT = 100, 20, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Messages:
         clock: gives seconds.
 
     Attributes:
-        recent: the latest messages, oldest first.
+        recent: the latest messages, oldest first; of each key a few.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,6 +78,7 @@ class Messages:
         *,
         about: object = "",
         only_rank_zero: bool = False,
+        of_strangers: bool = False,
         exc_info: bool = False,
         **facts: object,
     ) -> None:
@@ -89,6 +91,7 @@ class Messages:
             text: event, consequence, action; :meth:`str.format` fills in ``about`` and the facts.
             about: which run, server or file; with the key, it is the cause.
             only_rank_zero: whether other ranks do not log it.
+            of_strangers: whether strangers make up what it is about: few causes are told apart.
             exc_info: whether the traceback of the current exception follows.
             facts: values in the text.
         """
@@ -97,11 +100,12 @@ class Messages:
         count, is_new = 0, False
         if level >= logging.WARNING:
             causes, cause, now_s = self._said.setdefault(key, {}), str(about), self._clock()
-            if cause not in causes and len(causes) >= _MOST_CAUSES:
+            most = _MOST_OF_STRANGERS if of_strangers else _MOST_CAUSES
+            if cause not in causes and len(causes) >= most:
                 for each, (said_s, _) in list(causes.items()):
                     if each != _OTHERS and now_s - said_s >= AGAIN_S:
                         causes.pop(each, None)
-                cause = cause if len(causes) < _MOST_CAUSES else _OTHERS
+                cause = cause if len(causes) < most else _OTHERS
             is_new = cause not in causes
             said_s, count = causes.get(cause, (-AGAIN_S, 0))
             if now_s - said_s < AGAIN_S:
@@ -153,6 +157,10 @@ class Messages:
         rank = _rank()
         prefix = f"[spot r{rank}]" if rank else "[spot]"
         extra = {"spot_key": key, "spot_facts": facts}
+        of_key = [said for said in self.recent.copy() if said.key == key]
+        if len(of_key) >= _MOST_RECENT_OF_KEY:
+            with contextlib.suppress(ValueError):  # another thread was faster
+                self.recent.remove(of_key[0])
         self.recent.append(Said(time.time(), level, key, line[:_LONGEST_RECENT]))
         logger.log(level, "%s %s", prefix, line, exc_info=exc_info, extra=extra, stacklevel=3)
 

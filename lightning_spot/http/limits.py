@@ -47,7 +47,7 @@ class RequestLogger(logging.Logger):
 
 def say_bad_request(what: str, client: str) -> None:
     """Log that a client has sent something that is no request."""
-    say(logging.WARNING, "request-bad", "bad request ({about})", about=f"{what} from {client}")
+    say(logging.WARNING, "request-bad", "bad request ({about})", about=f"{what} from {client}", of_strangers=True)
 
 
 def say_server_error(what: str, error: BaseException | None) -> None:
@@ -58,7 +58,8 @@ def say_server_error(what: str, error: BaseException | None) -> None:
         places = traceback.extract_tb(error.__traceback__)
         where = f" at {places[-1].filename}:{places[-1].lineno}" if places else ""
         what += f" ({type(error).__name__}{where})"
-    say(logging.WARNING, "server-error", "the server goes on after an error: {about}", about=what)
+    text = "the server goes on after an error: {about}"
+    say(logging.WARNING, "server-error", text, about=what, of_strangers=True)
 
 
 HEAD_TIMEOUT_S = 10.0

@@ -537,7 +537,7 @@ def _failure(request: web.Request, error: Exception) -> SpotError:
 
 def _say_denied(request: web.Request, why: str) -> None:
     about = f"{_asked(request)}, {why}, from {request.remote or THIS_HOST}"
-    say(logging.WARNING, "request-denied", "denied a request ({about})", about=about)
+    say(logging.WARNING, "request-denied", "denied a request ({about})", about=about, of_strangers=True)
 
 
 def _longest_body(request: web.Request) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -97,12 +98,32 @@ def test_causes_without_end_fill_neither_log_nor_memory(
     """Who makes them up, such as a stranger's address, has few lines in ten minutes; other keys have theirs."""
     for clock.now_s in (0.0, AGAIN_S):
         for number in range(2000):
-            messages.say(logging.WARNING, KEY, "{about}", about=f"{clock.now_s}-{number}")
+            messages.say(logging.WARNING, KEY, "{about}", about=f"{clock.now_s}-{number}", of_strangers=True)
         assert len(caplog.records) <= 65
         assert clock.now_s == 0.0 or "(1936 times" in caplog.text
         messages.say(logging.WARNING, "another", "{about}", about="of another key")
         assert "of another key" in caplog.text
         caplog.clear()
+
+
+def test_each_of_many_runs_is_named_however_many_fail(messages: Messages, caplog: pytest.LogCaptureFixture) -> None:
+    """From the 65th on, those of one outage were neither named nor said to work again."""
+    for number in range(3000):
+        messages.say(logging.WARNING, KEY, "{about} fails", about=f"run-{number}")
+    assert 1000 < len(caplog.records) < 1100
+    caplog.clear()
+    for number in range(1000):
+        messages.recovered(KEY, "{about} works again", about=f"run-{number}")
+    assert len(caplog.records) == 1000
+
+
+def test_strangers_push_nothing_out_of_the_latest_messages(messages: Messages, clock: SimpleNamespace) -> None:
+    messages.say(logging.WARNING, KEY, "{about}", about="s3://b")
+    for clock.now_s in (0.0, AGAIN_S, 2 * AGAIN_S):
+        for key, number in itertools.product(("request-bad", "request-denied", "server-error"), range(200)):
+            messages.say(logging.WARNING, key, "{about}", about=number, of_strangers=True)
+    assert messages.recent[0].text == "s3://b"
+    assert messages.recent[-1].key == "server-error"
 
 
 def logged(form: str, code: str) -> list[str]:
