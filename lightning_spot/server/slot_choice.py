@@ -240,7 +240,7 @@ def _try(
 ) -> SlotChoice | None:
     """Room in a slot, or in a new one (``None``); by memory of free and idle ones where there is too little.
 
-    What makes room for a run within a bound of its own is its own.
+    What makes room for a run within a bound of its own is its own; other runs give up only what is short beyond that.
     """
     run, held = request.run, candidate.capacity if candidate is not None else 0
     most = limits.run_memory_bytes or sys.maxsize
@@ -252,13 +252,22 @@ def _try(
         return None
     choice = SlotChoice(candidate, is_made=not takes)
     choice.release += [candidate] if candidate is not None and held and not takes else []
-    for other in itertools.chain((slot for of_size in slots.free.values() for slot in of_size), idle):
-        if over <= 0 and over_run <= 0:
-            break
-        if other is candidate or other.readers or not other.capacity or (over <= 0 and other.run != run):
-            continue
-        choice.release.append(other)
-        choice.forget += [other] if other.state is SlotState.HELD else []
-        over, over_run = over - other.capacity, over_run - (other.capacity if other.run == run else 0)
+
+    def enough(nbytes: int, *, are_own: bool) -> int:
+        """Let the first of the others go that have so much memory together, all if they have less; what they have."""
+        found = 0
+        for other in itertools.chain((slot for of_size in slots.free.values() for slot in of_size), idle):
+            if found >= nbytes:
+                break
+            is_left = other is not candidate and other not in choice.release and other.capacity and not other.readers
+            if is_left and (other.run == run or not are_own):
+                choice.release.append(other)
+                choice.forget += [other] if other.state is SlotState.HELD else []
+                found += other.capacity
+        return found
+
+    own = enough(over_run, are_own=True)  # first: less has to go of other runs then
+    over_run, over = over_run - own, over - own
+    over -= enough(over, are_own=False)
     choice.is_spare = not (takes or choice.forget) and (candidate is None or candidate.state is SlotState.FREE)
     return choice if over <= 0 and over_run <= 0 else None

@@ -342,17 +342,30 @@ def test_one_that_comes_late_is_not_skipped(policy: Any) -> None:
     assert pacing.passed_over == 0
 
 
+def stored_slot(index: int, run: str, step: int, nbytes: int) -> Slot:
+    """A slot with a snapshot that storage has."""
+    manifest, seen = manifest_of(step, nbytes=nbytes, run_id=run), {"tier": Mark.SAFE}
+    state, commit = SlotState.HELD, Commit(step)
+    return Slot(index, state, reserved_bytes=nbytes, run=run, manifest=manifest, commit=commit, seen=seen)
+
+
+def test_who_exceeds_its_own_bound_costs_other_runs_nothing() -> None:
+    """The oldest snapshots went first, those of other runs among them, although its own had to go anyway."""
+    own, other = "run@1", "other@2"
+    slots = Slots([stored_slot(*each, 250) for each in ((0, other, 1), (1, own, 2), (2, own, 3), (3, other, 4))])
+
+    def views() -> list[View]:
+        return [View([each for each in slots if each.run == run]) for run in (own, other)]
+
+    limits = Limits(slots=None, memory_bytes=1000, run_memory_bytes=500)
+    found = find_room(slots, SlotRequest(own, 300, 300), limits, views=views)
+    assert {found.slot, *found.forget} == {slots[1], slots[2]}
+
+
 def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
     """In place of what is superseded and too small: that drops nothing else, and else it is not made ahead."""
     own = "run@1"
-
-    def slot(index: int, run: str, step: int, nbytes: int) -> Slot:
-        manifest = manifest_of(step, nbytes=nbytes, run_id=run)
-        state = SlotState.HELD
-        seen = {"tier": Mark.SAFE}
-        return Slot(index, state, reserved_bytes=nbytes, run=run, manifest=manifest, commit=Commit(step), seen=seen)
-
-    slots = Slots([slot(0, own, 1, 100), slot(1, own, 2, 100), slot(2, "other@2", 1, 500)])
+    slots = Slots([stored_slot(0, own, 1, 100), stored_slot(1, own, 2, 100), stored_slot(2, "other@2", 1, 500)])
     more, same = (Limits(slots=2, memory_bytes=nbytes, run_memory_bytes=None) for nbytes in (2000, 800))
 
     def views() -> list[View]:
