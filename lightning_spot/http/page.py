@@ -218,10 +218,11 @@ def _page() -> tuple[str, str]:
 
 
 def _shown(value: Any) -> Any:
-    """A value as a browser may show it: a text as one line, a URL (which has no blanks) without its password."""
+    """A value as a browser may show it: a text as one line, a URL (no blank is before its host) without password."""
     if not isinstance(value, str):
         return value
-    return plain(without_password(value) if "://" in value and " " not in value else value, _LONGEST_TEXT)
+    is_url = "://" in value and " " not in value.partition("@")[0]
+    return plain(without_password(value) if is_url else value, _LONGEST_TEXT)
 
 
 def _snapshot(group: Group, view: View) -> dict[str, Any]:

@@ -272,8 +272,10 @@ def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browse
 
 def test_secrets_in_urls_are_not_shown(bench: Bench, browser: Browser) -> None:
     bench.server.open_run(named_run("run", "s3://key:hush@bucket/run"))
+    bench.server.open_run(named_run("another", "s3://key:hush@bucket/another run"))
     answer = browser.enter().ask("/v1/page", accept="*/*")
     assert b"bucket/run" in answer.body
+    assert b"bucket/another run" in answer.body
     assert b"hush" not in answer.body
 
 
