@@ -168,12 +168,13 @@ async def never(_request: web.BaseRequest) -> web.StreamResponse:
 
 
 Connect = Callable[..., Awaitable[asyncio.StreamReader]]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def serving(**bounds: Any) -> AsyncIterator[tuple[Connections, Connect]]:
+async def serving(answer: Handler = never, **bounds: Any) -> AsyncIterator[tuple[Connections, Connect]]:
     """Serve silently within these limits; what connects from an address of loopback, and waits until that counts."""
-    connections, kept = Connections(web.Server(never), **bounds), list[asyncio.StreamWriter]()
+    connections, kept = Connections(web.Server(answer), **bounds), list[asyncio.StreamWriter]()
     server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
 
     async def connect(
@@ -271,9 +272,12 @@ def test_what_aiohttp_hangs_up_on_is_forgotten(
     monkeypatch.setitem(limits.HTTP, "keepalive_timeout", 0.5)
     trusting = ssl.create_default_context(cafile=str(certs / CA)) if tls is not None else None
 
+    async def well(_request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response()
+
     async def run() -> None:
-        async with serving(tls=tls, head_timeout_s=60.0) as (connections, connect):
-            await hung_up(await connect(tls=trusting))
+        async with serving(well, tls=tls, head_timeout_s=60.0) as (connections, connect):
+            await hung_up(await connect(b"GET / HTTP/1.1\r\n\r\n", tls=trusting))
             deadline_s = time.monotonic() + 30
             while connections._server.connections and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
