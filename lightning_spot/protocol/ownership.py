@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import logging
 import os
 import socket
@@ -78,6 +79,17 @@ def own_directories(path: Path) -> Iterator[OwnDirectory]:
             logger.debug("not used: %s", error)
             continue
         yield directory
+
+
+def files_in(folder: Path, pattern: str) -> list[Path]:
+    """What has such a name in a directory, in order; nothing if that is not there.
+
+    To ``Path.glob``, since Python 3.13, what cannot be listed is empty, such as for want of descriptors.
+
+    Raises:
+        OSError: if it cannot be listed.
+    """
+    return [folder / name for name in sorted(_names_in(folder)) if fnmatch.fnmatchcase(name, pattern)]
 
 
 def make_directory(path: Path) -> None:

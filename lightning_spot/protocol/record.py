@@ -23,6 +23,7 @@ from lightning_spot.config import LARGEST, read_environment, run_key
 from lightning_spot.errors import ServerUnreachableError, SettingsError
 from lightning_spot.protocol.ownership import (
     OwnDirectory,
+    files_in,
     make_directory,
     open_file,
     own_directories,
@@ -144,7 +145,7 @@ class ServerRecord:
         """Sizes of the files of such names that are in its directories in tmpfs."""
         sizes = []
         for area in self.areas():
-            for path in area.here.glob(pattern):
+            for path in files_in(area.here, pattern):
                 with contextlib.suppress(FileNotFoundError):  # a living server's, which lets them go as it likes
                     sizes.append(path.lstat().st_size)
         return sizes

@@ -5,6 +5,7 @@
     lock             held by the server as long as it lives
     slot-3.img       the bytes of a slot
     slot-3.json      its commit record, renamed into place: without it the bytes are nothing
+    slot-3.json.tmp  room for the next one: where the tmpfs is full by then, that is written all the same
     run-RUN.json     what a restarted server must know of a run: who may write it, and where it goes
 
 Others of this host may write to the tmpfs, too. A directory counts by its owner, and is reached by its descriptor only:
@@ -15,19 +16,28 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+from lightning_spot.config import PART_BYTES
 from lightning_spot.errors import CorruptSnapshotError, SettingsError, TierError
-from lightning_spot.protocol.ownership import OwnDirectory, make_directory, open_file, own_directories, read_file
+from lightning_spot.protocol.ownership import (
+    OwnDirectory,
+    files_in,
+    make_directory,
+    open_file,
+    own_directories,
+    read_file,
+)
 from lightning_spot.protocol.record import AREA_LOCK, is_held
 from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.retry import retried
@@ -39,7 +49,10 @@ from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, decoded, read_
 
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
+_RECORD_BYTES, _PART_RECORD_BYTES = 4096, 64  # of a commit record, about, and of each part more
 _LOOK_S, _POLL_S = 1.0, 0.01  # :func:`is_held` has the lock for microseconds, a server for as long as it lives
+
+Result = TypeVar("Result")
 
 REOPEN_PAUSES_S = (0.2, 1.0, 4.0)
 """Pauses before a slot that could not be opened, such as for want of memory, is opened again."""
@@ -65,9 +78,25 @@ class SlotArea:
     def _here(self) -> Path:
         return self._directory.here
 
+    def _record_of(self, slot: Slot) -> Path:
+        return self._here / f"slot-{slot.index}.json"
+
     def image(self, slot: Slot) -> Path:
         """Where a slot's bytes go."""
         return self._here / f"slot-{slot.index}.img"
+
+    def reserve(self, slot: Slot) -> None:
+        """Take the room of a slot's first commit record while there is some; without it, that may not be written."""
+        parts = -(-slot.capacity // PART_BYTES)
+        with contextlib.suppress(OSError), open(_open_aside(_aside(self._record_of(slot))), "wb") as file:
+            file.write(bytes(_RECORD_BYTES + parts * _PART_RECORD_BYTES))
+
+    def has_record(self, slot: Slot) -> bool:
+        """Whether the commit record of a slot is there; one for which there was no room before is written now."""
+        record = self._record_of(slot)
+        if not record.exists():
+            self.record(slot)
+        return record.exists()
 
     def record(self, slot: Slot) -> None:
         """Write the commit record of a slot whose bytes are here."""
@@ -75,7 +104,7 @@ class SlotArea:
         if slot.manifest is None or not (is_kept or slot.manifest.why_failed):
             return
         self._write(  # its keys are older than our names: the next server may be of another version
-            f"slot-{slot.index}.json",
+            self._record_of(slot).name,
             {
                 "manifest": slot.manifest.to_dict(),
                 "places": slot.commit.destinations,
@@ -87,8 +116,12 @@ class SlotArea:
         )
 
     def forget(self, slot: Slot) -> None:
-        """Remove the commit record of a slot."""
-        (self._here / f"slot-{slot.index}.json").unlink(missing_ok=True)
+        """Take the commit record of a slot away; its room is kept for the next one."""
+        record = self._record_of(slot)
+        try:
+            os.replace(record, _aside(record))
+        except OSError:  # there is none, or its room cannot be kept
+            record.unlink(missing_ok=True)
 
     def keep_run(self, info: RunInfo, complete: bool) -> None:
         """Note what a restarted server must know of a run; nothing happens if that is noted."""
@@ -107,7 +140,7 @@ class SlotArea:
         return self._runs_in(self._directory)
 
     def _runs_in(self, directory: OwnDirectory) -> Iterator[Run]:
-        for path in sorted(directory.here.glob("run-*.json")):
+        for path in files_in(directory.here, "run-*.json"):
             try:
                 record = read_sealed(read_file(path, LARGE_JSON_BYTES), LARGE_JSON_BYTES)
                 info = decoded(RunInfo, as_object(record["info"]))
@@ -124,12 +157,12 @@ class SlotArea:
         Raises:
             TierError: if one cannot be read now, for want of memory or of descriptors: all stay for the next server.
         """
-        for other, lock in _abandoned(self._name):
-            with other, lock:
-                self._take_in(other)
         try:
-            slots = [slot for path in self._here.glob("slot-*.json") if (slot := self._reopen(path)) is not None]
-        except TierError:
+            for other, lock in _abandoned(self._name):
+                with other, lock:
+                    self._take_in(other)
+            slots = [slot for path in files_in(self._here, "slot-*.json") if (slot := self._reopen(path)) is not None]
+        except BaseException:
             self._lock_file.close()
             raise
         kept = {f"slot-{slot.index}" for slot in slots}
@@ -141,10 +174,10 @@ class SlotArea:
 
     def _take_in(self, other: OwnDirectory) -> None:
         """Bring what lies in another directory here. Killed in between, it lies in both: never in none."""
-        taken = {path.stem for path in self._here.glob("slot-*")}
+        taken = {path.stem for path in files_in(self._here, "slot-*")}
         free = (name for number in itertools.count() if (name := f"slot-{number}") not in taken)
         try:
-            for record in sorted(other.here.glob("slot-*.json")):
+            for record in files_in(other.here, "slot-*.json"):
                 name = next(free)
                 for suffix in (".img", ".json"):  # the record last: it makes the bytes count
                     if record.with_suffix(suffix).exists():
@@ -174,26 +207,14 @@ class SlotArea:
         """Let the directory go, and remove it if no slot is left in it."""
         if self._lock_file.closed:
             return
-        if not any(self._here.glob("slot-*")):
+        if not files_in(self._here, "slot-*.json"):
             _remove(self._directory)
         self._lock_file.close()
         self._directory.close()
 
     def _reopen(self, record_path: Path) -> Slot | None:
         """The slot of a record, ``None`` if that or its bytes are damaged. What cannot be read now is not damaged."""
-        where, passes = self.path / record_path.name, (OSError, MemoryError)
-
-        def note(error: Exception, _pause_s: float) -> None:
-            text = "{about} cannot be taken over now. It is retried: {error}"
-            say(logging.WARNING, "leftover-read-again", text, about=where, error=str(error) or repr(error))
-
-        try:
-            return retried(
-                lambda: self._reopen_now(record_path), REOPEN_PAUSES_S, lambda error: isinstance(error, passes), note
-            )
-        except passes as error:
-            why = str(error) or type(error).__name__
-            raise TierError(f"what an earlier server left in {where} cannot be read now: {why}") from error
+        return _patiently(functools.partial(self._reopen_now, record_path), self.path / record_path.name)
 
     def _reopen_now(self, record_path: Path) -> Slot | None:
         index = record_path.stem.removeprefix("slot-")
@@ -234,25 +255,38 @@ class SlotArea:
 
     def _write(self, name: str, record: dict[str, Any]) -> bool:
         """Write a record; whether it is there."""
-        temporary = self._here / f"{name}.tmp"
+        place = self._here / name
         try:
-            temporary.unlink(missing_ok=True)
-            with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            with open(_open_aside(_aside(place)), "wb") as file:  # which does not cut it, so its room stays
                 file.write(sealed_json(record).encode())
-            os.replace(temporary, self._here / name)
+                file.truncate()
+            os.replace(_aside(place), place)
         except OSError as error:
             # Committed all the same, as with memory files; an older record only knows less of what is safe.
             text = "{about} cannot be written: {error}. If this server ends, snapshots that only it has are lost."
             say(logging.WARNING, "slots-not-recorded", text, about=self.path, error=error)
-            temporary.unlink(missing_ok=True)
             return False
         recovered("slots-not-recorded", "{about} can be written again", about=self.path)
         return True
 
 
+def _aside(record: Path) -> Path:
+    """Where a record is written before it is renamed into place."""
+    return record.with_name(f"{record.name}.tmp")
+
+
+def _open_aside(path: Path) -> int:
+    """Open what is to be renamed into place, over what is there already."""
+    try:
+        return open_file(path, os.O_WRONLY | os.O_CREAT)
+    except SettingsError:  # such as a record that another directory has, too, see ``_take_in``
+        path.unlink()
+        return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
 def left_in(directory: OwnDirectory) -> Iterator[Manifest]:
     """What is committed in a slot area, as far as its records can be read. Its bytes are not looked at."""
-    for path in directory.here.glob("slot-*.json"):
+    for path in files_in(directory.here, "slot-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, CorruptSnapshotError):
             record = read_sealed(read_file(path, LARGE_JSON_BYTES, linked=True), LARGE_JSON_BYTES)
             yield Manifest.from_dict(record["manifest"])
@@ -269,18 +303,41 @@ def remove_abandoned(directory: OwnDirectory) -> bool:
 
 
 def _abandoned(path: Path) -> Iterator[tuple[OwnDirectory, BinaryIO]]:
-    """The directories of that name that no living server holds, each locked: the caller's to close."""
+    """The directories of that name that no living server holds, each locked: the caller's to close.
+
+    Raises:
+        TierError: if it cannot be told of one now, such as for want of descriptors: its slots may be the newest.
+    """
     for directory in own_directories(path):
-        lock = None
+        lock, where = None, directory.path
         try:
-            lock = _lock(directory)
-        except (OSError, SettingsError) as error:  # it is none of a server's
+            lock = _patiently(functools.partial(_lock, directory), where)
+        except SettingsError as error:  # it is none of a server's
             text = "{about} is not a directory of this server's. It stays as it is: {error}"
-            say(logging.WARNING, "leftover-foreign", text, about=directory.path, error=error)
+            say(logging.WARNING, "leftover-foreign", text, about=where, error=error)
         if lock is not None:
             yield directory, lock
         else:
             directory.close()
+
+
+def _patiently(action: Callable[[], Result], where: Path) -> Result:
+    """Read what an earlier server has left, and again where that fails in a way that may pass.
+
+    Raises:
+        TierError: if it does not pass.
+    """
+    passes = (OSError, MemoryError)
+
+    def note(error: Exception, _pause_s: float) -> None:
+        text = "{about} cannot be taken over now. It is retried: {error}"
+        say(logging.WARNING, "leftover-read-again", text, about=where, error=str(error) or repr(error))
+
+    try:
+        return retried(action, REOPEN_PAUSES_S, lambda error: isinstance(error, passes), note)
+    except passes as error:
+        why = str(error) or type(error).__name__
+        raise TierError(f"what an earlier server left in {where} cannot be read now: {why}") from error
 
 
 def _made(path: Path) -> tuple[OwnDirectory, BinaryIO]:

@@ -712,24 +712,25 @@ class Ring:
 
     def close(self, *, keep_unsafe: bool) -> None:
         """Give all memory back; with ``keep_unsafe``, leave what is safe nowhere else in tmpfs for the next server."""
-        released, left = list[SlotMemory](), list[Manifest]()
+        released, left, area = list[SlotMemory](), list[Manifest](), self.area
         with self.changed:
             unsafe = {slot for view in self.views() for slot in view.only_here} if keep_unsafe else set()
             for slot in self.slots:
-                if slot in unsafe and slot.memory is not None and slot.memory.path is not None:
+                memory = slot.memory if slot in unsafe else None
+                if memory is not None and memory.path is not None and area is not None and area.has_record(slot):
                     left.append(slot.held)
-                    slot.memory.path = None
+                    memory.path = None
                 else:
                     self._forget(slot)
                     released += self._take_memory(slot)
             self.notify()
         for memory in released:
             memory.close()
-        if self.area is not None:
+        if area is not None:
             for manifest in left:
                 text = "{about} stays in {path} for the next server on this host"
-                say(logging.INFO, "snapshot-left", text, about=manifest.name, path=self.area.path)
-            self.area.close()
+                say(logging.INFO, "snapshot-left", text, about=manifest.name, path=area.path)
+            area.close()
 
     # -- inside, under the lock -----------------------------------------------------------------------------------
 
@@ -814,6 +815,8 @@ class Ring:
         with self.changed:
             slot.memory, slot.reserved_bytes = memory, 0
             self.slots.note(slot)
+            if self.area is not None and memory.path is not None:
+                self.area.reserve(slot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,8 +220,12 @@ exclusive claim without links | store.posix | directories::of_two_claims_at_once
 +open(path, "wb")
 # half a file is taken for a whole one
 rename of a slot's record | server.area | ring::a_new_server_takes_over_what_a_killed_one_left[True]
--            os.replace(temporary, self._here / name)
-+            (self._here / name).write_bytes(temporary.read_bytes())
+-            os.replace(_aside(place), place)
++            place.write_bytes(_aside(place).read_bytes())
+# where tmpfs is full, snapshots of a killed server are lost
+room for the next record of a slot | server.area | ring::what_is_committed_to_a_full_tmpfs_outlives_a_kill[3]
+-            os.replace(record, _aside(record))
++            record.unlink()
 # a killed trainer loses rows of its log
 rename of a log | state.loggers | loggers::no_row_is_lost_in_a_kill_while_a_column_is_added
 -    temporary = file.with_name(f".{file.name}.tmp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import mmap
@@ -29,6 +30,7 @@ from lightning_spot.errors import (
     TierError,
 )
 from lightning_spot.protocol import slot as slot_module
+from lightning_spot.protocol.ownership import open_file
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.protocol.record import AREA_LOCK
 from lightning_spot.protocol.slot import SlotMemory, host_memory_bytes
@@ -567,6 +569,64 @@ def test_records_that_cannot_be_written_are_named_once(tmp_path: Path, caplog: p
 
 
 @pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """While something is in it, no file can be made in an area, ``"new"``, or none be written, ``"all"``."""
+    why: set[str] = set()
+
+    def short(path: Path, flags: int = os.O_RDONLY, *, linked: bool = False) -> int:
+        if flags & os.O_CREAT and ("all" in why or (why and not path.exists())):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return open_file(path, flags, linked=linked)
+
+    monkeypatch.setattr(area_module, "open_file", short)
+    return why
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.guarantee("G3")
+def test_what_is_committed_to_a_full_tmpfs_outlives_a_kill(
+    make_bench: MakeBench, runtime_dir: Path, full: set[str], before: int
+) -> None:
+    """Of three slots full of snapshots nothing was left: there was no room for their records."""
+    killed = make_bench(area=runtime_dir / "area", allow=[])
+    killed.open()
+    killed.server.uploads.abort(killed.server.uploads.lease(RUN, 1, 1000).id)  # made ahead
+    for step in range(1, before + 1):
+        killed.save(step)
+    full.add("new")
+    for step in range(before + 1, before + (4 if before else 2)):
+        killed.save(step)
+    held = killed.committed()
+    killed.die()
+    full.clear()
+    assert make_bench(area=runtime_dir / "area", allow=[]).committed() == held
+
+
+@pytest.mark.guarantee("G13")
+def test_what_is_said_to_stay_in_tmpfs_has_its_record(make_bench: MakeBench, runtime_dir: Path, full: set[str]) -> None:
+    """It was full for a moment as the snapshot was committed; the next server removed what it was told to take over."""
+    ended = make_bench(area=runtime_dir / "area", allow=[])
+    ended.open()
+    full.add("all")
+    ended.save(1)
+    full.clear()
+    ended.server.close(keep_unsafe=True)
+    assert make_bench(area=runtime_dir / "area", allow=[]).committed() == [1]
+
+
+def test_a_record_that_two_areas_have_is_not_written_over(make_bench: MakeBench, killed: Path, tmp_path: Path) -> None:
+    """That of a slot is linked while it is taken over, and its room is that of the next one."""
+    taken = {name: (killed / name).read_bytes() for name in ("slot-0.json", "slot-1.json")}
+    for name in taken:
+        os.link(killed / name, killed.parent / f"other-{name}")
+    heir = make_bench(area=killed)
+    heir.open(durable=False)
+    for step in (3, 4, 5):
+        heir.save(step)
+    assert {name: (killed.parent / f"other-{name}").read_bytes() for name in taken} == taken
+
+
+@pytest.fixture
 def killed(make_bench: MakeBench, runtime_dir: Path) -> Path:
     """The area of a server that was killed with two steps in memory."""
     bench = make_bench(area=runtime_dir / "area")
@@ -630,6 +690,28 @@ def test_a_recovery_that_lacks_memory_drops_no_snapshot(
     monkeypatch.setattr(area_module, "REOPEN_PAUSES_S", (0.01, 0.01))
     if times > 1:
         with pytest.raises(TierError, match="slot-"):
+            make_bench(area=killed)
+        left.clear()
+    assert make_bench(area=killed).committed() == [2, 1]
+
+
+@pytest.mark.parametrize("times", [1, 9])
+@pytest.mark.guarantee("G2")
+def test_a_lock_that_cannot_be_opened_is_no_strangers(
+    make_bench: MakeBench, killed: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """The heir began beside it with nothing, and the run went back to what was in storage."""
+    left = [OSError(errno.ENFILE, os.strerror(errno.ENFILE))] * times
+
+    def short(path: Path, flags: int = os.O_RDONLY, *, linked: bool = False) -> int:
+        if left and path.name == AREA_LOCK:
+            raise left.pop()
+        return open_file(path, flags, linked=linked)
+
+    monkeypatch.setattr(area_module, "open_file", short)
+    monkeypatch.setattr(area_module, "REOPEN_PAUSES_S", (0.01, 0.01))
+    if times > 1:
+        with pytest.raises(TierError, match="area"):
             make_bench(area=killed)
         left.clear()
     assert make_bench(area=killed).committed() == [2, 1]
