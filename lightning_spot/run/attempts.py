@@ -90,22 +90,29 @@ def begin_attempt(found: Survey, host: Host, settings: RingSettings) -> tuple[Ru
                 raise
             text = "{error}. This attempt takes a later number"
             say(logging.INFO, "attempt-taken", text, about=location.url, error=error)
-            info = replace(_of_the_run_there(found, info), attempt=max(info.attempt, error.current) + 1)
+            there = _of_the_run_there(found, info, error.current)
+            info = replace(there, attempt=max(info.attempt, error.current) + 1)
     if found.identity.copied_from:
         text = "{about} is a copy of {source}. From here on it is a run of its own"
         say(logging.WARNING, "run-copied", text, about=location.url, source=found.identity.copied_from)
     return info, claimed
 
 
-def _of_the_run_there(found: Survey, info: RunInfo) -> RunInfo:
+def _of_the_run_there(found: Survey, info: RunInfo, attempt: int) -> RunInfo:
     """The same attempt, of the run that another trainer has begun there since: none was, and this one made an identity.
 
     Two runs of one directory would not fence each other at snapshot servers.
+
+    Args:
+        found: what the tiers held.
+        info: of this attempt.
+        attempt: number of one that is claimed there, though it may not be listed yet.
     """
     if found.durable is None or found.claim is not None or found.runs:
         return info
     try:
-        claim = open_store(info.durable_url or "").newest_claim()
+        store = open_store(info.durable_url or "")
+        claim = store.newest_claim() or store.claim_of(attempt)
     except (TierError, CorruptSnapshotError) as error:
         logger.debug("it cannot be read which run was begun meanwhile: %s", error)
         return info

@@ -39,7 +39,7 @@ from lightning_spot.run.sources import HOST, STORAGE, MemorySource, ScatteredSou
 from lightning_spot.say import forget, say
 from lightning_spot.snapshot.manifest import Manifest, Order, snapshot_order
 from lightning_spot.store.commit import commit_left, look
-from lightning_spot.store.fences import Claim
+from lightning_spot.store.fences import Claim, claim_name
 from lightning_spot.store.store import Holdings, Store
 from lightning_spot.threads import both, in_background
 from lightning_spot.untrusted import as_object, decoded
@@ -60,6 +60,8 @@ class Survey:
         runs: what servers hold of this very run, by tier.
         answers: the tiers that answered, nearest first, with what they hold.
         problems: the tiers that could not be read, with the reason.
+        claimed: attempt that this start has claimed in storage since; 0 if none. A listing that does not show its claim
+            is older than that, or none.
     """
 
     location: Location
@@ -68,6 +70,7 @@ class Survey:
     runs: dict[str, ServerRun] = field(default_factory=dict)
     answers: list[tuple[Source, Holdings]] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
+    claimed: int = 0
 
     @property
     def durable(self) -> Holdings | None:
@@ -158,7 +161,8 @@ def look_again(found: Survey) -> Survey:
     between the first look and the claim is seen only after it.
     """
     store, policy = open_store(found.location.url), retry.DEFAULT_POLICY
-    answers, problems = ask_all({STORAGE: lambda: _ask_storage(store, policy, commits=True)}, policy.answer_s)
+    ask = functools.partial(_ask_storage, store, policy, commits=True, claimed=found.claimed)
+    answers, problems = ask_all({STORAGE: ask}, policy.answer_s)
     stored, claim = answers.get(STORAGE, (None, found.claim))
     elsewhere = [item for item in found.answers if item[0].tier != STORAGE and not isinstance(item[0], ScatteredSource)]
     return replace(
@@ -188,13 +192,13 @@ class _MissesTheNewest(TierError):
     """The newest manifest cannot be read."""
 
 
-def _ask_storage(store: Store, policy: RetryPolicy, *, commits: bool) -> _Stored:
-    """Ask storage, again as the policy says, until all of it could be read."""
+def _ask_storage(store: Store, policy: RetryPolicy, *, commits: bool, claimed: int = 0) -> _Stored:
+    """Ask storage, again as the policy says, until all of it could be read, the claim of an attempt too."""
     answers: list[tuple[Holdings, Claim | None]] = []
 
     def ask() -> _Stored:
         heard = threading.Event()
-        once = functools.partial(_ask_once, store, heard, commits=commits)
+        once = functools.partial(_ask_once, store, heard, commits=commits, claimed=claimed)
         answers.append(retry.unless_silent(once, heard, policy.silent_s, store.url))
         # A manifest that is damaged stays so: one more look tells it from a read that failed for a moment.
         if len(answers) == 1 and _newer(holdings := answers[0][0], holdings.unreadable):
@@ -211,7 +215,7 @@ def _ask_storage(store: Store, policy: RetryPolicy, *, commits: bool) -> _Stored
         raise
 
 
-def _ask_once(store: Store, heard: threading.Event, *, commits: bool) -> tuple[Holdings, Claim | None]:
+def _ask_once(store: Store, heard: threading.Event, *, commits: bool, claimed: int) -> tuple[Holdings, Claim | None]:
     def newest_claim() -> Claim | None:
         try:
             return store.newest_claim()
@@ -223,6 +227,9 @@ def _ask_once(store: Store, heard: threading.Event, *, commits: bool) -> tuple[H
             heard.set()  # to list snapshots, and to read all manifests, may take longer
 
     holdings, claim = both(store.survey, newest_claim, "spot-survey")
+    if claimed and claim_name(claimed) not in holdings.attempts:
+        why = f"{store.url} does not list {claim_name(claimed)}, which was just written: its listing is an older one"
+        raise TierError(why, tier=store.url)
     for name in _newer(holdings, holdings.unfinished)[:_MOST_LEFT]:
         try:
             found = commit_left(store, name) if commits else look(store, name)

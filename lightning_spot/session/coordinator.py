@@ -235,6 +235,7 @@ class Coordinator(OfTrainer):
         found = self._resume.found
         assert found is not None
         info, is_claimed = self._at_ring(lambda host: begin_attempt(found, host, self._settings.ring))
+        self._resume.found = replace(found, claimed=info.attempt if is_claimed else 0)
         return info, is_claimed, new_id()
 
     def _at_ring(self, use: Callable[[Host], T]) -> T:

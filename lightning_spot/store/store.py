@@ -363,6 +363,15 @@ class Store(ABC):
             raise damage
         return None
 
+    def claim_of(self, attempt: int) -> Claim | None:
+        """The claim of an attempt, also where it is not listed; ``None`` if there is none, or it is damaged.
+
+        Raises:
+            TierError: if it could not be read.
+        """
+        with self._errors():
+            return self._claim_of(attempt)
+
     def has(self, manifest: Manifest) -> bool:
         """Whether this very snapshot is committed: its manifest is read back and equal, its file has its size.
 

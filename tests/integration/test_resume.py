@@ -196,6 +196,17 @@ def test_a_tier_that_cannot_be_read_is_an_error_and_then_goes_on(run: Path, kind
     assert begins(f"faulty-objects:/{run}") == 9
 
 
+@pytest.mark.parametrize("span", [6, 14, 0])
+def test_a_listing_that_lags_is_no_empty_tier(run: Path, span: int) -> None:
+    """The run began afresh without a word: neither its snapshots nor its claims were listed, which could be read."""
+    before = names(run)
+    faulty.use(Plan(kind="missing", span=span, only=("ls",)))
+    assert begins(f"faulty-objects:/{run}") in (9, TierError)
+    faulty.use(Plan())
+    assert names(run) == before
+    assert begins(f"faulty-objects:/{run}") == 9
+
+
 def test_a_full_disk_for_server_records_blocks_no_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
