@@ -215,10 +215,9 @@ class Service:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.transport is None:
-            return web.Response(status=400)  # who asked has gone
-        accepted = request.transport.get_protocol()
-        assert isinstance(accepted, Accepted)
+        accepted = request.transport.get_protocol() if request.transport is not None else None
+        if not isinstance(accepted, Accepted):
+            return web.Response(status=400)  # who asked has gone; by TLS, its transport may still be there
         accepted.begin_request()
         request[ACCEPTED] = accepted
         try:
