@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -46,6 +47,7 @@ BUCKETS = "DDP's buckets"
 SHARING = "DDP's sharing of buffers"
 TUNERS = "the tuners"
 TOGGLES = "toggled optimizers"
+UNSYNCED = "gradients that FSDP2 has not added up"
 
 WITHOUT = {
     RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
@@ -269,6 +271,12 @@ REDUCER = Name(BUCKETS, "reducer", _ddp)
 SHARES_BUFFERS = Name(SHARING, "require_forward_param_sync", _ddp, bool)
 TOGGLED = Name(TOGGLES, "_param_requires_grad_state", _module, dict)
 
+# The model is not sharded yet.
+FSDP_STATE = Name(UNSYNCED, "_get_fsdp_state", lambda _: FSDPModule, Callable)
+SYNCS = Name(UNSYNCED, "reduce_grads", lambda _: None, bool)
+UNSHARDED = Name(UNSYNCED, "_unsharded_param", lambda _: None, torch.Tensor)  # only once it was gathered
+ACCUMULATED = Name(UNSYNCED, "unsharded_accumulated_grad", lambda _: None)
+
 COMPOSABLE = "__composable_api_state_key_"
 """How the names of attributes begin in which torch keeps, at a module, what FSDP2 and its like do with it."""
 
@@ -280,6 +288,19 @@ RATE_NAME = Name(TUNERS, "_attr_name", _first("callbacks", "LearningRateFinder")
 EXPERIMENT = Name(LOGGERS, "_experiment", _first("loggers", "TensorBoardLogger", "CSVLogger"))
 VERSION = Name(LOGGERS, "_version", _first("loggers", "TensorBoardLogger", "CSVLogger"))
 TENSORBOARD_OPTIONS = Name(LOGGERS, "_kwargs", _first("loggers", "TensorBoardLogger"), dict)
+
+
+def fsdp_groups(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
+    """Of the parameters that FSDP2 gathers together: the module that gathers them, its name, and what FSDP2 keeps."""
+    seen = set[int]()
+    for name, part in module.named_modules():
+        state = FSDP_STATE.of(part)() if hasattr(part, FSDP_STATE.name) else None
+        if state is None or id(state) in seen:  # of several modules that gather together
+            continue
+        seen.add(id(state))
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13 has several
+        for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):
+            yield name, part, group
 
 
 def writes_of(tensor: torch.Tensor) -> int:

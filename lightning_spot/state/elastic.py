@@ -154,6 +154,9 @@ class OtherRanks:
         values = dict(self._own)
         values["random"] = random_of([state["random"] for state in self._ranks], self._rank)
         values["gradients"] = self._gradients(trainer)
+        values["gradient_placements"] = {}
+        if unsynced := values.get("unsynced_gradients"):
+            values["unsynced_gradients"] = {**unsynced, "gradients": {}}
         if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
             values["buffers"] = self._ranks[0]["buffers"]
         return values
@@ -181,7 +184,8 @@ class OtherRanks:
     def _gradients(self, trainer: pl.Trainer) -> State:
         """In mid-accumulation, every rank has the mean, so that the mean over ranks is what it was."""
         found = [state["gradients"] for state in self._ranks]
-        if not (any(found) and is_sharded(trainer)):
+        are_there = any(found) or any(map(_has_unsynced, self._ranks))
+        if not (are_there and is_sharded(trainer)):
             names = dict.fromkeys(name for state in found for name in state)
             held = {name: [state[name] for state in found if name in state] for name in names}
             return {name: torch.stack(each).sum(0) / len(found) for name, each in held.items()}
@@ -235,6 +239,11 @@ class OtherRanks:
             return f"{self._world} ranks with {self._shares} shares of the data -> {self._share[1]}: {what}"
         old = "1 rank" if len(self._ranks) == 1 else f"{len(self._ranks)} ranks"
         return f"{old} -> {self._world}: {what}"
+
+
+def _has_unsynced(state: State) -> bool:
+    """Whether a rank has gradients that FSDP2 has not added up over ranks."""
+    return bool((state.get("unsynced_gradients") or {}).get("gradients"))
 
 
 def _gathered(state: State) -> Iterator[str]:

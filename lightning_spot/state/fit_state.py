@@ -64,7 +64,16 @@ from lightning_spot.state.optimizers import FixedSteps, keep_dtypes, names_of, p
 from lightning_spot.state.per_trainer import PerTrainer
 from lightning_spot.state.randomness import State, capture_random, restore_random
 from lightning_spot.state.replicas import GradientOrder, restore_sharing, shares_buffers, what_is_rank_0s
-from lightning_spot.state.sharded import checkpoint_of, checkpoint_through_save, gradient_like, is_sharded
+from lightning_spot.state.sharded import checkpoint_of, checkpoint_through_save, is_sharded
+from lightning_spot.state.sharded_gradients import (
+    gradient_like,
+    have_wait,
+    keep_unsynced,
+    placements_apart,
+    plain_placements,
+    unsynced_of,
+    which_wait,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -291,7 +300,9 @@ class FitState(PerTrainer):
         if self.at_end or not self._has_live_gradients():
             return {}
         named = self.module.named_parameters()
-        present = {name: local_of(parameter.grad.detach()) for name, parameter in named if parameter.grad is not None}
+        return self._copied({name: local_of(each.grad.detach()) for name, each in named if each.grad is not None})
+
+    def _copied(self, present: dict[str, torch.Tensor]) -> State:
         copies = copies_of(present)
         if any(copies[name].device != present[name].device for name in present):
             text = (
@@ -300,6 +311,22 @@ class FitState(PerTrainer):
             )
             say(logging.WARNING, "no-gradient-copies", text, about=self._trainer.global_rank)
         return copies
+
+    def gradient_placements(self) -> State:
+        """How gradients are sharded, where that is not how their parameters are."""
+        if self.at_end or not is_sharded(self._trainer) or not self._has_live_gradients():
+            return {}
+        named = self.module.named_parameters()
+        return dict(placements_apart((name, each, each.grad) for name, each in named if each.grad is not None))
+
+    def unsynced_gradients(self) -> State:
+        """Copies of whole gradients that FSDP2 has not added up over ranks, and which modules it is not to do so of."""
+        if self.at_end or not is_sharded(self._trainer):
+            return {}
+        found = unsynced_of(self.module) if self._has_live_gradients() else {}
+        copies = self._copied({name: local_of(gradient.detach()) for name, gradient in found.items()})
+        values = {name: {"local": copies[name], "placements": plain_placements(each)} for name, each in found.items()}
+        return {"gradients": values, "waits": which_wait(self.module)}
 
     def _has_live_gradients(self) -> bool:
         """Whether the next step may build on gradients: in mid-accumulation, or where only the user knows."""
@@ -553,6 +580,19 @@ class FitState(PerTrainer):
             if name in parameters:
                 parameters[name].grad = gradient_like(parameters[name], value)
 
+    def restore_gradient_placements(self, saved: State) -> None:
+        """Have those that were not sharded as their parameters are be so again."""
+        parameters = dict(self.module.named_parameters())
+        for name, placements in saved.items():
+            if name in parameters and (gradient := parameters[name].grad) is not None:
+                parameters[name].grad = gradient_like(parameters[name], local_of(gradient), placements)
+
+    def restore_unsynced_gradients(self, saved: State) -> None:
+        """Have FSDP2 keep the gradients that it kept, and go on to do so."""
+        if saved:
+            have_wait(self.module, saved["waits"])
+            keep_unsynced(self.module, saved["gradients"])
+
 
 Capture = Callable[[FitState], Any]
 Restore = Callable[[FitState, Any], object]
@@ -643,6 +683,18 @@ PARTS = (
     StatePart("hooked", compat.HOOKED, lambda fit: fit.hooked.capture(fit.trainer, fit.modules), _HOOKED),
     StatePart("toggled", compat.TOGGLES, _of(toggled), _to(restore_toggled, Stage.TRAIN_START)),
     StatePart("gradients", None, FitState.gradients, {Stage.FIRST_BATCH: FitState.restore_gradients}),
+    StatePart(
+        "gradient_placements",
+        None,
+        FitState.gradient_placements,
+        {Stage.FIRST_BATCH: FitState.restore_gradient_placements},
+    ),
+    StatePart(
+        "unsynced_gradients",
+        compat.UNSYNCED,
+        FitState.unsynced_gradients,
+        {Stage.FIRST_BATCH: FitState.restore_unsynced_gradients},
+    ),
     StatePart("gradient_order", None, lambda fit: fit.gradient_order.saved()),
 )
 """All parts, in the order in which they are captured, and put back within a stage."""

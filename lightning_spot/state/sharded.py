@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_spot.errors import ModelChangedError, NotSerializableError
@@ -203,18 +202,3 @@ def _empty_like(parameter: torch.Tensor, saved: ShardedTensor) -> torch.Tensor:
 
 def _key(number: int) -> str:
     return f"optimizer_{number}"
-
-
-def gradient_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter, of what this rank has of it."""
-    local = local.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -77,6 +77,16 @@ logged in the epoch | state.fit_state | exact_table::equal_or_warned_of[logging]
 gradients | state.fit_state | exact_table::equal_or_warned_of[manual]
 -None, FitState.gradients,
 +None, lambda _: {},
+# a resumed run is another one: a step of a sharded model with the last of its micro-batches only
+unsynced gradients | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back
+-            keep_unsynced(self.module, saved["gradients"])
+# a resumed run is another one: ranks add gradients up sooner
+unsynced modules | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back
+-            have_wait(self.module, saved["waits"])
+# a resumed run is another one: each rank of tensor parallelism takes its part of a gradient for all of it
+gradient placements | state.fit_state | sharded_gradients::gradients_that_are_sums_over_ranks_come_back
+-        FitState.gradient_placements,
++        lambda _: {},
 # a resumed run is another one: buffers outside the state dict
 buffers | state.fit_state | exact_table::equal_or_warned_of[buffers-outside-the-state-dict]
 -None, _changed_buffers,

@@ -36,8 +36,9 @@ ALLOWED = {
 }
 IN_DDP = {compat.BUCKETS, compat.SHARING}  # nothing has the names of these parts here
 IN_TUNERS = {compat.TUNERS}
+IN_FSDP = {compat.UNSYNCED}
 IN_TENSORBOARD = {compat.TENSORBOARD_OPTIONS}
-USED = [name for name in compat.ALL if name.part not in IN_DDP | IN_TUNERS and name not in IN_TENSORBOARD]
+USED = [name for name in compat.ALL if name.part not in IN_DDP | IN_FSDP | IN_TUNERS and name not in IN_TENSORBOARD]
 NAMES, PARTS = sorted({name.name for name in USED}), sorted({name.part for name in USED})
 
 

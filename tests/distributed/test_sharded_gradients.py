@@ -1,0 +1,146 @@
+"""Gradients of sharded models in mid-accumulation, where they are not sharded as their parameters are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+
+from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.errors import NotSerializableError
+from lightning_spot.state.elastic import OtherRanks
+from lightning_spot.state.randomness import capture_random
+from lightning_spot.state.sharded_gradients import gradient_like, placements_apart, plain_placements
+from tests.distributed.test_sharded_fit import one_rank  # noqa: F401 # a fixture
+from tests.support.exact_cases import loader
+from tests.support.program import Outcome, launch
+from tests.support.ranks import as_rank
+from tests.support.trainer import Stop, StopAfter
+from tests.support.trainer import trainer as quiet
+from tests.support.waiting import new_process
+
+WINDOW = 3
+POLICIES = {"plain": {}, "reduced in float32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}
+
+
+class TwoSteps(pl.LightningModule):
+    """The first optimizer steps with each batch, so that snapshots are taken; the second one at the end of a window."""
+
+    def __init__(self, policy: str = "plain") -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(3)
+        self.policy = policy
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        ends = batch_idx % WINDOW == WINDOW - 1
+        if hasattr(self.norm, "set_requires_gradient_sync") and batch_idx % WINDOW in (0, WINDOW - 1):
+            self.norm.set_requires_gradient_sync(ends)  # at the beginning of a window, and for its last batch
+        hidden = self.norm(self.first(batch[0]))
+        hidden = hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
+        self.manual_backward(nn.functional.mse_loss(self.last(hidden.relu()).float(), batch[1]))
+        first.step()
+        first.zero_grad()
+        if ends:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        every = [*self.first.parameters(), *self.last.parameters()]
+        return torch.optim.AdamW(every, 0.01, foreach=False), torch.optim.AdamW(self.norm.parameters(), 0.05)
+
+
+class Fsdp(TwoSteps):
+    def configure_model(self) -> None:
+        policy = MixedPrecisionPolicy(**POLICIES[self.policy])  # type: ignore[arg-type]
+        for layer in (self.first, self.norm, self.last):
+            if not hasattr(layer, "set_requires_gradient_sync"):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"], mp_policy=policy)  # type: ignore[index]
+
+
+class SumsOverRanks(TwoSteps):
+    """All ranks of tensor parallelism have the norm, and each has the gradient of some rows."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.norm.weight, DTensor):
+            plan = {"first": ColwiseParallel(output_layouts=Shard(0)), "norm": SequenceParallel(sequence_dim=0)}
+            parallelize_module(self, self.device_mesh["tensor_parallel"], plan)  # type: ignore[index,arg-type]
+
+
+def whole_and_stopped(root: Path, kind: type[TwoSteps], ranks: tuple[int, int], policy: str = "plain") -> None:
+    """Train to the end in ``whole``; in ``broken``, stop in mid-accumulation and go on."""
+
+    def fit(name: str, *callbacks: pl.Callback, seed: int = 11) -> None:
+        new_process()
+        strategy = ModelParallelStrategy(*ranks)
+        pl.seed_everything(seed, verbose=False)
+        spot = SpotCheckpoint(
+            str(root / name / "run"), interval=EverySteps(1), on_full="wait", keep=100, run_name="run"
+        )
+        limits: dict[str, Any] = {"limit_train_batches": 6, "max_epochs": 1, "devices": ranks[0] * ranks[1]}
+        quiet(*callbacks, spot, strategy=strategy, **limits).fit(kind(policy), loader(noise=False))
+
+    fit("whole")
+    with pytest.raises(Stop):
+        fit("broken", StopAfter(4))
+    fit("broken", seed=99)
+
+
+def stop_between_sums(root: Path) -> None:
+    whole_and_stopped(root, SumsOverRanks, (1, 2))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_that_fsdp_has_not_added_up_come_back(tmp_path: Path, policy: str) -> None:
+    """They lie beside the parameters: the window went on without them, and without a word."""
+    whole_and_stopped(tmp_path, Fsdp, (1, 1), policy)
+    Outcome(tmp_path / "broken").check_end(Outcome(tmp_path / "whole"))
+
+
+def test_gradients_that_are_sums_over_ranks_come_back(tmp_path: Path, warm_python: str) -> None:
+    """Each rank's part of the sum was taken for all of it."""
+    assert launch(warm_python, stop_between_sums, tmp_path).resumed == [5]
+    Outcome(tmp_path / "broken").check_end(Outcome(tmp_path / "whole"))
+
+
+def test_placements_of_gradients_are_told_and_put_back() -> None:
+    with as_rank(0, (2,)) as mesh:
+
+        def made(*placements: Any) -> DTensor:
+            return DTensor.from_local(torch.rand(4, 2), mesh, placements, run_check=False)
+
+        parameters = {"all": made(Replicate()), "rows": made(Shard(0)), "plain": torch.rand(4, 2)}
+        gradients = {"all": made(Partial("avg")), "rows": made(Shard(0)), "plain": torch.rand(4, 2)}
+        found = dict(placements_apart((name, each, gradients[name]) for name, each in parameters.items()))
+        assert found == {"all": [["partial", "avg"]]}
+        for name, gradient in gradients.items():
+            again = gradient_like(parameters[name], getattr(gradient, "_local_tensor", gradient), found.get(name))
+            assert getattr(again, "placements", None) == getattr(gradient, "placements", None)
+        with pytest.raises(NotSerializableError, match="mid-accumulation"):
+            plain_placements(made(_Odd("sum")))
+
+
+class _Odd(Partial):
+    """As torch has for what is masked."""
+
+
+def test_other_ranks_are_told_that_gradients_are_not_theirs() -> None:
+    state = {"random": capture_random(), "metrics": {}, "buffers": {}, "gradients": {}}
+    kept = {"w": {"local": torch.ones(1), "placements": None}}
+    unsynced = {**state, "unsynced_gradients": {"gradients": kept, "waits": ["norm"]}}
+    trainer: Any = SimpleNamespace(strategy=ModelParallelStrategy(), lightning_module=nn.Linear(1, 1))
+    others = OtherRanks([unsynced] * 2, 0, 3)
+    assert others.values(trainer)["unsynced_gradients"] == {"gradients": {}, "waits": ["norm"]}
+    assert ["in shards" in reason for reason in others.reasons] == [True]
