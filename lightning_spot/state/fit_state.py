@@ -63,7 +63,13 @@ from lightning_spot.state.module_state import ModuleState, PreTrainingEffects, U
 from lightning_spot.state.optimizers import FixedSteps, keep_dtypes, names_of, precise_of, restore_toggled, toggled
 from lightning_spot.state.per_trainer import PerTrainer
 from lightning_spot.state.randomness import State, capture_random, restore_random
-from lightning_spot.state.replicas import GradientOrder, restore_sharing, shares_buffers, what_is_rank_0s
+from lightning_spot.state.replicas import (
+    GradientOrder,
+    restore_sharing,
+    shares_buffers,
+    what_is_in_shards,
+    what_is_rank_0s,
+)
 from lightning_spot.state.sharded import checkpoint_of, checkpoint_through_save, is_sharded
 from lightning_spot.state.sharded_gradients import (
     gradient_like,
@@ -363,6 +369,7 @@ class FitState(PerTrainer):
             )
             return
         warnings.filterwarnings("ignore", message=".*ended before the epoch ended and your dataloader is")
+        self._findings += what_is_in_shards(checkpoint) if trainer.world_size > 1 else ()
         self._values = values = self._of_this_rank(shared)
         self._places = values["loaders"]
         self._random = values["random"]

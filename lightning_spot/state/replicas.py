@@ -14,7 +14,7 @@ without values goes through DDP in the recorded order, and DDP rebuilds the buck
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_spot.config import format_names
 from lightning_spot.state import compat
-from lightning_spot.state.dump import share_of
+from lightning_spot.state.dump import KEY, share_of
 from lightning_spot.state.optimizers import names_of
-from lightning_spot.state.sharded import is_sharded
+from lightning_spot.state.sharded import MODEL, OPTIMIZERS, is_sharded
 from lightning_spot.trees import walk
 
 if TYPE_CHECKING:
@@ -56,6 +56,25 @@ def what_is_rank_0s(trainer: pl.Trainer) -> Iterator[str]:
             "what DDP's communication hook keeps from step to step is in no checkpoint and begins anew:"
             f" {', '.join(kinds)}"
         )
+
+
+def what_is_in_shards(checkpoint: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence on tensors in shards that callbacks or hooks have put into a checkpoint, if there are any.
+
+    Args:
+        checkpoint: as rank 0 has written it, which each rank has read. The model and its optimizers do not count.
+    """
+    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS, KEY)}
+    found = [path for path, value in walk(rest) if isinstance(value, DTensor) and not _is_whole(value)]
+    if names := [".".join(map(str, path)) for path in found]:
+        yield (
+            "callbacks or hooks have put tensors in shards into the checkpoint, which has them as rank 0 has them: all"
+            f" ranks go on with its part of {format_names(names)}. Put full_tensor() of them there"
+        )
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
 
 
 def _own_parameters(trainer: pl.Trainer) -> list[str]:

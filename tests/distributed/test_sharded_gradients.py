@@ -115,6 +115,24 @@ def test_gradients_that_are_sums_over_ranks_come_back(tmp_path: Path, warm_pytho
     Outcome(tmp_path / "broken").check_end(Outcome(tmp_path / "whole"))
 
 
+class Keeps(Fsdp):
+    """Has a copy of some weights in the checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"average": self.first.weight.detach().clone()}
+
+
+def stop_with_shards(root: Path) -> None:
+    whole_and_stopped(root, Keeps, (2, 1))
+
+
+def test_tensors_in_shards_that_hooks_save_are_named(tmp_path: Path, warm_python: str) -> None:
+    """Each rank was given rank 0's part of them, without a word."""
+    done = launch(warm_python, stop_with_shards, tmp_path)
+    assert "not exact" in done.log
+    assert "mine.average" in done.log
+
+
 def test_placements_of_gradients_are_told_and_put_back() -> None:
     with as_rank(0, (2,)) as mesh:
 

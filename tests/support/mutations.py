@@ -80,6 +80,9 @@ gradients | state.fit_state | exact_table::equal_or_warned_of[manual]
 # a resumed run is another one: a step of a sharded model with the last of its micro-batches only
 unsynced gradients | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back
 -            keep_unsynced(self.module, saved["gradients"])
+# ranks go on with rank 0's part of what a callback keeps in shards, without a word
+shards of callbacks | state.fit_state | sharded_gradients::tensors_in_shards_that_hooks_save_are_named
+-        self._findings += what_is_in_shards(checkpoint) if trainer.world_size > 1 else ()
 # a resumed run is another one: ranks add gradients up sooner
 unsynced modules | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back
 -            have_wait(self.module, saved["waits"])
