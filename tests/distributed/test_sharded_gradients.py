@@ -20,7 +20,6 @@ from lightning_spot.errors import NotSerializableError
 from lightning_spot.state.elastic import OtherRanks
 from lightning_spot.state.randomness import capture_random
 from lightning_spot.state.sharded_gradients import gradient_like, placements_apart, plain_placements
-from tests.distributed.test_sharded_fit import one_rank  # noqa: F401 # a fixture
 from tests.support.exact_cases import loader
 from tests.support.program import Outcome, launch
 from tests.support.ranks import as_rank
@@ -101,11 +100,14 @@ def stop_between_sums(root: Path) -> None:
     whole_and_stopped(root, SumsOverRanks, (1, 2))
 
 
-@pytest.mark.usefixtures("one_rank")
+def stop_between_syncs(root: Path, policy: str) -> None:
+    whole_and_stopped(root, Fsdp, (2, 1), policy)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_that_fsdp_has_not_added_up_come_back(tmp_path: Path, policy: str) -> None:
+def test_gradients_that_fsdp_has_not_added_up_come_back(tmp_path: Path, warm_python: str, policy: str) -> None:
     """They lie beside the parameters: the window went on without them, and without a word."""
-    whole_and_stopped(tmp_path, Fsdp, (1, 1), policy)
+    launch(warm_python, stop_between_syncs, tmp_path, policy=policy)
     Outcome(tmp_path / "broken").check_end(Outcome(tmp_path / "whole"))
 
 
