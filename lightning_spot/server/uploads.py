@@ -176,6 +176,7 @@ class Uploads:
     def __init__(self, ring: Ring, registry: Registry, committed: Callable[[str, Manifest], None]) -> None:
         self.closing = False
         self._uploads: dict[str, Upload] = {}
+        self._writers: dict[str, set[tuple[str, int, int]]] = {}  # run, attempt and rank, by the session
         self._ring, self._registry, self._committed = ring, registry, committed
         self._lock = registry.lock
 
@@ -306,6 +307,9 @@ class Uploads:
             known, highest = self._uploads.get(upload.id), self._registry.highest(upload.run)
             if known is None and highest <= upload.attempt and not gone():
                 self._uploads[upload.id], announced = upload, upload.announced
+                if upload.session:  # it may end before it asks for the next slot
+                    writer = (upload.run, upload.attempt, upload.writer)
+                    self._writers.setdefault(upload.session, set()).add(writer)
                 if announced is not None and not announced.is_file:
                     upload.base = self._ring.pin_base(
                         upload.run, upload.writer if announced.shard is not None else None
@@ -502,7 +506,7 @@ class Uploads:
             gone = [item for item in self._uploads.values() if item.session == session]
             for upload in gone:
                 self.abort(upload.id)
-            for run, attempt, writer in {(upload.run, upload.attempt, upload.writer) for upload in gone}:
+            for run, attempt, writer in self._writers.pop(session, ()):
                 self._ring.fail_missing(run, attempt, writer, "it ended before its shard was there")
 
     def fence(self, run: str, attempt: int) -> None:

@@ -360,6 +360,22 @@ def test_a_rank_that_ends_may_drop_an_older_failure(ring: Ring) -> None:
     assert ring.status_of(RUN_ID, snapshot_name(1, 1))[0] is Status.ABORTED
 
 
+def test_a_rank_that_ends_without_a_slot_is_waited_for_no_more(make_bench: MakeBench) -> None:
+    """One that had raised an error before it asked for the next slot: rank 0 waited a minute for its shard."""
+    bench = make_bench()
+    for rank in (0, 1):
+        bench.server.registry.begin_session(f"rank {rank}")
+        bench.open(session=f"rank {rank}")
+        shard = shard_manifest(1, rank)
+        committed(bench.server, RUN, shard, shard_image(shard), session=f"rank {rank}", writer=rank)
+    later = shard_manifest(2, 0)
+    committed(bench.server, RUN, later, shard_image(later), session="rank 0")
+    assert bench.server.wait_for(RUN, later.snapshot, 0.0)[0] is Status.PENDING
+    bench.server.end_session("rank 1")
+    assert bench.server.wait_for(RUN, later.snapshot, 0.0)[0] is Status.ABORTED
+    assert bench.server.wait_for(RUN, snapshot_name(1, 1), 0.0)[0] is Status.COMMITTED
+
+
 def test_why_a_shard_failed_outlives_a_killed_server(make_bench: MakeBench, runtime_dir: Path) -> None:
     """The next one waited for what would never come."""
     killed = make_bench(area=runtime_dir / "area")
