@@ -12,7 +12,7 @@ import torch
 import torchmetrics
 from torch.ao import quantization
 
-from tests.support.exact_cases import Gan, Lean
+from tests.support.exact_cases import Lean
 
 LOST = "Holding.count, Holding.later, Holding.meter, Holding.metrics, Holding.teacher"
 MADE = ", ".join(f"{name} (a buffer)" for name in ("later", "latest", "precise", "queue"))
@@ -180,16 +180,28 @@ class Limited(Lean):
             self.trainer.fit_loop.max_epochs = self.epochs
 
 
-class Toggling(Gan):
-    """Toggles an optimizer in one batch, and back two batches later."""
+class Toggling(Lean):
+    """Toggles an optimizer in one batch, and back two batches later; nothing else toggles one in between."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        first = self.optimizers()[0]  # type: ignore[index] # there are two
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()  # type: ignore[misc] # there are two
         if batch_idx % 4 == 0:
             self.toggle_optimizer(first)
-        super().training_step(batch, batch_idx)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        first.step()
+        first.zero_grad()
         if batch_idx % 4 == 2:
             self.untoggle_optimizer(first)
+        if batch_idx % 4 == 3:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net[0].parameters(), 0.01), torch.optim.Adam(self.net[4].parameters(), 0.01)
 
 
 class Extra(Weighted):

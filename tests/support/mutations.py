@@ -232,7 +232,7 @@ exclusive claim without links | store.posix | directories::of_two_claims_at_once
 -open(path, "xb")
 +open(path, "wb")
 # half a file is taken for a whole one
-rename of a slot's record | server.area | ring::a_new_server_takes_over_what_a_killed_one_left[True]
+rename of a slot's record | server.area | ring::a_record_is_replaced_not_written_over
 -            os.replace(_aside(place), place)
 +            place.write_bytes(_aside(place).read_bytes())
 # where tmpfs is full, snapshots of a killed server are lost

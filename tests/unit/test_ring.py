@@ -550,6 +550,17 @@ def test_an_orderly_end_keeps_what_is_safe_nowhere_else(make_bench: MakeBench, r
     assert heir.server.claimed(RUN) == 7
 
 
+def test_a_record_is_replaced_not_written_over(tmp_path: Path) -> None:
+    """A kill within leaves the old one."""
+    area = SlotArea(tmp_path / "area")
+    info = RunInfo(name="run", id=RUN_ID, location="", attempt=1, token="")
+    area.keep_run(info, False)
+    with open(area.path / f"run-{info.key}.json") as old:
+        area.keep_run(info, True)
+        assert '"complete": false' in old.read()
+    area.close()
+
+
 def test_records_that_cannot_be_written_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It was said of every snapshot, twice, that there is no room for its record."""
     area = SlotArea(tmp_path / "area")
