@@ -80,7 +80,7 @@ from lightning_spot.snapshot.shards import Image, Status, assemble, check_of_one
 logger = logging.getLogger(__name__)
 
 _NOWHERE = Tiers()
-_MOST_MARKS = 64  # committed snapshots of a run and lineage that are remembered: who waits for one asks soon
+_MOST_MARKS = 64  # snapshots of a run of which it is remembered what has become of them: who waits for one asks soon
 
 
 class Ring:
@@ -302,6 +302,8 @@ class Ring:
             seen = self.known.setdefault(run, Known()).seen_registers
             if seen.get(name) != registers:
                 seen[name] = dict(registers)
+                while len(seen) > _MOST_MARKS:
+                    del seen[next(iter(seen))]
                 self.touch(run)
 
     # -- what slots hold ------------------------------------------------------------------------------------------
@@ -505,6 +507,7 @@ class Ring:
             mine = self.slots.writers.get((run, writer), ())
             if found.is_spare and (reuse or spare) and any(slot.is_prefault for slot in mine):
                 return None
+            self._keep_aborted({*found.forget, *filter(None, [found.slot])})
             for other in found.forget:
                 self._forget(other)
             released = [memory for other in found.release for memory in self._take_memory(other)]
@@ -792,6 +795,14 @@ class Ring:
         slot.forget()
         self.slots.note(slot)
         self._stale(run)
+
+    def _keep_aborted(self, slots: set[Slot]) -> None:
+        """These make room: what they show of a snapshot that never counts stays known, or others would wait for it."""
+        for run in {slot.run for slot in slots if slot.shard is not None}:
+            for group in self.view(run).groups:
+                if group.state is Status.ABORTED and not slots.isdisjoint(group.slots):
+                    name, seen = group.manifest.snapshot, self.known_of(run).seen_registers
+                    self.see(run, name, {**seen.get(name, {}), **shards_in(group.slots)})
 
     def _take_memory(self, slot: Slot) -> list[SlotMemory]:
         """Take a slot's memory, if it has any, to be closed outside the lock; its file's name is free at once."""

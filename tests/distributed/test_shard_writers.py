@@ -418,6 +418,19 @@ def test_ranks_of_two_trainings_never_agree(desk: Desk) -> None:
         first.result(LAST_S)
 
 
+def test_what_ranks_disagree_on_stays_aborted(desk: Desk) -> None:
+    """Rank 0 takes the slot of one of them: it waited for that shard for a minute."""
+    desk.writers[1].layouter = CheckpointLayouter("another token")
+    for rank in (2, 1):
+        desk.begin(rank, 1)
+        desk.copied()
+    until(lambda: desk.status(1) is Status.ABORTED, "it to be aborted")
+    first = desk.begin(0, 1)
+    desk.copied()
+    with pytest.raises(SnapshotFailedError, check=FAILED):
+        first.result(LAST_S / 2)
+
+
 # -- a model in shards ------------------------------------------------------------------------------------------------
 
 
