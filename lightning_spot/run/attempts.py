@@ -33,7 +33,7 @@ from lightning_spot.server.runs import EPOCH_UNIX_S, RunInfo, files_name
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, OWN_DIR, Manifest
 from lightning_spot.store.fences import Claim, Owner
 from lightning_spot.store.retention import Keep
-from lightning_spot.store.store import Store
+from lightning_spot.store.store import Store, claim_late
 from lightning_spot.threads import all_at_once
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class ClaimWatch:
                     raise
                 self._is_made = False  # it was removed, with its folder perhaps
         if not self._is_made:
-            store.claim(self._claim)
+            claim_late(store, self._claim)
             self._is_made = True
             text = "attempt {attempt} is claimed at {about}"
             recovered("claim-failing", text, about=self._url, attempt=self._claim.attempt)

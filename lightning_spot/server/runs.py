@@ -202,6 +202,7 @@ class RunInfo:
         session: live connection of the trainer, if it is on this host.
         pid: its process id, for messages.
         host: name of its machine, for messages.
+        started_unix_s: when its attempt began: a claim that is made later says so, too.
         figures: what its trainer has measured last; ``None`` if it has not said, or another host does.
     """
 
@@ -227,6 +228,7 @@ class RunInfo:
     session: _Name = ""
     pid: Annotated[int, whole(0, _MOST_PID)] = 0
     host: _Name = ""
+    started_unix_s: UnixSeconds = field(default_factory=time.time, compare=False)
     figures: Figures | None = None
 
     @property
@@ -246,7 +248,7 @@ class RunInfo:
             run_id=self.id,
             digest=digest_of(self.token),
             location=self.location,
-            started_unix_s=time.time(),
+            started_unix_s=self.started_unix_s,
             host=self.host,
             pid=self.pid,
         )

@@ -836,8 +836,27 @@ def on_behalf(store: Store, standing: Standing, action: Callable[[], Result]) ->
     except TierError as error:
         if error.reason is not TierReason.UNCLAIMED or standing.claim is None:
             raise
-    store.claim(standing.claim)
+    claim_late(store, standing.claim)
     return action()
+
+
+def claim_late(store: Store, claim: Claim) -> None:
+    """Claim for an attempt what could not be claimed when it began, or was removed since.
+
+    Where all was removed and another run has begun since, numbers begin again: there, a higher one is no later attempt.
+
+    Raises:
+        FencedError: if another run, or a later attempt, has claimed it.
+        TierError: if it could not be read or written.
+    """
+    newest = store.newest_claim()
+    if newest is not None and newest.run_id != claim.run_id and newest.started_unix_s > claim.started_unix_s:
+        raise FencedError(
+            f"attempt {claim.attempt} of a run that was removed from {store.url} may no longer write there: another run"
+            " has begun since. Stop this trainer, or give it another dirpath",
+            current=newest.attempt,
+        )
+    store.claim(claim)
 
 
 def newest_first(manifests: Sequence[Manifest]) -> list[Manifest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ from lightning_spot.store.posix import Beneath
 from lightning_spot.store.store import Store, Writer
 from tests.integration.test_server import put_file
 from tests.support.oracle import claim_of
-from tests.support.server import RunningServer, StartServer, served
+from tests.support.server import OTHER_ID, RUN_ID, RunningServer, StartServer, served
 from tests.support.small_trainer import image_of
 from tests.support.store import Kept
 from tests.support.waiting import until
@@ -299,6 +300,40 @@ def test_a_trainer_is_told_that_its_number_is_anothers(tmp_path: Path, monkeypat
     until(lambda: told, "it to be told")
     watch.close()
     assert told[0].current == 1
+
+
+def begun(url: str, attempt: int, run_id: str) -> RunInfo:
+    info = RunInfo(name="run", id=run_id, location=url, attempt=attempt, token=run_id, durable_url=url)
+    LocalStore(url).claim(info.claim())
+    return info
+
+
+def test_a_server_of_a_removed_run_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    """Attempts of a run that is begun at an emptied directory are counted from 1 again."""
+    url, host = str(tmp_path / "run"), InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
+    host.open_run(begun(url, 5, RUN_ID))
+    shutil.rmtree(url)
+    after = begun(url, 1, OTHER_ID)
+    image = image_of(20, 10_000)
+    lease = host.lease(len(image), 5.0)
+    lease.map[: len(image)] = image
+    host.seal(lease, replace(snapshot(20, image), name=snapshot_name(20, 5), run_id=RUN_ID, attempt=5, checksums=()))
+    host.flush(5.0)
+    assert LocalStore(url).newest_claim() == replace(after.claim(), inode=LocalStore(url).inode())
+    assert LocalStore(url).survey().manifests == []
+    host.leave(complete=False)
+
+
+def test_a_trainer_of_a_removed_run_is_told_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "CLAIM_LOOK_S", 0.01)
+    url, told = str(tmp_path / "run"), list[FencedError]()
+    mine = begun(url, 5, RUN_ID).claim()
+    shutil.rmtree(url)
+    begun(url, 1, OTHER_ID)
+    watch = ClaimWatch(url, mine, is_made=True, fenced=told.append)
+    until(lambda: told, "it to be told")
+    watch.close()
+    assert LocalStore(url).claimed() == 1
 
 
 def test_the_server_of_a_killed_start_gets_the_next_credentials(
