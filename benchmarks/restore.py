@@ -137,10 +137,9 @@ def _at_nodes(folder: Path, url: str) -> Iterator[Manifest]:
 
 
 def _restore(source: Source) -> None:
-    snapshot = source.open(source.survey().manifests[0])
-    with snapshot.reader() as reader:
-        torch.load(reader.as_file(), weights_only=True)
-    snapshot.close()
+    """Have the checkpoint in memory, as a resume has it before it loads the weights."""
+    with contextlib.closing(source.open(source.survey().manifests[0])) as snapshot:
+        _load(snapshot, trusts=False)
 
 
 def _seconds(work: Callable[[], object]) -> float:
