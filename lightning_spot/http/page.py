@@ -231,7 +231,7 @@ def _snapshot(group: Group, view: View) -> dict[str, Any]:
         "step": manifest.step,
         "attempt": manifest.attempt,
         "unix_s": manifest.created_unix_s,
-        "nbytes": sum(slot.held.nbytes for slot in group.slots),
+        "nbytes": sum(slot.content.nbytes for slot in group.slots),
         "state": _state(group, view),
         "shards": [len(group.slots), shard.writers] if shard is not None else None,
     }

@@ -308,7 +308,7 @@ async def _drain(server: SnapshotServer, service: Service, drain_timeout_s: floa
     while not signals.second.is_set() and time.monotonic() < deadline_s:
         server.uploads.expire(UNCONNECTED_S)
         here = bool(server.registry.sessions) or time.monotonic() - service.uploads.asked_s < _QUIET_S
-        if server.settled and not here:
+        if server.drained and not here:
             break
         # Asks failing tiers again at once; who serves on does so meanwhile.
         await _flush(server, max(0.0, min(1.0, deadline_s - time.monotonic())))

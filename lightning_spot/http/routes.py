@@ -93,7 +93,7 @@ from lightning_spot.protocol.wire import (
 from lightning_spot.say import say
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import Figures, RunInfo, parse_run
-from lightning_spot.server.slots import Held
+from lightning_spot.server.slots import Resident
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, Manifest
 from lightning_spot.snapshot.parts import checksum
@@ -292,8 +292,8 @@ class Service:
         """Each name, and each that is known of what lies under a key, must be covered."""
         info = self.server.registry.info(key)
         with self.server.ring.changed:  # else a slot may be emptied in between
-            held = [slot.held.run for slot in self.server.ring.contents(key)]
-        for name in (*names, *held, *([info.name] if info is not None else [])):
+            resident = [slot.content.run for slot in self.server.ring.contents(key)]
+        for name in (*names, *resident, *([info.name] if info is not None else [])):
             if not scope.covers(name):
                 why = f"this token is for runs {scope.prefix}… only: it does not cover {name}"
                 raise ServerRefusedError(why, status=403)
@@ -362,7 +362,7 @@ class Service:
         shown = await asyncio.to_thread(self.server.status, covers)
         return web.json_response({"protocol": PROTOCOL_VERSION, **shown})
 
-    # -- runs, and what is held of each -----------------------------------------------------------------------------
+    # -- runs, and what is in memory of each -------------------------------------------------------------------------
 
     async def _listing(self, request: web.Request) -> web.Response:
         """The runs this server knows."""
@@ -415,8 +415,8 @@ class Service:
         key = self.server.registry.key(run)
         ring = self.server.ring
         with ring.changed:  # else a slot may be emptied in between
-            held = [(slot.held, ring.owed([slot]), slot.safe) for slot in ring.contents(key)]
-        listed = [{"manifest": each.to_dict(), "dirty": owed, "safe": safe} for each, owed, safe in held]
+            resident = [(slot.content, ring.owed([slot]), slot.safe) for slot in ring.contents(key)]
+        listed = [{"manifest": each.to_dict(), "dirty": owed, "safe": safe} for each, owed, safe in resident]
         refused = [manifest.to_dict() for manifest in self.server.reconciler.refused(key)]
         claimed = await asyncio.to_thread(self.server.claimed, run)
         newest = ring.newest_committed(key)
@@ -427,7 +427,7 @@ class Service:
     async def _read(self, request: web.Request) -> web.StreamResponse:
         """Read what is in memory: ``GET /v1/files/RUN/PATH``."""
         path = request.match_info["path"].strip("/")
-        held, manifest = self._find(request.match_info["run"], path)
+        resident, manifest = self._find(request.match_info["run"], path)
         etag = etag_of(manifest)
         if request.headers.get(hdrs.IF_MATCH, etag) != etag:
             raise ServerRefusedError(f"{path} was replaced while it was being read", status=412)
@@ -447,16 +447,16 @@ class Service:
             response.headers[hdrs.CONTENT_RANGE] = f"bytes {start}-{stop - 1}/{span.nbytes}"
         start, stop = span.offset + start, span.offset + stop
         with_digest = WANT_DIGEST_HEADER in request.headers and stop - start <= LONGEST_DIGESTED_BYTES
-        with self.server.ring.reading(held) as image:
+        with self.server.ring.reading(resident) as image:
             if with_digest:
                 response.headers[DIGEST_HEADER] = checksum(image[start:stop])
             await response.prepare(request)
             with _hanging_up(request):
-                await asyncio.wait_for(self._send(request, response, held, image, start, stop), LONGEST_READ_S)
+                await asyncio.wait_for(self._send(request, response, resident, image, start, stop), LONGEST_READ_S)
         await response.write_eof()
         return response
 
-    def _find(self, run: str, path: str) -> tuple[Held, Manifest]:
+    def _find(self, run: str, path: str) -> tuple[Resident, Manifest]:
         """What a path names."""
         key = self.server.registry.key(run)
         try:
@@ -469,7 +469,7 @@ class Service:
             raise SnapshotNotFoundError(f"{error}. What has left its memory lies in {where}: read it there") from error
 
     async def _send(
-        self, request: web.Request, response: web.StreamResponse, held: Held, image: Image, start: int, stop: int
+        self, request: web.Request, response: web.StreamResponse, whole: Resident, image: Image, start: int, stop: int
     ) -> None:
         """Send bytes of slots: in clear by ``sendfile``, which copies nothing."""
         if request.secure:
@@ -479,7 +479,7 @@ class Service:
             return
         loop, transport = asyncio.get_running_loop(), request.transport
         assert isinstance(transport, asyncio.Transport)
-        for slot, first, last in held.pieces(start, stop):
+        for slot, first, last in whole.pieces(start, stop):
             if (fd := self.server.ring.descriptor(slot)) is None:
                 raise SnapshotNotFoundError("it has left the memory")
             with open(fd, "rb", buffering=0) as file:
@@ -588,16 +588,16 @@ def _hanging_up(request: web.Request) -> Iterator[None]:
         raise ConnectionResetError("hung up") from error
 
 
-def resolve(ring: Ring, run: str, path: str) -> tuple[Held, Manifest]:
-    """What a path names, and where it is held.
+def resolve(ring: Ring, run: str, path: str) -> tuple[Resident, Manifest]:
+    """What a path names, and where it is in memory.
 
     Raises:
         SnapshotNotFoundError: if nothing committed has that name.
     """
     found = ring.readable(run)
-    for held, manifest in [*found, *ring.readable(run, path.partition("/")[0])]:  # by its name a shard, too
+    for resident, manifest in [*found, *ring.readable(run, path.partition("/")[0])]:  # by its name a shard, too
         if path == manifest.manifest_path or manifest.span_at(path) is not None:
-            return held, manifest
+            return resident, manifest
     names = ", ".join(manifest.name for _, manifest in found) or "nothing"
     raise SnapshotNotFoundError(
         f"no {path!r} in run {run!r} at this server; it holds {names} (and {MANIFEST_FILE} of each)"

@@ -12,11 +12,12 @@ In the order in which they are read best:
 A **destination** is a URL that a run's snapshots go to: storage, or another server; a *tier below* is one of either
 kind. This server writes its **own** ones; those that a server behind it writes are **carried**. What is to be at a
 destination, and was not seen there, is **owed**; **awaited** is the part of it that somebody waits for. What was seen
-at one is **safe**. What its sender said to be durable, itself or as something newer, is **settled**.
+at one is **safe**.
 
 A **register** is what one of several writers has put of a snapshot, once: its shard, or why there will be none. An
 **order** sorts snapshots (attempt, step, kind); the **watermark** of a lineage is that of its newest committed one.
-A **lease** is that of a slot, until it is sealed or aborted, or that of a run, while the host of its trainer asks.
+A slot is **leased** while it is filled: until it is sealed or aborted. From then on it **holds** its content, until
+that is **evicted**; :class:`~lightning_spot.server.slots.View` and what it is made of have the rules.
 
 Nothing here imports torch or Lightning, and nothing that comes over the network is ever unpickled.
 """

@@ -2,7 +2,7 @@
 
 ::
 
-    lock             held by the server as long as it lives
+    lock             locked by the server as long as it lives
     slot-3.img       the bytes of a slot
     slot-3.json      its commit record, renamed into place: without it the bytes are nothing
     slot-3.json.tmp  room for the next one: where the tmpfs is full by then, that is written all the same
@@ -43,14 +43,14 @@ from lightning_spot.protocol.slot import SlotMemory
 from lightning_spot.retry import retried
 from lightning_spot.say import recovered, say
 from lightning_spot.server.runs import Run, RunInfo, key_of, writer_of
-from lightning_spot.server.slots import Mark, Slot, SlotState, file_order
+from lightning_spot.server.slots import Mark, Slot, SlotState, file_version
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.untrusted import LARGE_JSON_BYTES, as_object, decoded, read_sealed, sealed_json
 
 _OURS = re.compile(r"lock|slot-\d+\.(img|json(\.tmp)?)|run-.*\.json(\.tmp)?")
 _MOST_NAMES = 100
 _RECORD_BYTES, _PART_RECORD_BYTES = 4096, 64  # of a commit record, about, and of each part more
-_LOOK_S, _POLL_S = 1.0, 0.01  # :func:`is_held` has the lock for microseconds, a server for as long as it lives
+_LOOK_S, _POLL_S = 1.0, 0.01  # :func:`is_held` locks it for microseconds, a server for as long as it lives
 
 Result = TypeVar("Result")
 
@@ -195,9 +195,9 @@ class SlotArea:
     def _newest_of_each(self, slots: list[Slot]) -> list[Slot]:
         """Of slots that hold a file of one name, or the same snapshot, the newest; the others are removed."""
         newest: dict[tuple[str, str], Slot] = {}
-        for slot in sorted(slots, key=lambda slot: (file_order(slot.manifest), slot.commit.sequence)):
-            older = newest.get((slot.run, slot.held.name))
-            newest[slot.run, slot.held.name] = slot
+        for slot in sorted(slots, key=lambda slot: (file_version(slot.manifest), slot.commit.sequence)):
+            older = newest.get((slot.run, slot.content.name))
+            newest[slot.run, slot.content.name] = slot
             if older is not None and older.memory is not None:
                 self.forget(older)
                 older.memory.close()
@@ -366,7 +366,7 @@ def _lock(directory: OwnDirectory) -> BinaryIO | None:
     path, deadline_s = directory.here / AREA_LOCK, time.monotonic() + _LOOK_S
     while True:
         try:
-            lock = open(open_file(path, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115 - held until the area is closed
+            lock = open(open_file(path, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115 - open until the area is closed
         except FileNotFoundError:
             return None
         try:

@@ -166,20 +166,20 @@ class Host(Protocol):
 
 
 def newest_safe_step(
-    held: Iterable[tuple[Manifest, Sequence[str]]], attempt: int, committed: Order | None
+    found: Iterable[tuple[Manifest, Sequence[str]]], attempt: int, committed: Order | None
 ) -> int | None:
     """Newest step of which an attempt has a snapshot that is safe; ``None`` if there is none.
 
     What an earlier attempt left may be of a later step, and is another state; a user's file is no snapshot.
 
     Args:
-        held: what a ring holds, with the tiers at which it is safe.
+        found: what a ring holds, with the tiers at which it is safe.
         attempt: its number.
         committed: the newest snapshot that counts, as far as the ring knows: a shard says nothing of the others.
     """
     steps = [
         manifest.step
-        for manifest, safe in held
+        for manifest, safe in found
         if safe and manifest.attempt == attempt and not manifest.is_file
         # A shard counts as soon as its snapshot is known to.
         if manifest.shard is None or (committed is not None and manifest.order <= committed)
@@ -274,8 +274,8 @@ class InProcessHost:
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
         key, ring = self._server.registry.key(self.run), self._server.ring
-        held = ((manifest, held.safe) for held, manifest in ring.readable(key))
-        return newest_safe_step(held, self.attempt, snapshot_order(ring.newest_committed(key)))
+        found = ((manifest, resident.safe) for resident, manifest in ring.readable(key))
+        return newest_safe_step(found, self.attempt, snapshot_order(ring.newest_committed(key)))
 
     def report(self, figures: Figures) -> None:
         """See :meth:`Host.report`."""

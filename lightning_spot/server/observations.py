@@ -27,13 +27,13 @@ from lightning_spot.server.reconcile import (
     Servers,
     awaited,
     expected,
-    expires_s,
     newest_durable,
+    presumed_gone_s,
     unknown,
 )
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, key_of
-from lightning_spot.server.slots import Held, Mark
+from lightning_spot.server.slots import Mark, Resident
 from lightning_spot.server.tier import Listed, ServerTier, Tier, TierHealth, as_storage
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import Status, by_snapshot
@@ -83,7 +83,7 @@ class Observations:
         asked_s = self._ring.opened_s.get(run, self._ring.begun_s)
         return Desired(
             info=info,
-            expires_s=expires_s(info, asked_s, self._leaves_s),
+            presumed_gone_s=presumed_gone_s(info, asked_s, self._leaves_s),
             urgent=bool(self._waited_for[run] or self._waited_for[None]),
             leaves=self.leaves,
             # Only its own host is told of servers; others know what they were told.
@@ -188,7 +188,7 @@ class Observations:
             opened = self._tier(server).open_run(self.told(servers.info, server.url))
             if opened.leaves:
                 raise TierError("it is shutting down", tier=server.url)
-            self._find_lost(run, servers, server)
+            self._find_lost(run, server)
         except Exception as error:
             if not isinstance(error, SpotError):  # a bug must not end the thread: nothing would be learned any more
                 say(logging.ERROR, "unexpected", UNEXPECTED, about=f"asking {server.url}", exc_info=True)
@@ -205,17 +205,12 @@ class Observations:
         if is_news:
             self._say(servers, server)
 
-    def _find_lost(self, run: str, servers: Servers, server: Server) -> None:
+    def _find_lost(self, run: str, server: Server) -> None:
         """Have the newest snapshots sent again that were safe there, and that it has no more."""
         with self._ring.changed:
-            seen = self.observed(run)
-            held = Held.of(expected(seen, server, servers.info.durable_url, durable_too=not server.used))
-        if not held.slots:
-            return
-        listed = {(item.manifest.name, item.manifest.checksums) for item in self._tier(server).listing()}
-        for slot, manifest in held.each():
-            if (manifest.name, manifest.checksums) not in listed:
-                self._ring.mark_lost(slot, manifest, server.url)
+            sent = Resident.of(expected(self.observed(run), server, durable_too=not server.used))
+        if sent.slots:
+            self._learn(server, sent, self._tier(server).listing())
 
     def _is_at(self, durable_url: str, manifest: Manifest) -> bool | None:
         """Whether a snapshot that left a server's memory is at storage, or was lost; ``None`` if that is not known."""
@@ -233,13 +228,13 @@ class Observations:
         """Look what it has made durable, and whether snapshots of which other hosts have shards are complete."""
         with self._ring.changed:
             desired = self.desired(run)
-            waiting = Held.of(unknown(desired, self.observed(run), server))
+            waiting = Resident.of(unknown(desired, self.observed(run), server))
         try:
             tier = self._tier(server)
             if desired.urgent and waiting.slots:
                 tier.flush(_HURRIED_S)  # nobody there puts anything off while this is waited for
             listing = tier.listing()
-            self._learn(run, servers, server, waiting, listing)
+            self._learn(server, waiting, listing, servers.info.durable_url or "")
         except SpotError as error:
             logger.debug("%s does not tell what it has: %s", server.url, error)
             if server.used:
@@ -256,18 +251,17 @@ class Observations:
                 if group.state is Status.PENDING and (found := servers.registers(group.manifest.snapshot)):
                     self._ring.see(run, group.manifest.snapshot, found)
 
-    def _learn(self, run: str, servers: Servers, server: Server, waiting: Held, listing: Iterable[Listed]) -> None:
-        """Note which snapshots a server has made durable, or has lost."""
-        durable_url = servers.info.durable_url or ""
+    def _learn(self, server: Server, sent: Resident, listing: Iterable[Listed], durable_url: str = "") -> None:
+        """Note which snapshots a server has lost, or has made durable at a URL if one is given."""
         listed = {(item.manifest.name, item.manifest.checksums): item.safe for item in listing}
-        for slot, manifest in waiting.each():
+        for slot, manifest in sent.each():
             safe = listed.get((manifest.name, manifest.checksums))
-            is_durable = durable_url in safe if safe is not None else self._is_at(durable_url, manifest)
+            if safe is None:
+                is_durable = self._is_at(durable_url, manifest) if durable_url else False
+            else:
+                is_durable = durable_url in safe
             if is_durable:
-                self._ring.mark(Held((slot,), (manifest,)), durable_url, Mark.SAFE)
-                if manifest.shard is not None:
-                    self._ring.mark_committed(run, manifest.lineage, manifest.order)
-                    self._ring.reach(run, manifest, durable_url)
+                self._ring.mark(Resident((slot,), (manifest,)), durable_url, Mark.SAFE)
             elif safe is None and is_durable is not None:
                 self._ring.mark_lost(slot, manifest, server.url)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_spot.config import names_server
 from lightning_spot.retry import pause_after
-from lightning_spot.server.runs import LEASE_S, Opened, RunInfo, key_of
+from lightning_spot.server.runs import HEARTBEAT_TIMEOUT_S, Opened, RunInfo, key_of
 from lightning_spot.server.slots import Group, Mark, Slot, Tiers, View
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf
@@ -136,8 +136,8 @@ class Action:
         What is tried again comes last. Else the oldest comes first: if each place left out others of the snapshots that
         several bring together, none would ever be complete.
         """
-        order = len(Kind) if self.kind.is_upload else list(Kind).index(self.kind)
-        return (order, self.again, self.sequence)
+        kind = len(Kind) if self.kind.is_upload else list(Kind).index(self.kind)
+        return (kind, self.again, self.sequence)
 
 
 # -- what should be ---------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ class Desired:
 
     Attributes:
         info: as it was opened; ``None`` if nothing is known of it.
-        expires_s: when its lease ends: then each place brings down what it has of the newest snapshots. Until then its
-            trainer says which ones these are, since all places must bring the same.
+        presumed_gone_s: when its trainer counts as gone: then each place brings down what it has of the newest
+            snapshots. Until then the trainer says which ones these are, since all places must bring the same.
         urgent: whether somebody waits for it to be safe: nothing is put off.
         leaves: whether this server is about to end.
         is_abandoned: whether its trainer is known to be gone.
@@ -158,7 +158,7 @@ class Desired:
     """
 
     info: RunInfo | None = None
-    expires_s: float = float("inf")
+    presumed_gone_s: float = float("inf")
     urgent: bool = False
     leaves: bool = False
     is_abandoned: bool = False
@@ -181,17 +181,17 @@ class Desired:
         return (self.info is not None and self.info.compression != "topk") or self.is_stuck(0)
 
 
-def expires_s(info: RunInfo | None, asked_s: float, leaves_s: float | None) -> float:
-    """When the lease of a run ends: some time after its trainer renewed it last, or after this server began to end.
+def presumed_gone_s(info: RunInfo | None, asked_s: float, leaves_s: float | None) -> float:
+    """When the trainer of a run counts as gone: some time after its last heartbeat, or after this server began to end.
 
     Args:
         info: of the run.
-        asked_s: when its trainer's host asked for it last.
+        asked_s: when the host of its trainer asked for it last: the heartbeat.
         leaves_s: since when this server is about to end, ``None`` if it is not.
     """
     if info is not None and info.session:
         asked_s = float("inf")
-    return min(asked_s, leaves_s if leaves_s is not None else asked_s) + LEASE_S
+    return min(asked_s, leaves_s if leaves_s is not None else asked_s) + HEARTBEAT_TIMEOUT_S
 
 
 # -- what was seen ----------------------------------------------------------------------------------------------------
@@ -605,7 +605,7 @@ def _is_awaited(desired: Desired, seen: Observed, slot: Slot, url: str, state: S
     """
     info, shard, is_pending = desired.info, slot.shard, state is Status.PENDING
     if names_server(url):
-        return not (info is not None and info.replicas > 1 and slot.seen.get(info.durable_url or "") is Mark.SAFE)
+        return not (info is not None and info.replicas > 1 and slot.is_durable)
     if slot.manifest is None or shard is None:
         return True
     if url in seen.tiers.carried and (is_pending or not shard.persist):
@@ -629,7 +629,8 @@ def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
         for url in _brings(desired, seen, slot):
             yield _upload(url, seen.run, [slot], Kind.SEND if names_server(url) else Kind.PUT)
     # Servers get what is whole here first: shards of incomplete snapshots keep coming, and would hold it up for ever.
-    whole_to = {url for group in seen.view.groups if _is_whole_shards(group) for url in _owed(desired, seen, group)}
+    whole = [group for group in seen.view.groups if group.is_here and group.manifest.shard is not None]
+    whole_to = {url for group in whole for url in _owed(desired, seen, group)}
     for group in seen.view.groups:
         for url, slots in _owed(desired, seen, group).items():
             if not names_server(url):
@@ -639,10 +640,6 @@ def _uploads(desired: Desired, seen: Observed) -> Iterator[Action]:
                 yield replace(action, due_s=_storage_due_s(desired, seen, url, group))
             elif group.is_here or url not in whole_to:
                 yield _upload(url, seen.run, slots, Kind.SEND)
-
-
-def _is_whole_shards(group: Group) -> bool:
-    return group.is_here and group.manifest.shard is not None
 
 
 def _owed(desired: Desired, seen: Observed, group: Group) -> dict[str, list[Slot]]:
@@ -672,7 +669,7 @@ def _storage_due_s(desired: Desired, seen: Observed, url: str, group: Group) -> 
     if not group.is_here:
         return _shards_due_s(desired, group)
     if not group.persist and not desired.urgent:
-        return desired.expires_s
+        return desired.presumed_gone_s
     return 0.0 if group.manifest.complete else _pace_due_s(desired, seen, url, group.slots[0])
 
 
@@ -680,19 +677,19 @@ def _shards_due_s(desired: Desired, group: Group) -> float:
     """When storage may take shards of a snapshot not all of which is here.
 
     =====================================================  =========================================================
-    The rest is to come here, or storage needs none of it  when the lease ends
+    The rest is to come here, or storage needs none of it  when the trainer counts as gone
     Others have the rest; the trainer is here, or done     once this host's other ranks have had time to put theirs
     Others have the rest; no trainer is here, one waits    at once
-    Others have the rest; no trainer is here               once they are known to have it, or when the lease ends
+    Others have the rest; no trainer is here               once they are known to have it, or the trainer counts as gone
     =====================================================  =========================================================
     """
     if not (group.persist or desired.urgent) or (desired.info is not None and not desired.is_spread):
-        return desired.expires_s
+        return desired.presumed_gone_s
     if desired.is_spread and (desired.is_live or (group.manifest.complete and not desired.urgent)):
         return max(slot.commit.at_s for slot in group.slots) + _TOGETHER_S
     if desired.is_spread and desired.urgent:
         return 0.0
-    return desired.expires_s if group.state is Status.PENDING else 0.0
+    return desired.presumed_gone_s if group.state is Status.PENDING else 0.0
 
 
 def _pace_due_s(desired: Desired, seen: Observed, url: str, slot: Slot) -> float:
@@ -730,7 +727,7 @@ def _removals(desired: Desired, seen: Observed) -> Iterator[Action]:
 def owed_files(view: View, url: str) -> dict[str, int]:
     """Name and commit of each file of a run that is owed at a destination."""
     owed = [slot for slot, urls in view.owed.items() if slot.snapshot is None and url in urls]
-    return {slot.held.name: slot.commit.sequence for slot in owed}
+    return {slot.content.name: slot.commit.sequence for slot in owed}
 
 
 # -- questions to servers ---------------------------------------------------------------------------------------------
@@ -776,32 +773,26 @@ def _asks(servers: Servers, now_s: float) -> Iterator[tuple[Server, float]]:
         yield server, server.away_until_s if server.away_until_s > now_s else 0.0
 
 
-def expected(seen: Observed, server: Server, durable_url: str | None, *, durable_too: bool) -> list[Slot]:
+def expected(seen: Observed, server: Server, *, durable_too: bool) -> list[Slot]:
     """Slots with the newest snapshots that were safe at a server: if it has lost them, they are owed again.
 
     Args:
         seen: what was seen.
         server: which.
-        durable_url: of the run.
         durable_too: also those that are durable: it may have let them go since, or have come back empty.
     """
     return [
         slot
         for slot in seen.view.newest
         if slot.seen.get(server.url) is Mark.SAFE
-        and not slot.held.why_failed
-        and (durable_too or not (slot.durable_or_superseded or slot.seen.get(durable_url or "") is Mark.SAFE))
+        and not slot.content.why_failed
+        and (durable_too or not slot.is_durable)
     ]
 
 
 def newest_durable(seen: Observed) -> Manifest | None:
     """The newest snapshot that is known to be durable: a server that does not bring it there may let it go."""
-    durable_url = seen.servers.info.durable_url if seen.servers is not None else None
-    durable = (
-        slot.snapshot
-        for slot in seen.view.slots
-        if slot.durable_or_superseded or slot.seen.get(durable_url or "") is Mark.SAFE
-    )
+    durable = (slot.snapshot for slot in seen.view.slots if slot.is_durable)
     # One that is not exact says nothing of the exact ones before it.
     found = [each for each in durable if each is not None and each.exact and not each.why_failed]
     return max(found, key=lambda each: each.order, default=None)

@@ -20,7 +20,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.protocol.process import ProcessId
 from lightning_spot.server.ring import Ring
-from lightning_spot.server.runs import EPOCH_UNIX_S, LEASE_S, Run, RunInfo, files_name, parse_run
+from lightning_spot.server.runs import EPOCH_UNIX_S, HEARTBEAT_TIMEOUT_S, Run, RunInfo, files_name, parse_run
 from lightning_spot.store.fences import check_fence, digest_of
 
 MOST_RUNS = 256
@@ -80,8 +80,8 @@ class Registry:
 
         Raises:
             SnapshotFailedError: if there are too many runs, and none can be forgotten.
-            RunBusyError: if a live trainer on this host holds the run.
-            FencedError: if a later attempt holds it, or another one of the same number.
+            RunBusyError: if a live trainer on this host writes the run.
+            FencedError: if a later attempt writes it, or another one of the same number.
         """
         known = self.runs.get(info.key)
         former = ""
@@ -118,7 +118,7 @@ class Registry:
         """A run is brought to storage from here as long as one of the hosts that bring snapshots here asks for it."""
         now_s = run.opened_s  # below, minus infinity leaves a host out that does not ask for it
         asked_s = {**run.carried_for, (run.info.host, run.info.pid): now_s if run.info.carry else float("-inf")}
-        run.carried_for = {who: when_s for who, when_s in asked_s.items() if now_s - when_s <= LEASE_S}
+        run.carried_for = {who: when_s for who, when_s in asked_s.items() if now_s - when_s <= HEARTBEAT_TIMEOUT_S}
         run.info = replace(run.info, carry=bool(run.carried_for))
 
     def find(self, text: str) -> Run:
@@ -152,7 +152,7 @@ class Registry:
 
         Raises:
             SnapshotNotFoundError: if this server does not know the run, or not that attempt yet: it is to be opened.
-            FencedError: if a later attempt holds it.
+            FencedError: if a later attempt writes it.
             ServerRefusedError: if none, or another token is shown.
         """
         current = self.find(text).info
@@ -166,7 +166,7 @@ class Registry:
                     f"this server does not know attempt {attempt} of run {text!r} yet; open the run again"
                 )
         raise ServerRefusedError(
-            f"run {text!r} is held by an attempt whose token this request does not have. Nothing was changed. Only"
+            f"run {text!r} belongs to an attempt whose token this request does not have. Nothing was changed. Only"
             " that attempt's trainer and its servers may change it",
             status=403,
         )
@@ -185,7 +185,7 @@ class Registry:
         return run.info if run is not None else None
 
     def highest(self, key: str) -> int:
-        """Highest attempt known of a run: opened, or of a snapshot that is held; 0 if none."""
+        """Highest attempt known of a run: opened, or of a snapshot that is here; 0 if none."""
         known = self.runs.get(key)
         return max(known.info.attempt if known else 0, self._ring.highest_attempt(key))
 
@@ -228,7 +228,7 @@ class Registry:
             asked_s = self._ring.opened_s.get(key, float("-inf"))
         if run.complete or self.highest(key) in ended:
             return "complete"
-        is_live = run.info.session in self.sessions or time.monotonic() - asked_s < LEASE_S
+        is_live = run.info.session in self.sessions or time.monotonic() - asked_s < HEARTBEAT_TIMEOUT_S
         return "training" if is_live else "stopped"
 
     def listed(self, carries: Callable[[str], bool]) -> list[dict[str, Any]]:
@@ -240,8 +240,8 @@ class Registry:
         with self.lock:
             runs = {key: (run, run.info.session in self.sessions) for key, run in self.runs.items()}
         with self._ring.changed:  # else a slot may be emptied in between
-            held = [(slot.run, slot.held) for slot in self._ring.contents()]
-        for key, manifest in held:
+            here = [(slot.run, slot.content) for slot in self._ring.contents()]
+        for key, manifest in here:
             if key not in runs:
                 left = RunInfo(name=manifest.run, id=manifest.run_id, location="", attempt=manifest.attempt, token="")
                 runs[key] = (Run(left), False)
@@ -260,7 +260,7 @@ class Registry:
             for key, (run, live) in runs.items()
         ]
 
-    def held_by_another(self, current: RunInfo, session: str) -> bool:
+    def has_other_writer(self, current: RunInfo, session: str) -> bool:
         """Whether a live trainer on this host has the run, another than this session's. Call it under the lock."""
         if current.session == session or current.session not in self.sessions:
             return False
@@ -277,9 +277,9 @@ class Registry:
         mine = sum(run.client == client for run in self.runs.values())
         if mine < MOST_RUNS - len(self.runs):
             return ""
-        held, needed = self._ring.occupants()
+        here, needed = self._ring.occupants()
         ages = [
-            (key in held, run.opened_s, key)
+            (key in here, run.opened_s, key)
             for key, run in self.runs.items()
             if (run.client == client or not mine) and run.info.session not in self.sessions and key not in needed
         ]
@@ -292,7 +292,7 @@ class Registry:
         return min(ages)[2]
 
     def _check_not_live(self, current: RunInfo, info: RunInfo) -> None:
-        another = self.held_by_another(current, info.session)
+        another = self.has_other_writer(current, info.session)
         # A trainer that connects again, because its connection broke, has the token of its attempt.
         itself = bool(current.token) and (current.token, current.attempt) == (info.token, info.attempt)
         if another and not itself:

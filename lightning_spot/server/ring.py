@@ -1,13 +1,7 @@
 """The ring: slots of memory that runs fill in turn, and what each of them owes to the tiers below.
 
-Rules, in the order in which they bind:
-
-1. A slot that is being filled or read is never taken.
-2. The newest committed snapshot of a run's lineage is never taken, unless it is safe at a tier below, or durable. What
-   may still become newer is not either: shards of a snapshot whose other shards are still to come.
-3. Each tier is owed the newest snapshot, those that ended a run, and files that a user named. What was superseded
-   before a tier came to it is not owed to that tier any more.
-4. Otherwise the oldest goes first.
+A new snapshot gets a free slot, a new one, or that of a snapshot which may go, see :mod:`.slot_choice`. Which may go,
+and what each tier is owed, follows from what the slots hold and what was seen elsewhere, see :mod:`.slots`.
 
 A slot holds a snapshot, a user's file, or what one of several writers has written of a snapshot: its shard. Where the
 shards of all writers are here, they are read as one.
@@ -58,19 +52,18 @@ from lightning_spot.server.slot_choice import (
     why_full,
 )
 from lightning_spot.server.slots import (
-    MOST_ABORTED,
-    Held,
     Known,
     Making,
     Mark,
     Reached,
+    Resident,
     Slot,
     Slots,
     SlotState,
     Tiers,
     View,
-    file_order,
-    reusable,
+    evictable,
+    file_version,
     shards_in,
     status_of,
 )
@@ -78,6 +71,12 @@ from lightning_spot.snapshot.manifest import Manifest, Order, ShardOf, order_nam
 from lightning_spot.snapshot.shards import Image, Status, assemble, check_of_one, failed, registers_of, status
 
 logger = logging.getLogger(__name__)
+
+MOST_ABORTED = 16
+"""Snapshots whose failures stay, although nothing newer is committed: their writers ask why."""
+
+LOOK_S = 0.25
+"""How often a thread that waits for a change looks by itself."""
 
 _NOWHERE = Tiers()
 _MOST_MARKS = 64  # snapshots of a run of which it is remembered what has become of them: who waits for one asks soon
@@ -160,21 +159,23 @@ class Ring:
         with self.changed:
             return self.destinations() - {url for tiers in self._tiers.values() for url in tiers.own}
 
-    def mark(self, held: Held, url: str, mark: Mark) -> None:
+    def mark(self, resident: Resident, url: str, mark: Mark) -> None:
         """Note what was seen of a snapshot, or of shards of one, at a tier: safe is what that has said to have."""
         with self.changed:
-            seen = [(slot, of) for slot, of in held.each() if slot.manifest is of and slot.seen.get(url) is not mark]
+            here = [(slot, manifest) for slot, manifest in resident.each() if slot.manifest is manifest]
+            seen = [(slot, manifest) for slot, manifest in here if slot.seen.get(url) is not mark]
             for slot, _ in seen:
                 slot.seen[url] = mark
                 self._record(slot)
             for slot, manifest in seen[:1]:
-                of_it = self.registers(slot.run, manifest.snapshot).values() if mark is Mark.SAFE else ()
-                is_whole = status(shards_in(of_it), manifest.order) is Status.COMMITTED
-                if is_whole and all(each.seen.get(url) is Mark.SAFE for each in of_it):
-                    self.mark_committed(slot.run, manifest.lineage, manifest.order)
+                of_it = self.registers(slot.run, manifest.snapshot).values()
+                is_there = all(each.seen.get(url) is Mark.SAFE for each in of_it)
+                is_there = is_there and status(shards_in(of_it), manifest.order) is Status.COMMITTED
+                # A shard that is safe at storage is part of a snapshot that counts there.
+                if mark is Mark.SAFE and (is_there or manifest.shard is None or not names_server(url)):
                     self.reach(slot.run, manifest, url)
-                elif mark is Mark.SAFE and manifest.shard is None:
-                    self.reach(slot.run, manifest, url)
+                    if manifest.shard is not None:
+                        self.mark_committed(slot.run, manifest.lineage, manifest.order)
                 self.touch(slot.run)
 
     def reach(self, run: str, manifest: Manifest, url: str) -> None:
@@ -210,17 +211,16 @@ class Ring:
                 self._record(slot)
                 self.touch(slot.run)
 
-    def settle(self, run: str, lineage: str, order: Order) -> None:
+    def mark_persisted(self, run: str, lineage: str, order: Order) -> None:
         """Note that a snapshot is durable although nobody brought it there from here: it, and older ones, may go."""
         with self.changed:
-            unsettled = [(slot, slot.snapshot) for slot in self.contents(run) if not slot.durable_or_superseded]
-            meant = [slot for slot, of in unsettled if of is not None and of.lineage == lineage and of.order <= order]
-            for slot in meant:
+            here = [slot for slot in self.contents(run) if slot.snapshot is not None and not slot.durable_or_superseded]
+            found = [slot for slot in here if slot.content.lineage == lineage and slot.content.order <= order]
+            for slot in found:
                 slot.durable_or_superseded = True
                 self._record(slot)
-                if slot.snapshot is not None:
-                    self.reach(run, slot.snapshot, "")  # storage, of whatever URL
-            if meant:
+                self.reach(run, slot.content, "")  # storage, of whatever URL
+            if found:
                 self.touch(run)
 
     # -- when a snapshot of several writers counts ----------------------------------------------------------------
@@ -323,7 +323,7 @@ class Ring:
         with self.changed:
             return self.slots.attempts.get(run, 0)
 
-    def readable(self, run: str, name: str | None = None) -> list[tuple[Held, Manifest]]:
+    def readable(self, run: str, name: str | None = None) -> list[tuple[Resident, Manifest]]:
         """What anybody may read of a run, newest first; a snapshot whose shards are all here as one.
 
         Of a snapshot that is not complete here, its shards are listed, and those that failed, too.
@@ -333,20 +333,20 @@ class Ring:
             name: of a snapshot, a shard or a file, if only that is meant.
         """
         with self.changed:
-            together: dict[Slot, tuple[Held, Manifest]] = {}
+            together: dict[Slot, tuple[Resident, Manifest]] = {}
             for group in self.view(run).groups:
                 if group.is_here and group.manifest.shard is not None:
-                    held = Held.of(group.slots)
+                    resident = Resident.of(group.slots)
                     try:
-                        together |= dict.fromkeys(held.slots, (held, self._whole(run, held.manifests)))
+                        together |= dict.fromkeys(resident.slots, (resident, self._whole(run, resident.manifests)))
                     except CorruptSnapshotError as error:  # they do not fit each other
                         logger.debug("%s: %s", group.manifest.snapshot, error)
-            found: dict[Held, Manifest] = {}
+            found: dict[Resident, Manifest] = {}
             for slot in self.contents(run):
-                alone = Held.of([slot]), slot.held
-                held, manifest = together.get(slot, alone) if name != slot.held.name else alone
+                alone = Resident.of([slot]), slot.content
+                resident, manifest = together.get(slot, alone) if name != slot.content.name else alone
                 if name in (None, manifest.name):
-                    found[held] = manifest
+                    found[resident] = manifest
             return list(found.items())
 
     def _whole(self, run: str, shards: tuple[Manifest, ...]) -> Manifest:
@@ -371,7 +371,7 @@ class Ring:
         if manifest.shard is None:
             return
         with self.changed:
-            of_it = [slot.held for slot in self.slots.snapshots.get((run, manifest.snapshot), ())]
+            of_it = [slot.content for slot in self.slots.snapshots.get((run, manifest.snapshot), ())]
             others = [each for each in of_it if each.name != manifest.name]
             is_last = len(of_it) + 1 >= manifest.shard.writers
             shards = tuple(sorted([*(others if is_last else others[:1]), manifest], key=writer_of))
@@ -415,42 +415,42 @@ class Ring:
         with self.changed:
             return os.dup(slot.memory.fd) if slot.memory is not None else None
 
-    def pin(self, held: Held) -> None:
+    def pin(self, resident: Resident) -> None:
         """Keep what can be read here as it is, until :meth:`unpin`.
 
         Raises:
             SnapshotNotFoundError: if the slots hold something else by now.
         """
         with self.changed:
-            if not held.is_here:
-                raise SnapshotNotFoundError(f"snapshot {held.manifests[0].snapshot!r} has just left memory")
-            for slot in held.slots:
+            if not resident.is_here:
+                raise SnapshotNotFoundError(f"snapshot {resident.manifests[0].snapshot!r} has just left memory")
+            for slot in resident.slots:
                 slot.readers += 1
 
-    def unpin(self, held: Held) -> None:
+    def unpin(self, resident: Resident) -> None:
         """Let go of what was pinned. Nobody may read it any more."""
         with self.changed:
-            for slot in held.slots:
+            for slot in resident.slots:
                 slot.readers -= 1
             self.notify()
 
     @contextmanager
-    def reading(self, held: Held) -> Iterator[Image]:
+    def reading(self, resident: Resident) -> Iterator[Image]:
         """Pin what can be read here, and hand out its bytes; see :meth:`pin`."""
-        self.pin(held)
+        self.pin(resident)
         try:
-            yield held.image()
+            yield resident.image()
         finally:
-            self.unpin(held)
+            self.unpin(resident)
 
-    def pin_base(self, run: str, writer: int | None) -> Held | None:
+    def pin_base(self, run: str, writer: int | None) -> Resident | None:
         """Pin the snapshot of a run that was committed last, or the shard of a writer; ``None`` if there is none."""
         with self.changed:
             for slot in self.contents(run, writer):
                 manifest, shard = slot.snapshot, slot.shard
                 is_meant = (shard.writer if shard is not None else None) == writer
                 if manifest is not None and is_meant and not manifest.why_failed:
-                    self.pin(base := Held.of([slot]))
+                    self.pin(base := Resident.of([slot]))
                     return base
         return None
 
@@ -460,6 +460,14 @@ class Ring:
         """Have ``callback`` called whenever something changed. It must return at once, and runs under the lock."""
         with self.changed:
             self._watchers.append(callback)
+
+    def wait(self, deadline_s: float, cancelled: Callable[[], bool]) -> bool:
+        """Wait a moment for a change; ``False`` if it is too late, or nobody wants to know any more. Under the lock."""
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or cancelled():
+            return False
+        self.changed.wait(min(left_s, LOOK_S))
+        return True
 
     def notify(self) -> None:
         """Wake whoever waits for a change; call it under the lock."""
@@ -507,17 +515,15 @@ class Ring:
             mine = self.slots.writers.get((run, writer), ())
             if found.is_spare and (reuse or spare) and any(slot.is_prefault for slot in mine):
                 return None
-            self._keep_aborted({*found.forget, *filter(None, [found.slot])})
+            self._keep_aborted(found.forget)
             for other in found.forget:
                 self._forget(other)
             released = [memory for other in found.release for memory in self._take_memory(other)]
             slot = found.slot or self.slots.new()
-            if slot.state is SlotState.HELD:
-                self._forget(slot)
             slot.is_prefault = spare
             slot.reserved_bytes = capacity if slot.memory is None else 0
             self._take(slot, run, writer)
-            if found.forget:
+            if found.release:
                 self.notify()
         for memory in released:
             memory.close()
@@ -561,11 +567,11 @@ class Ring:
         with self.changed:
             pending = [group.slots for group in self.view(run).groups if group.state is Status.PENDING]
             waiting = {slot for slots in pending if all(slot.writer != writer for slot in slots) for slot in slots}
-            held = [slot for slot in self.slots if slot.capacity]
-            return bool(held) and all(slot in waiting for slot in held)
+            made = [slot for slot in self.slots if slot.capacity]
+            return bool(made) and all(slot in waiting for slot in made)
 
     def commit(self, slot: Slot, manifest: Manifest, destinations: tuple[str, ...] | None = None) -> None:
-        """Have a filled slot hold what is in it; what was held of the same run by that name is dropped.
+        """Have a filled slot hold what is in it; what the run has here by that name is dropped.
 
         Args:
             slot: a leased slot whose bytes fit ``manifest``.
@@ -578,13 +584,12 @@ class Ring:
         with self.changed:
             older = self._named(slot.run, manifest.name)
             for other in older:
-                if file_order(other.held) > file_order(manifest):
+                if file_version(other.content) > file_version(manifest):
                     why = f"{manifest.name} of attempt {manifest.attempt} is older than the one that is there"
-                    raise FencedError(why, current=other.held.attempt)
+                    raise FencedError(why, current=other.content.attempt)
                 if other.manifest == manifest:  # its sender never heard that it had arrived
                     slot.seen = dict.fromkeys(other.safe, Mark.SAFE)
                     slot.durable_or_superseded = other.durable_or_superseded
-            slot.writer = manifest.shard.writer if manifest.shard is not None else slot.writer
             slot.commit.destinations = destinations
             self._commit(slot, manifest)
             for other in older:  # only now: killed between the two, both are left, never none
@@ -610,7 +615,7 @@ class Ring:
             slot = next(free, None) or self.slots.new()
             self._take(slot, run, manifest.shard.writer)
             self._commit(slot, manifest)
-            failures = [each.held for each in self.contents(run) if each.held.why_failed]
+            failures = [each.content for each in self.contents(run) if each.content.why_failed]
             for failure in failures[MOST_ABORTED:]:
                 for other in self.registers(run, failure.snapshot).values():  # without it, they would be waiting for it
                     self._forget(other)
@@ -664,7 +669,7 @@ class Ring:
             if not (slots := self._named(run, name) or list(self.registers(run, name).values())):
                 raise SnapshotNotFoundError(f"no snapshot {name!r} of run {run!r} in memory")
             found = self.readable(run, name)
-            none = replace(slots[0].held, name=name, shard=None, files=(), checksums=())
+            none = replace(slots[0].content, name=name, shard=None, files=(), checksums=())
             manifest = found[0][1] if found else none
             own = slots[0].commit.destinations
             below = own if own is not None else self.tiers(run).all
@@ -680,14 +685,14 @@ class Ring:
     def occupants(self) -> tuple[set[str], set[str]]:
         """Keys of runs that have slots here, and of those among them of which one must stay, or is being filled."""
         with self.changed:
-            held = [slot for slot in self.slots if slot.state is not SlotState.FREE]
-            idle = set(reusable(self.views(), time.monotonic()))
-            return {slot.run for slot in held}, {slot.run for slot in held if slot not in idle}
+            used = [slot for slot in self.slots if slot.state is not SlotState.FREE]
+            idle = set(evictable(self.views(), time.monotonic()))
+            return {slot.run for slot in used}, {slot.run for slot in used if slot not in idle}
 
     def forget_run(self, run: str) -> None:
         """Forget all snapshots of a run, as far as they may be reused."""
         with self.changed:
-            for slot in self.view(run).reusable(time.monotonic()):
+            for slot in self.view(run).evictable(time.monotonic()):
                 self._forget(slot)
             self.known.pop(run, None)
             self.touch(run)
@@ -721,7 +726,7 @@ class Ring:
             for slot in self.slots:
                 memory = slot.memory if slot in unsafe else None
                 if memory is not None and memory.path is not None and area is not None and area.has_record(slot):
-                    left.append(slot.held)
+                    left.append(slot.content)
                     memory.path = None
                 else:
                     self._forget(slot)
@@ -796,11 +801,11 @@ class Ring:
         self.slots.note(slot)
         self._stale(run)
 
-    def _keep_aborted(self, slots: set[Slot]) -> None:
+    def _keep_aborted(self, slots: list[Slot]) -> None:
         """These make room: what they show of a snapshot that never counts stays known, or others would wait for it."""
         for run in {slot.run for slot in slots if slot.shard is not None}:
             for group in self.view(run).groups:
-                if group.state is Status.ABORTED and not slots.isdisjoint(group.slots):
+                if group.state is Status.ABORTED and any(slot in slots for slot in group.slots):
                     name, seen = group.manifest.snapshot, self.known_of(run).seen_registers
                     self.see(run, name, {**seen.get(name, {}), **shards_in(group.slots)})
 

@@ -22,8 +22,8 @@ from lightning_spot.untrusted import LONGEST_NAME, UnixSeconds, as_object, finit
 EPOCH_UNIX_S = 1_577_836_800
 """2020-01-01. Attempts of a folder of users' files are not counted: each is the seconds since then, below 10**9."""
 
-LEASE_S = 35.0
-"""A run's lease ends so long after the last request of its trainer's host, which sends one every 10 s."""
+HEARTBEAT_TIMEOUT_S = 35.0
+"""A trainer counts as gone so long after the last request for its run by its host, which sends one every 10 s."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{12}")
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lightning_spot.config import format_bytes
 from lightning_spot.errors import FailureReason, SnapshotFailedError
 from lightning_spot.protocol.slot import slot_capacity
-from lightning_spot.server.slots import Slot, Slots, SlotState, View, reusable
+from lightning_spot.server.slots import Slot, Slots, SlotState, View, evictable
 
 _OVERLAPPING = 2
 _MOST_BEYOND = 2
@@ -79,16 +79,16 @@ class SlotChoice:
     Attributes:
         slot: the slot to take; ``None`` for a new one.
         is_made: whether its memory is made.
-        is_spare: whether it is, and no snapshot dropped for it that anybody would miss.
-        forget: other slots that hold what makes room.
+        forget: slots whose content is dropped: that one, and others that make room.
         release: slots whose memory is given back.
+        is_spare: whether its memory is made, and nothing dropped for it but superseded snapshots.
     """
 
     slot: Slot | None
     is_made: bool
+    forget: list[Slot]
+    release: list[Slot]
     is_spare: bool = False
-    forget: list[Slot] = field(default_factory=list)
-    release: list[Slot] = field(default_factory=list)
 
 
 def bound(slots: Slots, run: str, writer: int, limits: Limits) -> Limits:
@@ -163,26 +163,28 @@ def find_room(
     has_share = limits.has_share(slots, run, writer)
     # Beyond its share, those made beyond ``slots=`` are its own still: its process has them mapped.
     usable = [*_usable(slots, writer, of_others=has_share)] if has_share or limits.slots is not None else []
-    can_be_new = limits.allow_one_more(slots, run, writer)
-    free = [*usable, None] if can_be_new else [slot for slot in usable if slot.capacity]
+    new = [None] if limits.allow_one_more(slots, run, writer) else []
+    free = [slot for slot in usable if new or slot.capacity]
 
     def first(candidates: Iterable[Slot | None], idle: Sequence[Slot] = ()) -> SlotChoice | None:
         found = (_try(slots, request, limits, candidate, idle) for candidate in candidates)
         return next((each for each in found if each is not None), None)
 
-    def rank(slot: Slot | None) -> tuple[int, int]:
-        return _rank(slot, nbytes)
+    def best(*held: Slot) -> SlotChoice | None:
+        return first(sorted([*free, *held, *new], key=lambda slot: _rank(slot, nbytes)))
 
-    if not request.reuse and (found := first(sorted(free, key=rank))) is not None:
-        return found  # mostly there is one: then nobody asks what each of hundreds of slots is worth
-    idle = [slot for slot in reusable(views(), now_s) if slot.capacity]
-    own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
-    superseded = _superseded(own, views()) if request.reuse else []
-    before_new = [slot for slot in superseded if slot.takes(nbytes) and not _is_much_larger(slot, nbytes)]
-    found = first(sorted([*free, *before_new], key=rank)) if request.reuse else None
-    found = found or first([*own, None] if can_be_new else own, idle)
-    if found is not None and found.slot in superseded:
-        found.is_spare = found.is_made and not found.forget
+    superseded: set[Slot] = set()
+    found = best() if not request.reuse else None
+    if found is None:  # mostly there is one: then nobody asks what each of hundreds of slots is worth
+        idle = [slot for slot in evictable(views(), now_s) if slot.capacity]
+        own = [slot for slot in idle if has_share or (slot.run, slot.writer) == (run, writer)]
+        if request.reuse:
+            missed = {slot for view in views() for slot in view.newest | view.bases}
+            superseded = {slot for slot in own if slot.snapshot and slot not in missed}
+            found = best(*(slot for slot in own if slot in superseded and _fits(slot, nbytes)))
+        found = found or first([*own, *new], idle)
+    if found is not None:
+        found.is_spare = found.is_made and superseded.issuperset(found.forget)
     return found
 
 
@@ -190,8 +192,8 @@ def why_full(slots: Slots, run: str, limits: Limits, views: list[View]) -> str:
     """Why no slot can be had now for a run, for people."""
     owed = {slot: urls for view in views for slot, urls in view.owed.items()}
     filling = sum(slot.state is SlotState.FILLING for slot in slots)
-    held = sum(slot.state is SlotState.HELD and slot not in owed for slot in slots)
-    why = f"{filling} being filled, {held} newest of their runs and safe nowhere else, not complete yet or being read"
+    stay = sum(slot.state is SlotState.HELD and slot not in owed for slot in slots)
+    why = f"{filling} being filled, {stay} newest of their runs and safe nowhere else, not complete yet or being read"
     if owed:
         urls = " and ".join(sorted({url for each in owed.values() for url in each}))
         why += f", {len(owed)} not at {urls} yet, which is too slow, fails or waits for min_upload_interval_s"
@@ -200,12 +202,6 @@ def why_full(slots: Slots, run: str, limits: Limits, views: list[View]) -> str:
     if not limits.has_files(slots, run):
         why += f"; open files allow for {limits.files} slots, half of them for a run: raise the server's ulimit -n"
     return f"none of {len(slots)} slots can be had now, and there is no room for more: {why}"
-
-
-def _superseded(idle: list[Slot], views: Iterable[View]) -> list[Slot]:
-    """Slots that hold what neither a resume nor a server behind would miss: older snapshots."""
-    missed = {slot for view in views for slot in (*view.newest, *view.bases)}
-    return [slot for slot in idle if slot.snapshot and slot not in missed]
 
 
 def _usable(slots: Slots, writer: int, *, of_others: bool) -> Iterator[Slot]:
@@ -224,34 +220,34 @@ def _rank(slot: Slot | None, nbytes: int) -> tuple[int, int]:
     """
     if slot is None or not slot.capacity:
         return 2, slot is None
-    if not slot.takes(nbytes):
+    if slot.capacity < nbytes:
         return 3, 0
     if slot.state is SlotState.HELD:
         return 1, 0
-    return (4 if _is_much_larger(slot, nbytes) else 0), slot.capacity
+    return (0 if _fits(slot, nbytes) else 4), slot.capacity
 
 
-def _is_much_larger(slot: Slot, nbytes: int) -> bool:
-    return slot.capacity > _MUCH_LARGER * nbytes + _SMALL_BYTES
+def _fits(slot: Slot, nbytes: int) -> bool:
+    """Whether a slot is large enough, and not much larger."""
+    return nbytes <= slot.capacity <= _MUCH_LARGER * nbytes + _SMALL_BYTES
 
 
 def _try(
     slots: Slots, request: SlotRequest, limits: Limits, candidate: Slot | None, idle: Sequence[Slot]
 ) -> SlotChoice | None:
-    """Room in a slot, or in a new one (``None``); by memory of free and idle ones where there is too little.
+    """Room in a slot, or in a new one (``None``); by memory of free and idle ones if there is too little.
 
-    What makes room for a run within a bound of its own is its own; other runs give up only what is short beyond that.
+    The slots of a run that exceeds its own bound make room for it; other runs give up only what is short beyond that.
     """
-    run, held = request.run, candidate.capacity if candidate is not None else 0
+    run, capacity = request.run, candidate.capacity if candidate is not None else 0
     most = limits.run_memory_bytes or sys.maxsize
     used = sum(slot.capacity for slot in slots.runs.get(run, ()) if slot is not candidate) if most < sys.maxsize else 0
-    takes = held >= request.nbytes and used + held <= most  # else its memory is made again
-    over = slots.nbytes - held + request.capacity - limits.memory_bytes if not takes else 0
-    over_run = used + (held if takes else request.capacity) - most
+    is_made = capacity < request.nbytes or used + capacity > most
+    over = slots.nbytes - capacity + request.capacity - limits.memory_bytes if is_made else 0
+    over_run = used + (request.capacity if is_made else capacity) - most
     if over_run > 0 and candidate is not None and candidate.run not in ("", run):
         return None
-    choice = SlotChoice(candidate, is_made=not takes)
-    choice.release += [candidate] if candidate is not None and held and not takes else []
+    release = [candidate] if candidate is not None and capacity and is_made else []
 
     def enough(nbytes: int, *, are_own: bool) -> int:
         """Let the first of the others go that have so much memory together, all if they have less; what they have."""
@@ -259,15 +255,14 @@ def _try(
         for other in itertools.chain((slot for of_size in slots.free.values() for slot in of_size), idle):
             if found >= nbytes:
                 break
-            is_left = other is not candidate and other not in choice.release and other.capacity and not other.readers
+            is_left = other is not candidate and other not in release and other.capacity and not other.readers
             if is_left and (other.run == run or not are_own):
-                choice.release.append(other)
-                choice.forget += [other] if other.state is SlotState.HELD else []
+                release.append(other)
                 found += other.capacity
         return found
 
     own = enough(over_run, are_own=True)  # first: less has to go of other runs then
     over_run, over = over_run - own, over - own
     over -= enough(over, are_own=False)
-    choice.is_spare = not (takes or choice.forget) and (candidate is None or candidate.state is SlotState.FREE)
-    return choice if over <= 0 and over_run <= 0 else None
+    forget = [slot for slot in dict.fromkeys([candidate, *release]) if slot and slot.state is SlotState.HELD]
+    return SlotChoice(candidate, is_made, forget, release) if over <= 0 and over_run <= 0 else None

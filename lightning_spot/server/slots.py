@@ -102,7 +102,7 @@ class Commit:
     """How what a slot holds was committed.
 
     Attributes:
-        sequence: order of commits.
+        sequence: counts the commits of this server.
         at_s: when (monotonic).
         destinations: URLs a user's file goes to instead of its run's tiers.
         floats: where in it numbers lie that may be approximated on their way to a server behind.
@@ -150,10 +150,6 @@ class Slot:
     readers: int = 0
     is_prefault: bool = False
 
-    def takes(self, nbytes: int) -> bool:
-        """Whether a snapshot of ``nbytes`` can be written to its memory."""
-        return self.capacity >= nbytes
-
     @property
     def capacity(self) -> int:
         """Bytes of memory the slot holds, or is about to hold."""
@@ -165,7 +161,7 @@ class Slot:
         return self.memory.generation if self.memory is not None else 0
 
     @property
-    def held(self) -> Manifest:
+    def content(self) -> Manifest:
         """The manifest of what it holds; it holds something."""
         assert self.manifest is not None
         return self.manifest
@@ -205,7 +201,7 @@ class Slot:
         return [url for url in urls if self.seen.get(url) not in (Mark.SAFE, Mark.REFUSED)]
 
     def view(self, nbytes: int | None = None) -> memoryview:
-        """The slot's bytes; by default those of its snapshot. The caller must have it leased or pinned."""
+        """The slot's bytes; by default those of its snapshot. The caller must have leased or pinned it."""
         wanted = nbytes if nbytes is not None else self.manifest.nbytes if self.manifest else 0
         return self.memory.view(wanted) if self.memory is not None else memoryview(b"")
 
@@ -270,9 +266,9 @@ class Slots(list[Slot]):
         entries = [(self.free, slot.capacity)]
         if slot.state is not SlotState.FREE:
             entries = [(self.runs, slot.run), (self.writers, (slot.run, slot.writer))]
-            if (held := slot.manifest) is not None:
-                entries += [(self.snapshots, (slot.run, held.snapshot)), (self.names, (slot.run, held.name))]
-                self.attempts[slot.run] = max(held.attempt, self.attempts.get(slot.run, 0))
+            if (content := slot.manifest) is not None:
+                entries += [(self.snapshots, (slot.run, content.snapshot)), (self.names, (slot.run, content.name))]
+                self.attempts[slot.run] = max(content.attempt, self.attempts.get(slot.run, 0))
         for index, key in entries:
             index.setdefault(key, {})[slot] = None
         if run not in self.runs:
@@ -282,8 +278,8 @@ class Slots(list[Slot]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """What can be read here as one: a snapshot or file in one slot, or a snapshot whose shards are in several.
+class Resident:
+    """A snapshot or file in memory that can be read as one: it is in one slot, or its shards are in several.
 
     Attributes:
         slots: that hold it; of several, in the order of their writers.
@@ -294,10 +290,10 @@ class Held:
     manifests: tuple[Manifest, ...]
 
     @classmethod
-    def of(cls, slots: Iterable[Slot]) -> Held:
+    def of(cls, slots: Iterable[Slot]) -> Resident:
         """What slots hold now."""
-        held = [(slot, slot.manifest) for slot in slots if slot.manifest is not None]
-        return cls(tuple(slot for slot, _ in held), tuple(manifest for _, manifest in held))
+        filled = [slot for slot in slots if slot.manifest is not None]
+        return cls(tuple(filled), tuple(slot.content for slot in filled))
 
     @property
     def is_here(self) -> bool:
@@ -350,8 +346,6 @@ ORPHANED_S = 3600.0
 """A shard whose snapshot is not complete after so long gives way to others: its trainer is gone."""
 
 _NOTHING = Known()
-MOST_ABORTED = 16
-"""Snapshots whose registers stay, although nothing newer is committed: their writers ask why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -363,8 +357,8 @@ class Group:
         state: what has become of it, as far as is known here.
         why: if it is aborted, the reason, for people.
         is_here: whether all of it is.
-        watermark: of the newest snapshot of its lineage that is known to be committed, it may be its own.
-        exact_watermark: of the newest exact one.
+        watermark: order of the newest snapshot of its lineage that is known to be committed, it may be its own; for an
+            exact snapshot that of the newest exact one, since no approximation supersedes it.
     """
 
     slots: tuple[Slot, ...]
@@ -372,12 +366,11 @@ class Group:
     why: str
     is_here: bool
     watermark: Order | None = None
-    exact_watermark: Order | None = None
 
     @property
     def manifest(self) -> Manifest:
         """That of the snapshot, or of the first of the shards that are here."""
-        return self.slots[0].held
+        return self.slots[0].content
 
     @property
     def reached(self) -> Reached | None:
@@ -403,29 +396,35 @@ class Group:
         is_known = self.state is Status.COMMITTED or (self.state is Status.PENDING and is_durable)
         return self.manifest.complete and is_known
 
+    # The rules by which slots are reused, each in one place; :class:`View` says which slots they give.
+
     @property
     def is_superseded(self) -> bool:
-        """Whether something newer of its lineage is committed."""
+        """Whether something newer of its lineage is committed, which a resume takes instead."""
         return self.watermark is not None and self.manifest.order < self.watermark
 
     @property
     def is_newest(self) -> bool:
-        """Whether a resume would miss it: nothing newer of its lineage is committed, or nothing newer that is exact."""
-        marks = (self.watermark, self.exact_watermark) if self.manifest.exact else (self.watermark,)
-        return self.state is not Status.ABORTED and any(mark is None or self.manifest.order >= mark for mark in marks)
+        """Whether a resume would miss it: nothing newer is committed, and it is, or may still become so."""
+        return self.state is not Status.ABORTED and not self.is_superseded
 
     def is_evictable(self, now_s: float) -> bool:
-        """Whether its slots may be reused, see :func:`~lightning_spot.snapshot.shards.is_evictable`."""
-        is_old = now_s - max(slot.commit.at_s for slot in self.slots) > ORPHANED_S
+        """Whether its slots may be reused, as far as it is up to the snapshot.
+
+        ============================================  ===================================================
+        superseded, or aborted                        yes
+        committed, the newest of its lineage          if each slot is safe at a tier, or what is newer is
+        … of which a tier will never have the rest    after :data:`ORPHANED_S`
+        … which is an approximation                   yes: it keeps no memory from exact ones
+        pending                                       after :data:`ORPHANED_S`
+        ============================================  ===================================================
+        """
+        is_orphan = now_s - max(slot.commit.at_s for slot in self.slots) > ORPHANED_S
         if self.state is Status.PENDING:
-            return is_old
-        if is_old and not self.is_here and all(slot.refused for slot in self.slots):
-            return True
-        if self.state is Status.COMMITTED and self.is_newest and not self.manifest.exact:
-            return True  # an approximation keeps no memory from other snapshots
-        is_durable = all(slot.is_safe for slot in self.slots)
-        mark = self.exact_watermark if self.manifest.exact else self.watermark
-        return is_evictable(self.manifest.order, self.state, mark, is_durable=is_durable)
+            return is_orphan
+        is_given_up = is_orphan and not self.is_here and all(slot.refused for slot in self.slots)
+        is_safe = is_given_up or not self.manifest.exact or all(slot.is_safe for slot in self.slots)
+        return is_evictable(self.manifest.order, self.state, self.watermark, is_durable=is_safe)
 
 
 def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
@@ -435,22 +434,21 @@ def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
         if slot.snapshot is not None:
             found.setdefault(slot.snapshot.snapshot, []).append(slot)
     marks, here = {lineage: list(orders) for lineage, orders in known.committed.items()}, set[str]()
-    for name, held in found.items():
-        first = held[0].held
-        if first.shard is None or status(shards_in(held), first.order) is Status.COMMITTED:
+    for name, shards in found.items():
+        first = shards[0].content
+        if first.shard is None or status(shards_in(shards), first.order) is Status.COMMITTED:
             here.add(name)
             marks.setdefault(first.lineage, []).append(first.order)
     groups = []
-    for name, held in found.items():
-        first = held[0].held
-        orders = marks.get(first.lineage, [])
-        newest = max(orders, default=None)
-        newest_exact = max((order for order in orders if order[2]), default=None)  # [2] is 0 of an approximation
-        state, why = Status.COMMITTED, ""
+    for name, shards in found.items():
+        first = shards[0].content
+        orders, state, why = marks.get(first.lineage, []), Status.COMMITTED, ""
         if name not in here:  # else no register that is elsewhere says anything new
-            state, why = status_of(known, name, first.lineage, first.order, shards_in(held), newest)
-        by_writer = tuple(sorted(held, key=lambda slot: slot.writer))
-        groups.append(Group(by_writer, state, why, name in here, newest, newest_exact))
+            newest = max(orders, default=None)
+            state, why = status_of(known, name, first.lineage, first.order, shards_in(shards), newest)
+        by_writer = tuple(sorted(shards, key=lambda slot: slot.writer))
+        mark = max((order for order in orders if order[2] or not first.exact), default=None)  # [2] is 0 if inexact
+        groups.append(Group(by_writer, state, why, name in here, mark))
     return groups
 
 
@@ -478,7 +476,7 @@ def status_of(
 
 def shards_in(slots: Iterable[Slot]) -> dict[int, ShardOf]:
     """What slots hold of a snapshot, by the number of the writer."""
-    return registers_of(slot.held for slot in slots)
+    return registers_of(slot.content for slot in slots)
 
 
 class View:
@@ -529,19 +527,18 @@ class View:
         lack_a_replica = {slot for slot, urls in self.owed.items() if slot.is_durable and _are_servers(urls)}
         return {*self.owed, *newest} - lack_a_replica
 
-    def reusable(self, now_s: float) -> list[Slot]:
-        """Slots that may be reused: nobody reads them, and they owe nothing.
+    def evictable(self, now_s: float) -> list[Slot]:
+        """Slots that may be reused when memory is needed: nobody reads them, they owe nothing, and the content may go.
 
-        The newest snapshot of a lineage, and a file, must be safe somewhere below besides, or its sender have said that
-        it is durable, or the file have been refused there, since a newer one is at its place. What may still become the
-        newest stays.
+        A snapshot may go by :meth:`Group.is_evictable`; a file once it is safe at a tier, or refused there, since a
+        newer one is at its place.
         """
         may_go = {slot for group in self.groups if group.is_evictable(now_s) for slot in group.slots}
         may_go |= {slot for slot in self.slots if slot.snapshot is None and (slot.is_safe or slot.refused)}
         return [slot for slot in self.slots if slot in may_go and not slot.readers and slot not in self.owed]
 
     def superfluous(self, keep: int, now_s: float) -> list[Slot]:
-        """Slots that are to be let go: what is superseded, beyond the newest snapshots, and all but a few aborted ones.
+        """Evictable slots that are freed though no memory is needed: what is superseded, beyond the newest snapshots.
 
         Args:
             keep: so many of these stay.
@@ -554,12 +551,9 @@ class View:
             for some in (committed, [group for group in committed if group.is_here])
             for manifest in worth_keeping(newest_first([group.manifest for group in some]))[: max(1, keep)]
         ]
-        aborted = [group for group in self.groups if group.state is Status.ABORTED]
-        aborted.sort(key=lambda group: group.manifest.order)
-        gone = [*aborted[:-MOST_ABORTED], *(group for group in self.groups if group.is_superseded)]
-        over = {slot for group in gone if group.manifest not in kept for slot in group.slots}
-        over -= self.newest | self.bases
-        return [slot for slot in self.reusable(now_s) if slot in over] if over else []
+        gone = [group for group in self.groups if group.is_superseded and group.manifest not in kept]
+        over = {slot for group in gone for slot in group.slots} - self.bases
+        return [slot for slot in self.evictable(now_s) if slot in over] if over else []
 
 
 def _are_servers(urls: Iterable[str]) -> bool:
@@ -567,12 +561,10 @@ def _are_servers(urls: Iterable[str]) -> bool:
 
 
 def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterator[tuple[Slot, list[str]]]:
-    """Yield for each slot of a run the URLs at which what it holds is to be, and is not.
+    """Yield for each slot of a run the URLs at which its content is to be, and is not.
 
-    A tier is owed the newest snapshot, those that ended the run, and users' files: what was superseded is not. Of
-    snapshots of which not all is here, storage is to have each that its writers want there, until it has a newer one:
-    all places must bring the same. Why a shard failed is owed everywhere, until something newer is committed; but what
-    a server behind this one brings to storage is not waited for: nobody tells of it.
+    A file is owed to all tiers, a snapshot see :func:`_wanted`. Why a shard failed is owed everywhere, until something
+    newer is committed; but not where a server behind this one brings it to storage: nobody tells of it.
     """
     for slot in slots:
         if slot.snapshot is None:
@@ -581,41 +573,47 @@ def owed(slots: Iterable[Slot], groups: Sequence[Group], tiers: Tiers) -> Iterat
     for group in groups:
         wanted = _wanted(group, groups, tiers)
         for slot in group.slots:
-            yield slot, slot.lacks((() if group.is_superseded else told) if slot.held.why_failed else wanted)
+            yield slot, slot.lacks((() if group.is_superseded else told) if slot.content.why_failed else wanted)
 
 
 def _wanted(group: Group, groups: Sequence[Group], tiers: Tiers) -> Sequence[str]:
-    """Where a snapshot is to be."""
+    """Where a snapshot is to be.
+
+    =================================================  =============================================================
+    the newest, or the end of the run                  at all tiers
+    superseded, and all of it is here                  at storage, if it is exact and no newer one here is meant for it
+    superseded, and committed over several places      at storage that this server writes, until that has a newer one:
+                                                       all places must bring the same
+    not meant for storage, not committed, or aborted   nowhere
+    =================================================  =============================================================
+    """
     manifest, is_committed = group.manifest, group.state is Status.COMMITTED
     if group.is_newest or (manifest.complete and is_committed):
         return tiers.all
     if not (group.persist and is_committed):
         return ()
     storage = [url for url in tiers.all if not names_server(url)]
-    others = [each for each in groups if each.manifest.lineage == manifest.lineage]
-    newer = [each for each in others if each.manifest.order > manifest.order]
+    of_lineage = (each for each in groups if each.manifest.lineage == manifest.lineage)
+    newer = [each for each in of_lineage if each.manifest.order > manifest.order]
     if group.is_here:
-        is_newest = not any(each.is_here and each.persist and each.manifest.exact for each in newer)
-        return storage if manifest.exact and is_newest else ()
+        is_last = not any(each.is_here and each.persist and each.manifest.exact for each in newer)
+        return storage if manifest.exact and is_last else ()
     # What a server brings there, it has all of, though the slots of other writers here may be reused by now.
-    mine = [url for url in storage if url not in tiers.carried]
+    mine = (url for url in storage if url not in tiers.carried)
     return [url for url in mine if not any(each.slots[0].seen.get(url) is Mark.SAFE for each in newer)]
 
 
-def reusable(views: Iterable[View], now_s: float) -> list[Slot]:
-    """Slots that may be reused, in the order in which they should be.
-
-    The newest of a run goes last; what a server behind holds goes late: only changes to it need to be sent.
-    """
+def evictable(views: Iterable[View], now_s: float) -> list[Slot]:
+    """Slots that may be reused, first what is missed least: see :attr:`View.newest` and :attr:`View.bases`."""
     found = [
         (slot in view.newest, slot in view.bases, slot.commit.sequence, slot)
         for view in views
-        for slot in view.reusable(now_s)
+        for slot in view.evictable(now_s)
     ]
     return [slot for *_, slot in sorted(found, key=lambda each: each[:3])]
 
 
-def file_order(manifest: Manifest | None) -> tuple[int, int, float]:
+def file_version(manifest: Manifest | None) -> tuple[int, int, float]:
     """What makes a file of a name newer than another; snapshots are committed once, by their one attempt."""
     if manifest is None or not manifest.is_file:
         return (0, 0, 0.0)

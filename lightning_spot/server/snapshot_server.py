@@ -22,7 +22,7 @@ from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import Figures, Opened, Run, RunInfo, check_name, check_prefix, file_name, refusal
 from lightning_spot.server.slots import Tiers
 from lightning_spot.server.tier import Tier, TierHealth, as_storage
-from lightning_spot.server.uploads import LOOK_S, Uploads
+from lightning_spot.server.uploads import Uploads
 from lightning_spot.server.worker import Reconciler
 from lightning_spot.snapshot.manifest import Manifest, snapshot_order
 from lightning_spot.snapshot.shards import Status
@@ -82,8 +82,8 @@ class SnapshotServer:
             client: who says it.
 
         Raises:
-            RunBusyError: if a live trainer on this host holds the run.
-            FencedError: if a later attempt holds the run, or another one of the same number.
+            RunBusyError: if a live trainer on this host writes the run.
+            FencedError: if a later attempt writes the run, or another one of the same number.
         """
         check_name(info.name)
         if self.draining and info.key not in self.registry.runs:
@@ -100,7 +100,7 @@ class SnapshotServer:
             self.uploads.fence(info.key, info.attempt)
             self.ring.raise_watermark(info.key, info.committed)
             if (order := snapshot_order(info.persisted)) is not None:
-                self.ring.settle(info.key, info.lineage, order)
+                self.ring.mark_persisted(info.key, info.lineage, order)
             self._route(run.info)
             self._note(run)
             if forgotten:
@@ -123,7 +123,7 @@ class SnapshotServer:
             except SnapshotNotFoundError:  # its attempt could not begin
                 self._not_needed = True
                 return
-            if session not in known.sessions and self.registry.held_by_another(known.info, session):
+            if session not in known.sessions and self.registry.has_other_writer(known.info, session):
                 return
             self.registry.leave(known, session)
             known.complete = complete
@@ -169,13 +169,12 @@ class SnapshotServer:
             wait_s: how long to wait.
             cancelled: asked while waiting: whether nobody wants to know any more.
         """
-        key, deadline_s = self.registry.key(run), time.monotonic() + wait_s
-        with self.ring.changed:
-            while True:
-                found, left_s = self.ring.status_of(key, name), deadline_s - time.monotonic()
-                if found[0] is not Status.PENDING or left_s <= 0 or cancelled() or self.uploads.closing:
-                    return found
-                self.ring.changed.wait(min(left_s, LOOK_S))
+        key, deadline_s, ring = self.registry.key(run), time.monotonic() + wait_s, self.ring
+        with ring.changed:
+            found = ring.status_of(key, name)
+            while found[0] is Status.PENDING and ring.wait(deadline_s, lambda: cancelled() or self.uploads.closing):
+                found = ring.status_of(key, name)
+            return found
 
     def end_session(self, session: str) -> list[RunInfo]:
         """The connection of a rank has closed (it ended or was killed): its half-filled slots are freed.
@@ -200,7 +199,7 @@ class SnapshotServer:
         self.reconciler.leave()
 
     @property
-    def settled(self) -> bool:
+    def drained(self) -> bool:
         """Whether no upload is under way and nothing waits for a tier, deletions neither."""
         return not len(self.uploads) and not self.reconciler.awaited()
 
@@ -220,8 +219,8 @@ class SnapshotServer:
         needed = not all(run.complete for run in runs) if runs else not self._not_needed
         with self.ring.changed:
             owed = [slot for view in self.ring.views() for slot in view.owed]
-            owes_an_end = any(slot.held.complete and not slot.is_durable for slot in owed)
-        return not (needed or self.registry.sessions or owes_an_end) and self.settled
+            owes_an_end = any(slot.content.complete and not slot.is_durable for slot in owed)
+        return not (needed or self.registry.sessions or owes_an_end) and self.drained
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -334,8 +333,8 @@ class SnapshotServer:
         key = info.key
         if info.carry and info.servers:
             if info.apart is not None and info.apart < info.hosts:  # each host's shards go to servers of their own
-                order = placed_apart(info.servers, info.id, info.hosts, info.replicas)[info.apart]
-                info = replace(info, servers=order)
+                mine = placed_apart(info.servers, info.id, info.hosts, info.replicas)[info.apart]
+                info = replace(info, servers=mine)
             known = self._servers(key)
             if known is None or not _same(known.info, info):
                 self.reconciler.set_servers(key, Servers(info))
@@ -347,12 +346,10 @@ class SnapshotServer:
 
     def opened(self, info: RunInfo) -> Opened:
         """What to answer who opens a run: whether it is brought to its storage from here."""
-        servers, refused = self._servers(info.key), self._refusal(info)
+        servers, why_not = self._servers(info.key), self._refusal(info)
         if servers is not None:
-            carries = servers.uploader is not None or not refused
-            return Opened(info.attempt, carries, "" if carries else servers.why_not)
-        why_not = refused
-        if not why_not and info.durable_url is not None and self.reconciler.failing(info.durable_url):
+            why_not = servers.why_not if why_not and servers.uploader is None else ""
+        elif not why_not and info.durable_url is not None and self.reconciler.failing(info.durable_url):
             why_not = f"its storage fails here: {self.reconciler.health[info.durable_url].error}"
         return Opened(info.attempt, not why_not, why_not)
 
@@ -470,7 +467,6 @@ class SnapshotServer:
         with self.ring.changed:
             for key in keys:
                 self.ring.touch(key)
-            self.ring.notify()  # also those who wait for a slot for it
 
     def _forget(self, key: str) -> None:
         """Others need the place of a run: keep nothing of it."""

@@ -64,7 +64,7 @@ class ServerTier(Protocol):
         """Let an attempt write the run there; once more by the same attempt does nothing, and tells how things are.
 
         Raises:
-            FencedError: if a later attempt holds the run.
+            FencedError: if a later attempt writes the run.
             TierError: if the server does not answer, or refuses.
         """
 

@@ -32,15 +32,12 @@ from lightning_spot.say import say
 from lightning_spot.server.registry import Registry
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import is_own_folder, key_of, writer_of
-from lightning_spot.server.slots import Held, Making, Slot
+from lightning_spot.server.slots import Making, Resident, Slot
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.store.fences import check_fence
 
 logger = logging.getLogger(__name__)
-
-LOOK_S = 0.25
-"""How often a thread that waits for a change at the ring looks by itself."""
 
 _OTHER_ENDS_S = 10.0
 UPLOAD_IDLE_S = 120.0
@@ -136,7 +133,7 @@ class Upload:
     writer: int = 0
     announced: Manifest | None = None
     received: Received = field(default_factory=Received)
-    base: Held | None = None
+    base: Resident | None = None
     state: UploadState = UploadState.OPEN
     streams: set[socket.socket] = field(default_factory=set)
     sealing: bool = False
@@ -238,7 +235,7 @@ class Uploads:
             cancelled: asked while waiting: whether nobody wants the slot any more.
 
         Raises:
-            FencedError: if ``attempt`` no longer holds the run.
+            FencedError: if ``attempt`` no longer writes the run.
             SnapshotFailedError: if it can never fit, or no slot became available in time.
             SnapshotNotFoundError: if this server does not know the run.
             TierError: if the host has no memory for it.
@@ -292,10 +289,8 @@ class Uploads:
                 )
             with ring.changed:
                 while seen == ring.changes:
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0 or gone():
+                    if not ring.wait(deadline_s, gone):
                         raise SnapshotFailedError(ring.why_full(key), reason=FailureReason.RING_FULL)
-                    ring.changed.wait(min(left_s, LOOK_S))
 
     def _begin(self, upload: Upload, gone: Callable[[], bool]) -> Upload:
         """Note an upload whose slot was leased, unless it is wanted no more.
@@ -434,7 +429,7 @@ class Uploads:
             manifest: of the shard; its ``shard.failed`` says why.
 
         Raises:
-            FencedError: if ``attempt`` no longer holds the run.
+            FencedError: if ``attempt`` no longer writes the run.
             SettingsError: if it is no such manifest, or of another run or attempt.
             SnapshotNotFoundError: if this server does not know the run.
         """

@@ -41,7 +41,7 @@ from lightning_spot.server.reconcile import (
 )
 from lightning_spot.server.ring import Ring
 from lightning_spot.server.runs import RunInfo, key_of
-from lightning_spot.server.slots import ORPHANED_S, Held, Mark
+from lightning_spot.server.slots import ORPHANED_S, Mark, Resident
 from lightning_spot.server.tier import ServerTier, Tier
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.shards import assemble
@@ -59,7 +59,7 @@ IDLE_S = 5.0
 """A thread with nothing to do ends after so long."""
 
 _JOIN_S = 30.0
-_AGAIN_S = 1.0  # how often who waits tries again to have a thread for a tier
+_AGAIN_S = 1.0  # pause of a worker in which something unexpected failed
 
 
 class PutOff(SpotError):
@@ -187,10 +187,7 @@ class Reconciler(Observations):
             self._waited_for[run] += 1
             try:
                 self.hurry(run)
-                while (awaited := self.awaited(run)) and (left_s := deadline_s - time.monotonic()) > 0:
-                    if cancelled():
-                        break
-                    self._ring.changed.wait(min(left_s, _AGAIN_S))
+                while (awaited := self.awaited(run)) and self._ring.wait(deadline_s, cancelled):
                     self._plan_stale()  # also a tier for which there was no thread
                 return [f"{url}: {self.destination(url).error or 'not done in time'}" for url in sorted(awaited)]
             finally:
@@ -213,7 +210,7 @@ class Reconciler(Observations):
     def refused(self, run: str) -> list[Manifest]:
         """Files of a run that a tier has refused for good, and that were not saved again since."""
         with self._ring.changed:
-            refused = [slot.held for slot in self._ring.contents(run) if slot.refused]
+            refused = [slot.content for slot in self._ring.contents(run) if slot.refused]
             found = {item.name: item for item in [*refused, *self._refused.get(run, {}).values()] if item.is_file}
             return list(found.values())
 
@@ -349,7 +346,7 @@ class Reconciler(Observations):
                 elif now_s >= idle_until_s:
                     break
                 until_s = min(due_s, default=idle_until_s)
-                wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # infinite while a lease has no end
+                wake.wait(min(until_s - now_s, threading.TIMEOUT_MAX))  # infinite while a trainer lives
             del self._workers[lane]
             if not asks and self.destination(url).is_blank and url not in self._ring.destinations():
                 del self._destinations[url]
@@ -459,7 +456,7 @@ class Reconciler(Observations):
         with self._ring.changed:
             now_s = time.monotonic()
             since_s = self.destination(action.url).waits_for(action, error.there, now_s)
-            waited_s = now_s - max(since_s, self.desired(action.run).expires_s)
+            waited_s = now_s - max(since_s, self.desired(action.run).presumed_gone_s)
         is_over = waited_s >= ORPHANED_S
         if waited_s >= SURPASSED_S and isinstance(store, Store) and not is_over:
             try:
@@ -475,7 +472,7 @@ class Reconciler(Observations):
         say(logging.WARNING, "upload-abandoned", text, about=action.url, error=error)
         with self._ring.changed:
             self.destination(action.url).done(action)
-            self._ring.mark(Held.of(action.slots), action.url, Mark.REFUSED)
+            self._ring.mark(Resident.of(action.slots), action.url, Mark.REFUSED)
 
     def _fenced(self, action: Action, attempt: int, error: FencedError) -> str:
         """A tier refuses an attempt; why it did, unless the later one has just become this server's own."""
@@ -488,7 +485,7 @@ class Reconciler(Observations):
             if action.kind.is_upload:
                 health = destination.health
                 health.refused, health.refused_run, health.refused_attempt = str(error), action.run, attempt
-                self._ring.mark(Held.of(action.slots), action.url, Mark.REFUSED)
+                self._ring.mark(Resident.of(action.slots), action.url, Mark.REFUSED)
                 if action.about.is_file:
                     self._refused.setdefault(action.run, {})[action.about.name] = action.about
         return str(error)
@@ -525,7 +522,7 @@ class Reconciler(Observations):
         if action.about.is_file or isinstance(store, ServerTier) or (info is not None and info.session):
             return False
         with self._ring.changed:
-            is_expired = time.monotonic() >= self.desired(action.run).expires_s
+            is_expired = time.monotonic() >= self.desired(action.run).presumed_gone_s
         if not is_expired:
             say_refused(action.run, action.about.attempt, fence)
             raise PutOff(f"{fence}, and its trainer may live")
@@ -533,28 +530,28 @@ class Reconciler(Observations):
 
     def _bring_now(self, store: Tier, action: Action, attempt: int) -> Manifest | None:
         with self._ring.changed:
-            held = Held.of(action.slots)
-        if len(held.slots) < len(action.slots) or held.manifests[0].snapshot != action.about.snapshot:
+            resident = Resident.of(action.slots)
+        if len(resident.slots) < len(action.slots) or resident.manifests[0].snapshot != action.about.snapshot:
             return None  # some of it has just left memory
         fresh_s = time.monotonic() - CHECKED_S
         try:
             if isinstance(store, ServerTier):  # it checks every part that it receives
-                return self._to_server(store, action, held, attempt)
-            if all(slot.commit.checked_s > fresh_s for slot in held.slots) or self._is_intact(action, held):
-                return self._to_storage(store, action, held, attempt)
+                return self._to_server(store, action, resident, attempt)
+            if all(slot.commit.checked_s > fresh_s for slot in resident.slots) or self._is_intact(action, resident):
+                return self._to_storage(store, action, resident, attempt)
             return None
         except CorruptSnapshotError:
-            if not self._is_intact(action, held):
+            if not self._is_intact(action, resident):
                 return None
             raise
 
-    def _to_server(self, store: ServerTier, action: Action, held: Held, attempt: int) -> Manifest:
+    def _to_server(self, store: ServerTier, action: Action, resident: Resident, attempt: int) -> Manifest:
         """Bring what slots hold to a snapshot server, one after the other; shards exactly."""
         with self._ring.changed:
             is_exact = self.desired(action.run).must_be_exact(action.about)
         is_exact = is_exact or action.about.shard is not None
         nbytes, brought = 0, action.about
-        for slot, manifest in held.each():
+        for slot, manifest in resident.each():
             if manifest.why_failed:
                 store.fail(manifest)
                 brought = manifest
@@ -563,10 +560,10 @@ class Reconciler(Observations):
                 brought = store.send(manifest, image, attempt=attempt, earlier=self._ring.glance, floats=floats)
                 nbytes += brought.nbytes
             mark = Mark.INEXACT if manifest.exact and not brought.exact else Mark.SAFE
-            self._ring.mark(Held((slot,), (manifest,)), action.url, mark)
+            self._ring.mark(Resident((slot,), (manifest,)), action.url, mark)
         return replace(brought, nbytes=nbytes)
 
-    def _to_storage(self, store: Store, action: Action, held: Held, attempt: int) -> Manifest | None:
+    def _to_storage(self, store: Store, action: Action, resident: Resident, attempt: int) -> Manifest | None:
         """Bring what slots hold to storage: as one if that is all of a snapshot; ``None`` if it is aborted.
 
         Raises:
@@ -575,32 +572,30 @@ class Reconciler(Observations):
         """
         whole: Manifest | None
         if action.kind is Kind.PUT:
-            whole = action.about if action.about.shard is None else assemble(held.manifests)
-            store.put(whole, held.image(), attempt=attempt)
+            whole = action.about if action.about.shard is None else assemble(resident.manifests)
+            store.put(whole, resident.image(), attempt=attempt)
         else:
-            views = [slot.view(manifest.nbytes) for slot, manifest in held.each()]
-            found = commit.put_shards(store, list(zip(held.manifests, views, strict=True)), attempt=attempt)
+            views = [slot.view(manifest.nbytes) for slot, manifest in resident.each()]
+            found = commit.put_shards(store, list(zip(resident.manifests, views, strict=True)), attempt=attempt)
             self._ring.see(action.run, action.name, found.registers)
             whole = found.manifest
             if found.why_aborted:
-                self._ring.mark(held, action.url, Mark.REFUSED)
+                self._ring.mark(resident, action.url, Mark.REFUSED)
                 return None
             if whole is None:
                 raise PutOff(f"{action.name} is at {store.url} as far as this server has it", len(found.sizes))
         with self._ring.changed:  # older ones are to go there, if nobody else sees to that
             if not whole.is_file and action.url not in self._ring.tiers(action.run).carried:
                 self.destination(action.url).newest[action.run] = whole
-        self._ring.mark(held, action.url, Mark.SAFE)
+        self._ring.mark(resident, action.url, Mark.SAFE)
         if whole.is_file:
             self._sweep_files(store)
-        elif action.about.shard is not None:
-            self._ring.mark_committed(action.run, whole.lineage, whole.order)
         return whole
 
-    def _is_intact(self, action: Action, held: Held) -> bool:
+    def _is_intact(self, action: Action, resident: Resident) -> bool:
         """Whether slots still hold what was committed; what is not is dropped, never carried further."""
         is_intact = True
-        for slot, manifest in held.each():
+        for slot, manifest in resident.each():
             try:
                 manifest.verify(slot.view(manifest.nbytes), "memory")
             except CorruptSnapshotError as error:

@@ -27,7 +27,7 @@ from lightning_spot.run.reading import Exported
 from lightning_spot.run.sources import HOST, MemorySource
 from lightning_spot.server.host import InProcessHost, Lease
 from lightning_spot.server.reconcile import Servers
-from lightning_spot.server.slots import Held, Mark
+from lightning_spot.server.slots import Mark, Resident
 from lightning_spot.snapshot.files import MODEL_FILE, FileSpan
 from lightning_spot.snapshot.manifest import Manifest, ShardOf, shard_name, snapshot_name
 from lightning_spot.snapshot.shards import Status
@@ -199,7 +199,7 @@ def test_an_end_that_was_aborted_is_not_listed_as_complete(ranks: Ranks, known_b
         ring.see(RUN_ID, failed.snapshot, {1: failed.shard})
     for slot in ring.contents(RUN_ID):
         assert slot.manifest is not None
-        ring.mark(Held.of([slot]), "spot://first/run", Mark.SAFE)
+        ring.mark(Resident.of([slot]), "spot://first/run", Mark.SAFE)
     assert [run["state"] for run in ranks.server.listed()] == ["training"]
 
 
@@ -214,9 +214,11 @@ def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -
     elif known_by == "other places":
         ring.mark_committed(RUN_ID, manifest.lineage, manifest.order)
     elif known_by == "storage":  # as the next server on this host reads it in the record
-        ring.mark(Held((slot,), (manifest,)), "/tier", Mark.SAFE)
+        with ring.changed:
+            slot.seen["/tier"] = Mark.SAFE
+            ring.touch(RUN_ID)
     else:
-        ring.settle(RUN_ID, manifest.lineage, manifest.order)
+        ring.mark_persisted(RUN_ID, manifest.lineage, manifest.order)
     assert [run["state"] for run in ranks.server.listed()] == ["complete"]
 
 

@@ -122,7 +122,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 @pytest.fixture
 def left_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reconcile, registry, runs):
-        monkeypatch.setattr(module, "LEASE_S", 0.5)
+        monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", 0.5)
 
 
 # -- at snapshot servers ----------------------------------------------------------------------------------------------

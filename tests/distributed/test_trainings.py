@@ -239,9 +239,9 @@ def test_a_training_is_killed_while_a_server_shuts_down(
     training.add_servers(2)
     killed = training.run(kill=[who, 6], code=None)
     newest, leaving = max(training.at_servers()), list(training.servers.values())[1]
-    monkeypatch.setattr(reconcile, "LEASE_S", 1.0)
+    monkeypatch.setattr(reconcile, "HEARTBEAT_TIMEOUT_S", 1.0)
     leaving.drain()
-    until(lambda: leaving.settled, "it to owe nothing")
+    until(lambda: leaving.drained, "it to owe nothing")
     leaving.ring.close(keep_unsafe=False)
     until(lambda: killed.snapshots[0].step == newest, "it in storage")
     training.servers.clear()

@@ -278,7 +278,7 @@ def test_what_leaves_memory_while_it_is_listed(path: str, look: int, monkeypatch
     def contents(*arguments: Any) -> list[Slot]:
         found = listed(*arguments)
         if threading.current_thread() not in leaving:
-            leaving.append(threading.Thread(target=server.remove, args=(run, found[0].held.name) if found else ()))
+            leaving.append(threading.Thread(target=server.remove, args=(run, found[0].content.name) if found else ()))
             if len(leaving) == look + 1:
                 leaving[-1].start()
                 leaving[-1].join(0.5)  # it is quicker, or waits its turn

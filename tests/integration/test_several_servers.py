@@ -32,7 +32,7 @@ from lightning_spot.say import listen
 from lightning_spot.server import reconcile, worker
 from lightning_spot.server.placement import placed
 from lightning_spot.server.runs import RunInfo, check_prefix, refusal
-from lightning_spot.server.slots import Commit, Mark, Slot, SlotState, View, reusable
+from lightning_spot.server.slots import Commit, Mark, Slot, SlotState, View, evictable
 from lightning_spot.server.snapshot_server import SnapshotServer
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep
@@ -339,7 +339,7 @@ def test_what_each_server_has_is_kept_to_send_it_changes_only() -> None:
         slot.manifest, slot.seen = manifest_of(slot.index), dict.fromkeys([*at, "/durable"], Mark.SAFE)
     view = View(slots)
     assert view.bases == {slots[1], slots[3]}
-    assert [slot.index for slot in reusable([view], 0.0)] == [0, 2, 1, 3, 4]  # the newest, and what servers have, last
+    assert [slot.index for slot in evictable([view], 0.0)] == [0, 2, 1, 3, 4]  # the newest, and what servers have, last
 
 
 @pytest.mark.parametrize("lost", [FIRST, SECOND])

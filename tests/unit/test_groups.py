@@ -15,14 +15,14 @@ from lightning_spot.server.slot_choice import Limits, SlotRequest, find_room
 from lightning_spot.server.slots import (
     ORPHANED_S,
     Commit,
-    Held,
     Known,
     Mark,
+    Resident,
     Slot,
     SlotState,
     Tiers,
     View,
-    reusable,
+    evictable,
 )
 from lightning_spot.server.slots import Slots as AllSlots
 from lightning_spot.snapshot.manifest import Manifest, Order, shard_name, snapshot_name
@@ -81,7 +81,7 @@ class Slots:
         return _steps(self.view().newest)
 
     def idle(self) -> list[int]:
-        return [slot.manifest.step for slot in reusable([self.view()], self.now_s) if slot.manifest is not None]
+        return [slot.manifest.step for slot in evictable([self.view()], self.now_s) if slot.manifest is not None]
 
     def owed(self, tiers: Tiers) -> dict[int, list[str]]:
         owed = self.view(tiers).owed
@@ -292,14 +292,14 @@ def test_one_more_shard_has_not_all_of_a_run_looked_at(ring: Ring) -> None:
     assert looked_at == [True, False, False, False, True]
 
 
-@pytest.mark.parametrize("what", ["safe", "settled", "committed", "failed"])
+@pytest.mark.parametrize("what", ["safe", "persisted", "committed", "failed"])
 def test_a_shard_is_looked_at_if_the_others_are_done_with(ring: Ring, what: str) -> None:
     manifest = sealed_shard(1, 0, 5)
     put(ring, manifest)
     if what == "safe":
-        ring.mark(Held.of(ring.contents(RUN_ID)), STORAGE, Mark.SAFE)
-    elif what == "settled":
-        ring.settle(RUN_ID, manifest.lineage, manifest.order)
+        ring.mark(Resident.of(ring.contents(RUN_ID)), STORAGE, Mark.SAFE)
+    elif what == "persisted":
+        ring.mark_persisted(RUN_ID, manifest.lineage, manifest.order)
     elif what == "committed":
         ring.mark_committed(RUN_ID, manifest.lineage, manifest.order)
     ring.stale.clear()
@@ -412,7 +412,7 @@ def test_a_host_of_several_lets_its_part_of_the_last_snapshot_go(make_bench: Mak
     until(lambda: (folder / "shard-00000.json").exists(), "the shard to be there")
     bench.server.end_session("rank 0")
     bench.server.close_run(RUN, "rank 0", complete=True)
-    until(lambda: bench.server.settled, "nobody to wait for it")
+    until(lambda: bench.server.drained, "nobody to wait for it")
     assert not bench.server.finished
     commit.put_shards(
         LocalStore(bench.tier().url), [(second, memoryview(shard_image(second)))], attempt=1

@@ -31,7 +31,7 @@ from lightning_spot.http.page import LINK_S, SESSION_S, Page
 from lightning_spot.http.routes import Service
 from lightning_spot.protocol.wire import Address
 from lightning_spot.say import Messages
-from lightning_spot.server.slots import Held, Mark
+from lightning_spot.server.slots import Mark, Resident
 from lightning_spot.store.local import LocalStore
 from tests.support.server import MIB, RUN_ID, Bench, manifest_of, named_run, served
 from tests.support.shards import shard_manifest
@@ -263,10 +263,10 @@ def test_a_snapshot_is_persisted_once_all_of_it_is(bench: Bench, browser: Browse
     browser.enter()
     assert shown() == ("incomplete", [1, 2])
     (slot,) = bench.server.ring.contents(RUN_ID)
-    bench.server.ring.mark(Held.of([slot]), str(bench.root / f"tier-{RUN_ID}"), Mark.SAFE)
+    bench.server.ring.mark(Resident.of([slot]), str(bench.root / f"tier-{RUN_ID}"), Mark.SAFE)
     bench.server.ring.mark_committed(RUN_ID, one.lineage, one.order)
     until(lambda: shown() == ("replicated", [1, 2]), "the page to show it")
-    bench.server.ring.settle(RUN_ID, one.lineage, one.order)
+    bench.server.ring.mark_persisted(RUN_ID, one.lineage, one.order)
     until(lambda: shown() == ("persisted", [1, 2]), "the page to show it")
 
 

@@ -22,7 +22,7 @@ from lightning_spot.server.reconcile import (
     Servers,
     actions,
     awaited,
-    expires_s,
+    presumed_gone_s,
 )
 from lightning_spot.server.runs import Opened, RunInfo
 from lightning_spot.server.slots import Commit, Known, Mark, Slot, SlotState, Tiers, View
@@ -263,7 +263,8 @@ class Situation:
         info = replace(info, replicas=int(fields.get("replicas", 1)), min_upload_interval_s=every)
         self.servers = Servers(info) if servers else None
         asked_s = float(fields.get("asked", self.now_s))
-        self.desired = Desired(info=info, expires_s=expires_s(info, asked_s, None), urgent="urgent" in words)
+        gone_s = presumed_gone_s(info, asked_s, None)
+        self.desired = Desired(info=info, presumed_gone_s=gone_s, urgent="urgent" in words)
         self.desired = replace(self.desired, is_stuck=lambda _writer: "stuck" in words)
 
     def server(self, words: list[str], fields: dict[str, str]) -> None:

@@ -219,8 +219,8 @@ class World:
 
     def desired(self, place: Place) -> Desired:
         is_abandoned = place.info.left or (bool(place.info.servers) and not place.info.session)
-        expires_s = reconcile.expires_s(place.info, place.asked_s, None)
-        return Desired(info=place.info, expires_s=expires_s, urgent=place.urgent, is_abandoned=is_abandoned)
+        gone_s = reconcile.presumed_gone_s(place.info, place.asked_s, None)
+        return Desired(info=place.info, presumed_gone_s=gone_s, urgent=place.urgent, is_abandoned=is_abandoned)
 
     def actions(self, place: Place) -> list[Action]:
         return reconcile.actions(self.desired(place), self.observed(place), self.now_s)
@@ -328,7 +328,7 @@ class World:
     def evict(self) -> None:
         """A place needs memory."""
         place = self.chance.choice(self.all)
-        if idle := place.view().reusable(self.now_s):
+        if idle := place.view().evictable(self.now_s):
             place.slots.remove(idle[0])
 
     def pass_time(self) -> None:
@@ -424,7 +424,7 @@ class World:
                     place.mark(slot, manifest, STORAGE, Mark.REFUSED)
             else:
                 since_s = to.waits_for(action, len(registers), self.now_s)
-                waited_s = self.now_s - max(since_s, self.desired(place).expires_s)
+                waited_s = self.now_s - max(since_s, self.desired(place).presumed_gone_s)
                 newer = any(order_of(each) > action.about.order for each in storage.committed)
                 if waited_s >= reconcile.SURPASSED_S and newer:
                     to.done(action)
@@ -454,7 +454,7 @@ class World:
         listed = {slot.manifest.name for slot in server.slots}
 
         def note() -> None:
-            for slot in reconcile.expected(self.observed(place), mine, STORAGE, durable_too=not mine.used):
+            for slot in reconcile.expected(self.observed(place), mine, durable_too=not mine.used):
                 if slot.manifest.name not in listed:
                     del slot.seen[action.url]
             servers.answered(mine, Opened(1, upload), self.now_s)
@@ -649,8 +649,8 @@ def without(kind: Kind, real: Any = reconcile.actions) -> Any:
         (reconcile, "actions", without(Kind.LOOK)),
         (Servers, "is_nobody", property(lambda _: False)),
         (Servers, "committed", all_writers_whatever_they_say),
-        (View, "reusable", anything_may_go),
-        (View, "reusable", what_is_owed_may_go),
+        (View, "evictable", anything_may_go),
+        (View, "evictable", what_is_owed_may_go),
     ],
     ids=[
         "what a server lost is not sent again",

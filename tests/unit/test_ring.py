@@ -38,9 +38,10 @@ from lightning_spot.server import area as area_module
 from lightning_spot.server import reconcile, registry, worker
 from lightning_spot.server.area import SlotArea
 from lightning_spot.server.host import InProcessHost
+from lightning_spot.server.ring import MOST_ABORTED
 from lightning_spot.server.runs import RunInfo
 from lightning_spot.server.slot_choice import MOST_OF_A_WRITER
-from lightning_spot.server.slots import MOST_ABORTED, Held, Slot, View
+from lightning_spot.server.slots import Resident, Slot, View
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
 from lightning_spot.snapshot.shards import Status
 from lightning_spot.store.local import LocalStore
@@ -145,7 +146,7 @@ def test_making_memory_holds_nobody_up(bench: Bench, monkeypatch: pytest.MonkeyP
     assert bench.committed() == [1]
     assert bench.flush() == []
     slot = bench.server.ring.find(RUN_ID, sealed.name)
-    with bench.server.ring.reading(Held((slot,), (sealed,))):
+    with bench.server.ring.reading(Resident((slot,), (sealed,))):
         bench.server.status()
     assert time.monotonic() - began < 60
     assert leasing.is_alive()
@@ -268,14 +269,14 @@ def refused_of_a_live_trainer(bench: Bench) -> None:
 
 def test_leftovers_are_uploaded_after_another_trainer_has_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It claimed the run, was killed before it opened it here, and had no snapshot: this one was let go, and lost."""
-    monkeypatch.setattr(reconcile, "LEASE_S", 600.0)
+    monkeypatch.setattr(reconcile, "HEARTBEAT_TIMEOUT_S", 600.0)
     bench.open()
     LocalStore(bench.tier().url).claim(claim_of(7))
     bench.save(5)
     until(lambda: bench.tier().tries, "it to be tried")
     assert bench.server.flush(RUN, 0.2) != []
     assert bench.tier().survey().manifests == []
-    monkeypatch.setattr(reconcile, "LEASE_S", 0.1)
+    monkeypatch.setattr(reconcile, "HEARTBEAT_TIMEOUT_S", 0.1)
     assert bench.flush() == []
     assert [manifest.step for manifest in bench.tier().survey().manifests] == [5]
 
@@ -294,14 +295,14 @@ def test_the_next_server_uploads_a_refused_snapshot_if_both_die(
     killed = make_bench(area=runtime_dir / "area")
     refused_of_a_live_trainer(killed)
     killed.die()
-    monkeypatch.setattr(reconcile, "LEASE_S", 0.1)
+    monkeypatch.setattr(reconcile, "HEARTBEAT_TIMEOUT_S", 0.1)
     heir = make_bench(area=runtime_dir / "area")
     assert [slot.manifest and slot.manifest.step for slot in heir.server.ring.contents(RUN_ID)] == [5]
     until(lambda: heir.tier().survey().manifests, "it to be brought")
 
 
 def test_an_attempt_that_claims_during_an_upload_changes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconcile, "LEASE_S", 0.1)
+    monkeypatch.setattr(reconcile, "HEARTBEAT_TIMEOUT_S", 0.1)
     bench.open()
     store, claims = LocalStore(bench.tier().url), [9, 8]
     survey = bench.tier().survey
@@ -439,7 +440,7 @@ def test_readers_are_safe_from_reuse(make_bench: MakeBench) -> None:
     bench.open()
     first = bench.save(1)
     slot = bench.server.ring.find(RUN_ID, first.name)
-    with bench.server.ring.reading(Held((slot,), (first,))) as image:
+    with bench.server.ring.reading(Resident((slot,), (first,))) as image:
         before = bytes(image)
         for step in range(2, 7):
             bench.save(step, wait_s=60)

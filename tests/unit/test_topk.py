@@ -22,7 +22,7 @@ from lightning_spot.errors import CorruptSnapshotError, ServerUnreachableError, 
 from lightning_spot.server import reconcile
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.server.runs import Opened, RunInfo
-from lightning_spot.server.slots import Commit, Slot, SlotState, View, reusable
+from lightning_spot.server.slots import Commit, Slot, SlotState, View, evictable
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name, snapshot_order
 from lightning_spot.snapshot.ranges import Floats, read_floats
 from lightning_spot.store.local import LocalStore
@@ -254,7 +254,7 @@ def test_memory_keeps_the_newest_exact_snapshot_whatever_follows() -> None:
 
     slots = [slot(0, 1, True), slot(1, 2, True), slot(2, 3, False), slot(3, 4, False)]
     assert View(slots).newest == {slots[1], slots[3]}
-    assert reusable([View(slots)], 0.0) == [slots[0], slots[2], slots[3]]
+    assert evictable([View(slots)], 0.0) == [slots[0], slots[2], slots[3]]
     exact = slot(4, 4, True)
     assert View([*slots, exact]).newest == {exact}
 
