@@ -6,6 +6,7 @@ import functools
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -378,6 +379,16 @@ def test_a_larger_slot_made_ahead_costs_other_runs_no_snapshot() -> None:
     assert found.slot is slots[0]
     assert found.forget[1:]
     assert not found.is_spare
+
+
+def test_a_slot_made_ahead_may_replace_several_superseded() -> None:
+    slots = Slots([stored_slot(index, "run@1", index + 1, 100) for index in range(4)])
+    limits = Limits(slots=4, memory_bytes=500, run_memory_bytes=None)
+    request = SlotRequest("run@1", 300, 300, reuse=True)
+    found = find_room(slots, request, limits, views=lambda: [View(slots)])
+    assert (found.forget, found.release, found.is_spare) == (slots[:2], slots[:2], True)
+    found = find_room(slots, replace(request, nbytes=400, capacity=500), limits, views=lambda: [View(slots)])
+    assert (found.forget, found.is_spare) == (slots[:], False)  # the newest, too
 
 
 def test_a_writer_gets_the_free_slot_that_it_filled_last() -> None:
