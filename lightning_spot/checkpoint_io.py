@@ -421,7 +421,7 @@ def write_now(checkpoint: dict[str, Any], manifest: Manifest, store: Store) -> N
     """
     store_streamed(lay_out_in_any_case(checkpoint), manifest, store)
     try:
-        store.sweep_files()
+        store.sweep_files(manifest)
     except SpotError as error:
         text = "files that killed writers left at {about} stay until the next save: {error}"
         say(logging.WARNING, "leftovers-stay", text, about=store.url, error=error)

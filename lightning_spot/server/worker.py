@@ -589,7 +589,7 @@ class Reconciler(Observations):
                 self.destination(action.url).newest[action.run] = whole
         self._ring.mark(resident, action.url, Mark.SAFE)
         if whole.is_file:
-            self._sweep_files(store)
+            self._sweep_files(store, whole)
         return whole
 
     def _is_intact(self, action: Action, resident: Resident) -> bool:
@@ -609,10 +609,10 @@ class Reconciler(Observations):
                         self._ring.drop(action.run, manifest.name)
         return is_intact
 
-    def _sweep_files(self, store: Store) -> None:
+    def _sweep_files(self, store: Store, current: Manifest) -> None:
         """Remove what killed writers left beside a user's files."""
         try:
-            store.sweep_files()
+            store.sweep_files(current)
         except SpotError as error:
             text = "files that killed writers left at {about} could not be removed. It is retried: {error}"
             say(logging.WARNING, "leftovers-stay", text, about=store.url, error=error)

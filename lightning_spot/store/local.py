@@ -8,7 +8,6 @@ import functools
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -164,14 +163,22 @@ class LocalStore(Store):
             with contextlib.suppress(FileNotFoundError):  # another server deletes it, too
                 posix.sync_directory(parent)
 
-    def _is_settled(self, name: str, files: Sequence[str]) -> bool:
+    def _is_settled(self, name: str, files: Sequence[str], current: Manifest) -> bool:
         folder = self.root / name
-        return all(map(_is_old, (folder, *(folder / file for file in files))))
+        return all(self._is_old(each, current) for each in (folder, *(folder / file for file in files)))
 
-    def _sweep_temporaries(self, current: Manifest | None = None) -> None:
-        run_id, attempt = (current.run_id, current.attempt) if current is not None else ("", 0)
+    def _is_old(self, path: Path, current: Manifest) -> bool:
+        """Whether a file was not written to for so long that it has no writer any more."""
+        try:
+            now_s = os.lstat(self.root / current.manifest_path).st_mtime
+            return now_s - os.lstat(path).st_mtime >= store.SETTLED_S
+        except FileNotFoundError:
+            return False  # its writer is done
+
+    def _sweep_temporaries(self, current: Manifest) -> None:
+        run_id, attempt = (current.run_id, current.attempt) if not current.is_file else ("", 0)
         names = ["", OWN_DIR]
-        if current is not None:
+        if not current.is_file:
             names += [ATTEMPTS_DIR, *(name for name in self._names("") if snapshot_order(name) is not None)]
 
         def sweep(name: str) -> None:
@@ -179,7 +186,7 @@ class LocalStore(Store):
                 return
             with contextlib.suppress(FileNotFoundError), self._held(self.root / name) as folder:
                 for file in posix.list_directory(folder):
-                    if posix.is_left(file, functools.partial(_is_old, folder / file), run_id, attempt):
+                    if posix.is_left(file, functools.partial(self._is_old, folder / file, current), run_id, attempt):
                         posix.remove(folder / file)
 
         with contextlib.ExitStack() as each:  # one place that fails keeps nothing else from being swept
@@ -200,11 +207,3 @@ class LocalStore(Store):
     def _held(self, folder: Path) -> contextlib.AbstractContextManager[Path]:
         """A folder that is no link, as a path that leads nowhere else meanwhile."""
         return contextlib.nullcontext(folder) if self._beneath is None or folder == self.root else opened(folder)
-
-
-def _is_old(path: Path) -> bool:
-    """Whether a file was not written to for so long that it has no writer any more."""
-    try:
-        return time.time() - os.lstat(path).st_mtime >= store.SETTLED_S
-    except FileNotFoundError:
-        return False  # its writer is done

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -189,13 +188,13 @@ class ObjectStore(Store):
     def _settle(self, *belows: str) -> None:
         """What was acknowledged is durable."""
 
-    def _sweep_temporaries(self, current: Manifest | None = None) -> None:
+    def _sweep_temporaries(self, current: Manifest) -> None:
         """Nothing is written aside."""
 
-    def _is_settled(self, name: str, files: Sequence[str]) -> bool:
+    def _is_settled(self, name: str, files: Sequence[str], current: Manifest) -> bool:
+        paths = [self._path(below) for below in (current.manifest_path, *(f"{name}/{file}" for file in files))]
         try:
-            paths = [self._path(f"{name}/{file}") for file in files]
-            newest_s = max((self._fs.modified(path).timestamp() for path in paths), default=0.0)
+            now_s, *written_s = [self._fs.modified(path).timestamp() for path in paths]
         except (FileNotFoundError, NotImplementedError, AttributeError, KeyError):
             return False
-        return time.time() - float(newest_s) >= store.SETTLED_S
+        return all(now_s - each_s >= store.SETTLED_S for each_s in written_s)

@@ -286,12 +286,15 @@ class Store(ABC):
         """Make the names of files durable that another process has written, or removed."""
 
     @abstractmethod
-    def _is_settled(self, name: str, files: Sequence[str]) -> bool:
-        """Whether these files of a folder, and it, were not written to for :data:`SETTLED_S`."""
+    def _is_settled(self, name: str, files: Sequence[str], current: Manifest) -> bool:
+        """Whether these files of a folder, and it, were last written to :data:`SETTLED_S` before a manifest was.
+
+        The tier's clock has stamped both: that of this host may be hours off.
+        """
 
     @abstractmethod
-    def _sweep_temporaries(self, current: Manifest | None = None) -> None:
-        """Remove what killed writers left beside its place: of a run, or of users' files if there is no snapshot."""
+    def _sweep_temporaries(self, current: Manifest) -> None:
+        """Remove what killed writers left beside its place: of the run of a snapshot, or of a file of users'."""
 
     # -- what is there --------------------------------------------------------------------------------------------
 
@@ -724,14 +727,17 @@ class Store(ABC):
             return (noted.lineage, noted.checksums) == (manifest.lineage, manifest.checksums)
         return noted.attempt <= manifest.attempt or (noted.run_id, noted.run) != (manifest.run_id, manifest.run)
 
-    def sweep_files(self) -> None:
+    def sweep_files(self, current: Manifest) -> None:
         """Remove what killed writers of files left behind, in a folder in which other processes may save, too.
 
         That is: temporaries. At once if the writer was a process of this machine that has ended, else once they have
         not been touched for :data:`SETTLED_S`.
+
+        Args:
+            current: of a file that was just written there.
         """
         with self._errors():
-            self._sweep_temporaries()
+            self._sweep_temporaries(current)
 
     def sweep(self, current: Manifest, seen: Holdings | None = None) -> None:
         """Remove what killed writers left behind, after ``current`` was committed here; nothing that is not our own.
@@ -761,7 +767,7 @@ class Store(ABC):
         order = snapshot_order(name)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             files = self._names(name)
-            is_left = (order is not None and order[0] < current.attempt) or self._is_settled(name, files)
+            is_left = (order is not None and order[0] < current.attempt) or self._is_settled(name, files, current)
             if not all(map(is_own_file, files)) or not is_left:
                 return
             if self._size(f"{name}/{MANIFEST_FILE}") is None:  # a listing may be older than the manifest

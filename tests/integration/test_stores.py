@@ -10,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -485,20 +486,33 @@ def test_only_leftovers_of_killed_file_writers_are_swept(
     store: Store, dead_writer: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder where other processes save, too, an attempt says nothing of who lives."""
-    put(store, 1, name="mine.ckpt", file="")
+    mine = put(store, 1, name="mine.ckpt", file="")
     dead = [f"{folder}{dead_writer()}" for folder in ("", ".lightning_spot/")]
     lives = [f"{folder}{posix.temporary_name(1, 'aaaaaaaaaaaa')}" for folder in ("", ".lightning_spot/")]
     elsewhere = f".lightning-spot-tmp-0007-aaaaaaaaaaaa-{'f' * 32}"  # of another machine
     others = ["mine.ckpt", "notes.txt", ".lightning_spot/mine.ckpt.manifest.json", ".lightning_spot/notes.txt"]
     for below in [*dead, *lives, elsewhere, "notes.txt", ".lightning_spot/notes.txt"]:
         _write(store, below, b"half")
-    store.sweep_files()
+    store.sweep_files(mine)
     assert _there(store) == sorted([*lives, elsewhere, *others])
     monkeypatch.setattr("lightning_spot.store.store.SETTLED_S", 0.0)
-    store.sweep_files()
+    store.sweep_files(put(store, 2, name="mine.ckpt", file=""))
     assert _there(store) == sorted(others)
     store.delete(replace(snapshot(1)[0], name="mine.ckpt", file=""))
     assert _there(store) == [".lightning_spot/notes.txt", "notes.txt"]
+
+
+@pytest.mark.parametrize("store", ["local", "kept"], indirect=True)
+def test_a_clock_that_is_ahead_sweeps_nothing_that_lives(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that another host of the run was writing seemed old to one whose clock was two hours ahead."""
+    written = [f"{snapshot_name(4, 1)}/model.ckpt", f".lightning-spot-tmp-0001-aaaaaaaaaaaa-{'f' * 32}"]
+    for below in written:
+        _write(store, below, b"half")
+    real_s = time.time
+    monkeypatch.setattr(time, "time", lambda: real_s() + 7200)
+    store.sweep_files(put(store, 1, name="mine.ckpt", file=""))
+    store.sweep(put(store, 5))
+    assert set(written) <= {*_there(store)}
 
 
 @pytest.mark.parametrize("store", ["local"], indirect=True)
