@@ -227,7 +227,7 @@ class Coordinator(OfTrainer):
                 hosts.check_storage(ranks, self._location.url, info)
             if not hosts.is_one_place:
                 info = hosts.told(info, apart=self._is_sharded)
-                ranks.together(lambda: self._host is None or self._host.open_run(info))
+                ranks.together(lambda: self._host is None or self._at_ring(lambda host: host.open_run(info)))
         ranks.together(lambda: self._take_part(info, lineage, is_claimed=is_claimed))
 
     def _claim(self) -> tuple[RunInfo, bool, str]:

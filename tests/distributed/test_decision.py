@@ -18,7 +18,7 @@ from lightning_spot import EverySteps
 from lightning_spot.capture import layouts
 from lightning_spot.capture import writer as writer_module
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import SettingsError, SnapshotFailedError
+from lightning_spot.errors import ServerUnreachableError, SettingsError, SnapshotFailedError
 from lightning_spot.run.location import Location
 from lightning_spot.server.host import InProcessHost
 from lightning_spot.session import coordinator as fit_coordinator
@@ -205,6 +205,31 @@ def test_a_rank_that_cannot_join_is_an_error_of_all(tmp_path: Path, monkeypatch:
     assert (len(heard), gone) == (1, [False])
     monkeypatch.undo()
     host.leave(complete=True)
+
+
+def test_a_server_lost_between_its_two_tellings_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opened the run; the one that took its place was to be told of the other hosts, and no attempt began."""
+    made, _ = coordinator(tmp_path, TWO, SERVERS)
+    lost, new = (InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store) for _ in range(2))
+    left, told = [lost, new], list[int]()
+    made.attempt, made._is_first = None, False
+    made._resume = OneRank(trial=lambda: None)  # type: ignore[assignment]
+
+    def meet(*_: Any) -> Topology:
+        monkeypatch.setattr(lost, "open_run", Mock(side_effect=ServerUnreachableError("it has gone")))
+        return Topology(TWO)
+
+    info = named_run("run", str(tmp_path / "run"))
+    ranks = SimpleNamespace(
+        size=4, together=lambda do: do(), on_rank_zero=lambda _: None, tell=lambda _: (info, False, "1")
+    )
+    monkeypatch.setattr(fit_coordinator, "Agreement", lambda _: ranks)
+    monkeypatch.setattr(Location, "open_host", lambda *_: left.pop(0))
+    monkeypatch.setattr(Topology, "meet", meet)
+    monkeypatch.setattr(new, "open_run", lambda info: told.append(info.hosts))
+    made.begin()
+    made.attempt.finish(0.0, complete=False)
+    assert (told, left) == ([2], [])
 
 
 def test_snapshots_that_never_count_were_not_taken(tmp_path: Path) -> None:
