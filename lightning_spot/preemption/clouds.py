@@ -80,12 +80,23 @@ def ask(
     return Answer(response.status, text, found)
 
 
-def seconds_until(text: str) -> float:
+def seconds_until(text: str, answer: Answer) -> float:
     """Seconds from now until a time such as ``2026-01-01T12:00:00Z`` or ``Mon, 19 Sep 2026 18:29:47 GMT``; at least 0.
+
+    Args:
+        text: the time.
+        answer: that names it, and when it was given: the clock of this machine may be hours off after its start.
 
     Raises:
         NoticeUnavailableError: if it is no time.
     """
+    now = datetime.datetime.now(datetime.UTC)
+    with contextlib.suppress(NoticeUnavailableError):
+        now = _time_in(answer.headers.get("date", ""))
+    return max(0.0, (_time_in(text) - now).total_seconds())
+
+
+def _time_in(text: str) -> datetime.datetime:
     try:
         when = datetime.datetime.fromisoformat(text)
     except ValueError:
@@ -93,9 +104,7 @@ def seconds_until(text: str) -> float:
             when = parsedate_to_datetime(text)
         except (TypeError, ValueError) as error:
             raise NoticeUnavailableError(f"{text!r} is no time") from error
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=datetime.UTC)
-    return max(0.0, (when - datetime.datetime.now(datetime.UTC)).total_seconds())
+    return when if when.tzinfo is not None else when.replace(tzinfo=datetime.UTC)
 
 
 class CloudSource(NoticeSource):
@@ -162,7 +171,7 @@ class AwsSource(CloudSource):
             action, at = facts.get("action"), facts.get("time")
             if not isinstance(action, str) or not isinstance(at, str):
                 raise NoticeUnavailableError(f"aws: this is no instance action: {answer.text[:80]!r}")
-            return self._stop(f"EC2 spot interruption: {action} at {at}", seconds_until(at))
+            return self._stop(f"EC2 spot interruption: {action} at {at}", seconds_until(at, answer))
         answer = self._get_with_token("/latest/meta-data/events/recommendations/rebalance")
         if answer.status == 200 and "noticeTime" in self._json(answer):
             text = "EC2 recommends to rebalance: this instance is more likely than before to be interrupted"
@@ -253,7 +262,7 @@ class AzureSource(CloudSource):
             if kind not in ("Preempt", "Terminate", "Reboot", "Redeploy") or self._vm not in event.get("Resources", ()):
                 continue
             if at:
-                return self._stop(f"Azure scheduled event: {kind} of {self._vm} at {at}", seconds_until(at))
+                return self._stop(f"Azure scheduled event: {kind} of {self._vm} at {at}", seconds_until(at, answer))
             has_started = event.get("EventStatus") == "Started"  # then there is no time in it any more
             return self._stop(
                 f"Azure scheduled event: {kind} of {self._vm}", 0.0 if has_started else self.grace_period_s
@@ -274,7 +283,7 @@ class AlibabaSource(CloudSource):
         at = self._get("/latest/meta-data/instance/spot/termination-time", besides=(404,))
         if at.status == 404 or not at.text:
             return None
-        return self._stop(f"Alibaba Cloud releases this instance at {at.text[:40]}", seconds_until(at.text))
+        return self._stop(f"Alibaba Cloud releases this instance at {at.text[:40]}", seconds_until(at.text, at))
 
 
 CLOUDS: dict[str, type[CloudSource]] = {kind.name: kind for kind in (AwsSource, GcpSource, AzureSource, AlibabaSource)}

@@ -23,6 +23,7 @@ class MetadataServer(Answering):
     Attributes:
         hang: whether it takes connections and never answers.
         slow_first_s: what its first answer takes (Azure switches its events on).
+        ahead_s: so much its clock is ahead of this machine's.
         garbage: whether it answers with a web page.
         stop_s: seconds until the end, counted anew at each question (some emulators slide); ``None``: no notice.
         rebalance: whether AWS recommends to rebalance.
@@ -34,7 +35,7 @@ class MetadataServer(Answering):
 
     def __init__(self) -> None:
         self.hang = self.garbage = self.rebalance = self.maintenance = False
-        self.slow_first_s = 0.0
+        self.slow_first_s = self.ahead_s = 0.0
         self.stop_s: float | None = None
         self.vm = self.concerned = "vm-1"
         self.tokens = 0
@@ -59,7 +60,8 @@ class MetadataServer(Answering):
         status, text, headers = self._cloud(request)
         if self.garbage:
             status, text, headers = 200, "<html>log in to the hotel's network</html>", {}
-        request.send_response(status)
+        request.send_response_only(status)
+        request.send_header("Date", request.date_time_string(time.time() + self.ahead_s))
         for name, value in {**headers, "Content-Length": str(len(text))}.items():
             request.send_header(name, value)
         request.end_headers()
@@ -84,7 +86,7 @@ class MetadataServer(Answering):
             self.tokens += 1  # what was given out is not good any more
             return 401, "", {}
         if path.endswith("/spot/instance-action") and self.stop_s is not None:
-            return 200, json.dumps({"action": "terminate", "time": in_seconds(self.stop_s)}), {}
+            return 200, json.dumps({"action": "terminate", "time": in_seconds(self.stop_s + self.ahead_s)}), {}
         if path.endswith("/rebalance") and self.rebalance:
             return 200, json.dumps({"noticeTime": in_seconds(0)}), {}
         return 404, "<h1>404 - Not Found</h1>", {}
@@ -116,11 +118,11 @@ class MetadataServer(Answering):
             "NotBefore": "",
         }
         if self.stop_s is not None:
-            when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.stop_s)
+            when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.stop_s + self.ahead_s)
             event["NotBefore"] = when.strftime("%a, %d %b %Y %H:%M:%S GMT")
         return 200, json.dumps({"DocumentIncarnation": 1, "Events": [event] if self.stop_s is not None else []}), {}
 
     def _alibaba(self, path: str) -> tuple[int, str, dict[str, str]]:
         if path.endswith("/spot/termination-time") and self.stop_s is not None:
-            return 200, in_seconds(self.stop_s), {}
+            return 200, in_seconds(self.stop_s + self.ahead_s), {}
         return 404, "", {}

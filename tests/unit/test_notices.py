@@ -88,6 +88,15 @@ def test_nothing_then_a_notice(subject: Subject) -> None:
     subject.source.close()
 
 
+@pytest.mark.parametrize("cloud", ["aws", "azure", "alibaba"])
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+def test_a_deadline_is_by_the_clock_that_named_it(server: MetadataServer, cloud: str, ahead_s: float) -> None:
+    """That of a VM may be an hour off after its start: the deadline was past, or an hour away."""
+    source, server.ahead_s = CLOUDS[cloud](server.url), ahead_s
+    server.announce(60.0)
+    assert until(source.poll, "a notice").grace_period_s == pytest.approx(60.0, abs=10.0)
+
+
 def test_the_first_notice_is_latched(subject: Subject) -> None:
     watcher = Watcher([subject.source])
     subject.announce(60.0)
