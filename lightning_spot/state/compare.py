@@ -74,7 +74,7 @@ def differences(left: Any, right: Any) -> list[str]:
     return [str(found) for found in compare(*states) if not found.of_the_run]
 
 
-def compare(left: Any, right: Any, path: str = "", within: tuple[int, ...] = ()) -> Iterator[Difference]:
+def compare(left: Any, right: Any, path: str = "", seen: dict[Any, Any] | None = None) -> Iterator[Difference]:
     """Every entry in which two nested states differ, in the order of ``left``.
 
     Tensors must agree in dtype, shape and every bit (NaN equals NaN of the same bits). Strings that are paths are
@@ -86,24 +86,29 @@ def compare(left: Any, right: Any, path: str = "", within: tuple[int, ...] = ())
         left: one state.
         right: the other.
         path: of both, within what is compared.
-        within: the placeholders around them.
+        seen: what was compared already: the same two objects again, such as around these, are passed over.
     """
+    seen = seen if seen is not None else {}
     if any(part in path for part in IGNORED):
         return
     if _are_alike(left, right) and left.dtype.hasobject:  # its bytes are addresses
         left, right = left.tolist(), right.tolist()
+    if isinstance(left, (Placeholder, dict, list, tuple)):
+        both = (id(left), id(right), "Timer" in path, _is_of_a_clock(path))
+        if both in seen:
+            return
+        seen[both] = (left, right)  # kept: the number of what is gone is another one's
     if isinstance(left, Placeholder) and isinstance(right, Placeholder):
         if kind_of(left) != kind_of(right):
             yield Difference(path, f"{kind_of(left)} and {kind_of(right)}")
-        if id(left) not in within:  # it may hold itself
-            yield from compare(_content(left), _content(right), path, (*within, id(left)))
+        yield from compare(_content(left), _content(right), path, seen)
     elif isinstance(left, dict) and isinstance(right, dict):
-        yield from _compare_dicts(left, right, path, within)
+        yield from _compare_dicts(left, right, path, seen)
     elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         if len(left) != len(right):
             yield Difference(path, f"{len(left)} items and {len(right)}")
         for index, pair in enumerate(zip(left, right, strict=False)):
-            yield from compare(*pair, f"{path}[{index}]", within)
+            yield from compare(*pair, f"{path}[{index}]", seen)
     elif (text := _difference(left, right)) is not None:
         yield Difference(path, text, _is_of_the_run(path, left, right))
 
@@ -125,14 +130,14 @@ def _difference(left: Any, right: Any) -> str | None:
 
 
 def _compare_dicts(
-    left: dict[Any, Any], right: dict[Any, Any], path: str, within: tuple[int, ...]
+    left: dict[Any, Any], right: dict[Any, Any], path: str, seen: dict[Any, Any]
 ) -> Iterator[Difference]:
     left, right = ({_name(key): value for key, value in side.items()} for side in (left, right))
     for key in [*left, *(key for key in right if key not in left)]:
         name = key if isinstance(key, str) else shown(key)
         where = f"{path}.{name}" if path else name
         if key in left and key in right:
-            yield from compare(left[key], right[key], where, within)
+            yield from compare(left[key], right[key], where, seen)
         elif not any(part in where for part in IGNORED):
             yield Difference(where, f"only in the {'first' if key in left else 'second'}")
 
@@ -155,9 +160,12 @@ def _is_of_the_run(path: str, left: Any, right: Any) -> bool:
     if isinstance(left, str) and isinstance(right, str):
         return without_moments(left) == without_moments(right) or (_is_folder(left) and _is_folder(right))
     if all(isinstance(side, (float, timedelta)) for side in (left, right)):
-        words = {word.lower() for word in _WORD.findall(path.rpartition(".")[2])}
-        return bool(words & _CLOCKS) or all(_is_recent(side) for side in (left, right))
+        return _is_of_a_clock(path) or all(_is_recent(side) for side in (left, right))
     return False
+
+
+def _is_of_a_clock(path: str) -> bool:
+    return not _CLOCKS.isdisjoint(word.lower() for word in _WORD.findall(path.rpartition(".")[2]))
 
 
 def _is_folder(text: str) -> bool:

@@ -206,6 +206,23 @@ def test_arrays_of_objects_are_compared_by_what_they_hold() -> None:
     assert differences({"names": left}, {"names": left[:1]}) == ["names: arrays of object (2,) and object (1,) differ"]
 
 
+def test_what_holds_itself_or_shares_its_parts_is_compared_once() -> None:
+    """A few lists, each with the next one twice in it, had a million million entries to compare."""
+
+    def nested(value: float) -> list[Any]:
+        found: list[Any] = [value]
+        for _ in range(40):
+            found = [found, found]
+        found.append(found)
+        return found
+
+    assert list(compare(nested(1.0), nested(1.0))) == []
+    assert [each.text for each in compare(nested(1.0), nested(2.0))] == ["1.0 and 2.0"]
+    ours, theirs = (2 * [[value]] for value in (1.0, 2.0))  # a time of the run is no reason to pass the same over
+    left, right = ({"seconds": each[0], "rate": each[1]} for each in (ours, theirs))
+    assert differences(left, right) == ["rate[0]: 1.0 and 2.0"]
+
+
 @pytest.mark.parametrize("value", [torch.arange(5000.0), np.zeros((2, 3)), [torch.rand(9)] * 9, "a\n" * 500, object()])
 def test_what_is_told_of_a_value_is_one_short_line(value: Any) -> None:
     """Also of one that is a key: whole tensors were printed."""
