@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +22,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.checkpoint_io import _joined, _split
-from lightning_spot.client.server_client import ServerClient
 from lightning_spot.config import read_environment
 from lightning_spot.errors import TierError
 from lightning_spot.protocol.record import find_record
-from lightning_spot.protocol.wire import Address
 from lightning_spot.run import attempts
 from lightning_spot.run.attempts import folder_info
 from lightning_spot.snapshot.manifest import OWN_DIR, Manifest
@@ -181,15 +178,6 @@ def test_the_best_one_stays_until_the_one_after_it_is_there(
     assert not old.exists()
 
 
-def test_many_saves_wait_for_clean_slots(tmp_path: Path) -> None:
-    plugin = SpotCheckpointIO(slots=2)
-    for step in range(12):
-        plugin.save_checkpoint({"global_step": step, "w": torch.full((10**5,), step)}, tmp_path / f"{step}.ckpt")
-    plugin.teardown()
-    assert len(files(tmp_path)) == 12
-    assert all(torch.load(tmp_path / f"{n}.ckpt", weights_only=True)["global_step"] == n for n in range(12))
-
-
 def test_a_failed_flush_shows_at_the_next_save_and_at_the_end(tmp_path: Path) -> None:
     plugin = SpotCheckpointIO(upload_timeout_s=1.0)
     folder = tmp_path / "mine"
@@ -219,23 +207,6 @@ def test_what_fits_no_memory_is_saved_past_it(tmp_path: Path, local_server: bool
     plugin.teardown()
     assert step_in(path) == 2
     check_archive(path)
-
-
-def test_a_dead_trainer_never_puts_an_older_file_over_a_newer(
-    tmp_path: Path, runtime_dir: Path, warm_python: str
-) -> None:
-    """Its server went on trying, and replaced what the next trainer had saved meanwhile."""
-    path = tmp_path / "mine" / "last.ckpt"
-    in_the_way(path)  # the server of the one that dies has to try again
-    saved_by_one_that_is_killed(warm_python, path)
-    time.sleep(1.1)  # attempts are told apart by seconds
-    plugin = SpotCheckpointIO(local_server=False)
-    shutil.rmtree(path)
-    plugin.save_checkpoint({"global_step": 9}, path)
-    plugin.teardown()
-    (http,) = runtime_dir.glob("*.http")  # the dead one's server, which now tries again
-    ServerClient(Address(socket_path=str(http))).call("POST", "/v1/flush", {"wait_s": 10.0})
-    assert step_in(path) == 9
 
 
 @pytest.mark.parametrize("local_server", [True, False])
@@ -328,20 +299,6 @@ def test_a_save_past_memory_fails_with_what_is_before_it(tmp_path: Path) -> None
         plugin.teardown()
 
 
-def test_outside_of_training_a_saved_file_is_there(tmp_path: Path) -> None:
-    plugin = SpotCheckpointIO()
-    run = trainer(enable_checkpointing=False, plugins=[plugin], max_epochs=1)
-    own = tmp_path / "own"
-    run.strategy.connect(Net())
-    run.save_checkpoint(own / "before.ckpt")
-    assert files(own) == ["before.ckpt"]
-    run.fit(Net(), data())
-    run.save_checkpoint(own / "after.ckpt")
-    assert step_in(own / "after.ckpt") == run.global_step
-    assert sorted(path.name for path in own.iterdir()) == [OWN_DIR, "after.ckpt", "before.ckpt"]
-    assert not plugin._writers
-
-
 class Saving(pl.Callback):
     """Saves after every batch, and notes whether the plugin has taken that for training. Ends with an exception."""
 
@@ -406,52 +363,3 @@ def test_a_server_killed_between_two_saves(tmp_path: Path) -> None:
     assert plugin.load_checkpoint(tmp_path / "b.ckpt")["global_step"] == 2
     plugin.teardown()
     assert files(tmp_path) == ["a.ckpt", "b.ckpt"]
-
-
-def test_files_go_while_others_are_always_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``save_top_k=1`` at a storage that is never idle, no file went, until the disk was full."""
-    put, saved, last, counts = LocalStore.put, -1, 5, []
-
-    def after_the_next(self: LocalStore, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        number = int(manifest.name.removesuffix(".ckpt"))
-        until(lambda: saved > number or number == last, "the file after it to be saved")
-        put(self, manifest, image, attempt=attempt)
-        counts.append(len(files(tmp_path)))
-
-    monkeypatch.setattr(LocalStore, "put", after_the_next)
-    plugin = SpotCheckpointIO(local_server=False, slots=4)
-    for number in range(last + 1):
-        plugin.save_checkpoint({"global_step": number, "w": torch.ones(1000)}, tmp_path / f"{number}.ckpt")
-        if number:
-            plugin.remove_checkpoint(tmp_path / f"{number - 1}.ckpt")
-        saved = number
-    plugin.teardown()
-    assert files(tmp_path) == ["5.ckpt"]
-    assert max(counts) <= 2
-
-
-def test_the_old_best_stays_while_one_after_it_comes_and_goes(
-    tmp_path: Path, gate: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It went as soon as the next best was removed, which had not been written yet; the one after that neither."""
-    put, there = LocalStore.put, list[list[str]]()
-
-    def seen(self: LocalStore, manifest: Manifest, image: memoryview, *, attempt: int) -> None:
-        if manifest.name == "third.ckpt":
-            there.append(files(tmp_path))
-        put(self, manifest, image, attempt=attempt)
-
-    monkeypatch.setattr(LocalStore, "put", seen)
-    begun, go = gate
-    plugin = SpotCheckpointIO(local_server=False, slots=6)
-    plugin.save_checkpoint({"global_step": 1}, tmp_path / "first.ckpt")
-    until((tmp_path / "first.ckpt").exists, "the first one to be written")
-    plugin.save_checkpoint({"global_step": 2}, tmp_path / "held.ckpt")
-    assert begun.wait(120)
-    for before, name in (("first.ckpt", "second.ckpt"), ("second.ckpt", "third.ckpt")):
-        plugin.save_checkpoint({"global_step": 3}, tmp_path / name)
-        plugin.remove_checkpoint(tmp_path / before)
-    go.set()
-    plugin.teardown()
-    assert there == [["first.ckpt", "held.ckpt"]]
-    assert files(tmp_path) == ["held.ckpt", "third.ckpt"]

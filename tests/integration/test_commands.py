@@ -75,18 +75,6 @@ def test_status_of_a_run_on_this_host_and_at_a_server(
     assert shown[0].split()[:3] == ["RUN", "ATTEMPT", "STATE"]
 
 
-def test_a_run_that_has_ended_is_complete(tmp_path: Path, start_server: Callable[..., RunningServer], cli: Cli) -> None:
-    server = start_server("--storage", str(tmp_path / "stored"))
-    spot = SpotCheckpoint(str(tmp_path / "run-1"), servers=server.url, interval=EverySteps(5))
-    trainer(spot, max_epochs=1).fit(Net(), data())
-    (row,) = [
-        row
-        for row in json.loads(cli("status", "--server", server.url, "-o", "json"))["runs"]
-        if row["server"] == server.url
-    ]
-    assert row["state"] == "complete"
-
-
 def newest(bench: Bench) -> dict[str, int]:
     """Step of the newest snapshot in each state, as the server says of its run."""
     (run,) = bench.server.status()["runs"].values()

@@ -13,13 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
-from lightning_spot import EverySteps, SpotCheckpoint
 from lightning_spot.errors import CorruptSnapshotError, FencedError, SpotError, TierError
 from lightning_spot.goodput.ledger import AttemptRecord, account_after
 from lightning_spot.goodput.records import newest_record
+from lightning_spot.run.location import Location
+from lightning_spot.run.survey import survey
 from lightning_spot.snapshot.files import FileSpan
 from lightning_spot.snapshot.manifest import MANIFEST_FILE, snapshot_name
 from lightning_spot.snapshot.parts import verify_file
@@ -32,7 +32,6 @@ from tests.integration.test_stores import fetched, put, snapshot
 from tests.support import faulty
 from tests.support.faulty import Plan, faulty_calls
 from tests.support.oracle import claim_of
-from tests.support.trainer import Net, data, trainer
 
 pytestmark = pytest.mark.guarantee("G14")
 
@@ -248,36 +247,17 @@ def test_of_several_files_that_do_not_fit_none_stays(store: LocalStore, call: st
 # -- an attempt after many --------------------------------------------------------------------------------------------
 
 
-class Begun(pl.Callback):
-    """How often the tier was read until training began."""
-
-    calls = 0
-
-    def on_train_start(self, *_: Any) -> None:
-        self.calls = faulty.plan.calls
-
-
 def test_the_thousandth_attempt_starts_like_the_second(tmp_path: Path) -> None:
     """The record of each attempt was read, one after another: 500 at 50 ms were 25 s before training began."""
     calls = {}
     for attempts in (1, 1000):
-        root = tmp_path / f"after-{attempts}"
-        earlier(root, attempts)
-        begun = Begun()
-        faulty.use(Plan(only=("ls", "info", "modified", "cat_file")))  # not what is noted beside training
-        try:
-            spot = SpotCheckpoint(f"faulty-objects:/{root}", local_server=False, interval=EverySteps(1000))
-            trainer(spot, begun, max_steps=1).fit(Net(), data())
-        finally:
-            faulty.use(Plan())
-        calls[attempts] = begun.calls
-        assert spot.attempt == attempts + 1
+        earlier(root := tmp_path / f"after-{attempts}", attempts)
+        read = faulty.use(Plan())
+        assert survey(Location.of(f"faulty-objects:/{root}", local_server=False)).claim.attempt == attempts
+        newest = newest_record(f"faulty-objects:/{root}", before=attempts + 1)
+        calls[attempts] = read.calls
     assert calls[1000] <= calls[1] + 2, calls
-    newest = newest_record(f"faulty-objects:/{root}")
-    account = newest.earlier
-    assert account.count == 1000
-    assert account.spent(None).total_s == pytest.approx(9999.0)
-    assert len(list((root / "attempts").iterdir())) < 2000, "old ones are forgotten"
+    assert account_after(newest).count == 1000
 
 
 def earlier(root: Path, attempts: int) -> None:

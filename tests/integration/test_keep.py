@@ -62,12 +62,18 @@ def test_metrics_of_a_device_are_read_once_for_each_value() -> None:
     assert reads == ["read"]
 
 
-@pytest.mark.parametrize("given", ["{newest: 3, newer_than: 2d}", "3", "{best: 2, monitor: val_loss, mode: max}"])
-def test_in_yaml(tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("keep: {newest: 3, newer_than: 2d}", {"keep": Keep(newest=3, newer_than=172800.0)}),
+        ("keep: 3", {"keep": Keep(newest=3)}),
+        ("keep: {best: 2, monitor: val_loss, mode: max}", {"keep": Keep(best=2, monitor="val_loss", mode="max")}),
+        ("servers: [spot://a:1, spot://b:2]\n  replicas: 2", {"servers": "spot://a:1, spot://b:2", "replicas": 2}),
+    ],
+)
+def test_in_yaml(tmp_path: Path, given: str, expected: dict[str, Any]) -> None:
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(SpotCheckpoint, "spot")
-    (tmp_path / "c.yaml").write_text(f"spot:\n  dirpath: {tmp_path / 'run-1'}\n  keep: {given}\n")
+    (tmp_path / "c.yaml").write_text(f"spot:\n  dirpath: {tmp_path / 'run-1'}\n  {given}\n")
     read = parser.instantiate_classes(parser.parse_path(str(tmp_path / "c.yaml")))["spot"]
-    known = {"3": Keep(newest=3), "{newest: 3, newer_than: 2d}": Keep(newest=3, newer_than=172800.0)}
-    expected = known.get(given, Keep(best=2, monitor="val_loss", mode="max"))
-    assert read.snapshots.in_common()["keep"] == expected
+    assert expected.items() <= read.snapshots.in_common().items()

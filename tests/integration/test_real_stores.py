@@ -18,7 +18,7 @@ from lightning_spot.errors import FencedError, SpotError, TierError
 from lightning_spot.store.fsspec_client import open_filesystem
 from lightning_spot.store.retention import Keep, retain
 from lightning_spot.store.store import Store
-from tests.integration.test_stores import fetched, put, sharded
+from tests.integration.test_stores import fetched, put
 from tests.support.folders import end_servers
 from tests.support.oracle import HOME, claim_of, lines
 from tests.support.proxy import Proxy
@@ -27,7 +27,6 @@ from tests.support.waiting import kept_port, until
 
 pytestmark = [pytest.mark.stores, pytest.mark.timeout(1200)]
 
-NAMES = ["run with blanks", "a+b", "100%", "100%25", "#1", "[x]", "über"]
 LARGE = 300 * 2**20
 PATIENT_S = 300.0
 """What is waited for at most, on a machine that does much else."""
@@ -162,34 +161,6 @@ def _files(files: fsspec.AbstractFileSystem, root: str) -> list[str]:
     """What there is below a run, but claims."""
     found = [str(path).removeprefix(f"{root}/") for path in files.find(root)]
     return sorted(path for path in found if not path.startswith("attempts/"))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_retention_and_names(server: Server, name: str) -> None:
-    url = f"{server.bucket('names')}/runs/{name}/run 1"
-    store = open_store(url)
-    store.claim(claim_of(1))
-    for step in range(1, 5):
-        manifest = put(store, step)
-        assert retain(store, Keep(newest=2), manifest) == ""
-    of_several, image = sharded(5)
-    store.put(of_several, memoryview(image), attempt=1)
-    assert retain(store, Keep(newest=2), of_several) == ""
-    found = open_store(url).survey()
-    assert [item.step for item in found.manifests] == [5, 4]
-    assert fetched(store, of_several) == image
-    files, root = open_filesystem(url)
-    inside = [f"{of_several.name}/{span.name}" for span in of_several.files]
-    kept = [
-        f"{manifest.name}/model.ckpt",
-        f"{manifest.name}/manifest.json",
-        f"{of_several.name}/manifest.json",
-        *inside,
-    ]
-    assert _files(files, root) == sorted(kept)
-    for item in found.manifests:
-        store.delete(item)
-    assert _files(files, root) == []
 
 
 def test_wrong_credentials_are_one_clear_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

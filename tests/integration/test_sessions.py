@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import gc
@@ -328,25 +327,6 @@ def test_a_server_that_replaced_another_is_not_taken_for_it(tmp_path: Path) -> N
         lost.check()
 
 
-def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
-    host = opened(tmp_path)
-    lease = host.lease(NBYTES, 0.0)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        with contextlib.suppress(ServerUnreachableError):
-            host.session.map_slot(0, 1)
-            code = 2
-        with contextlib.suppress(SpotError):
-            host.client.call("GET", "/v1/status")  # over a connection of its own
-            code = 0 if code == 1 else code
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    lease.map[: lease.nbytes] = image_of(1, lease.nbytes)
-    host.seal(lease, manifest_of(1, 1, NBYTES))
-    assert [manifest.step for manifest in host.manifests()] == [1]
-
-
 def test_an_answer_that_ctrl_c_left_is_not_used_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next slot that was mapped was another one: what was written there was not what its server had sealed."""
     host = opened(tmp_path)
@@ -364,16 +344,22 @@ def test_an_answer_that_ctrl_c_left_is_not_used_for_the_next(tmp_path: Path, mon
     host.leave(complete=False)
 
 
-def test_a_slot_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under ``ulimit -v``: it ended the training."""
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), TierError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_a_slot_that_cannot_be_mapped_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
+) -> None:
+    """As under ``ulimit -v``: it ended the training. At Ctrl-C it stayed leased until the session ended."""
     host = opened(tmp_path)
 
     def fails(_fd: int, _nbytes: int) -> Any:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(local_server, "map_shared", fails)
-        with pytest.raises(TierError, match=os.strerror(errno.ENOMEM)):
+        with pytest.raises(raised, match=str(error.args[-1]) if error.args else ""):
             host.lease(NBYTES, 0.0)
     assert filling(host) == 0
     take(host, 1, NBYTES)
