@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import scale
 from benchmarks.baselines.baseline import Baseline
 from benchmarks.blocking import Idle
-from benchmarks.measure import Result
 from benchmarks.peers import turns
 from benchmarks.peers.turns import Training
 from benchmarks.peers.ways import BASELINES
-from benchmarks.regressions import as_json, matched, rows
 from lightning_spot.client.part_streams import CONNECTIONS
 from lightning_spot.state.compare import differences
 
@@ -165,29 +162,6 @@ def test_the_command_measures_every_way_and_says_what_it_did_not(tmp_path: Path)
     assert "Not measured within the budget:\n\n- plain, every 10: all of it\n" in done.stdout
     assert "- plain, every 10: AsyncCheckpointIO, ModelCheckpoint, dash, none, oteacheck, ours\n" in done.stdout
     disk.cleanup()
-
-
-def test_figures_of_two_trees_are_matched_and_compared() -> None:
-    old = [Result("server over TCP", [1.0], 2), Result("same", [2.0], 2), Result("gone", [5.0], None, unit="MiB")]
-    new = [Result("added", [6.0], None, unit="%"), Result("same", [2.0], 2), Result("server by TCP", [3.0], 2)]
-    assert {(before.name, now.name) for before, now in matched(old, new)} == {
-        ("same", "same"),
-        ("server over TCP", "server by TCP"),
-    }
-
-    def side(value: float, *, at_most: bool = True) -> dict[str, Any]:
-        return {"results": [asdict(Result("a", [value, value], 2, at_most))]}
-
-    rounds = [
-        {"old": side(1), "new": side(2)},
-        {"old": side(2), "new": side(1)},
-        {"old": side(1), "new": {"results": []}},
-    ]
-    assert json.loads(as_json({"b": rounds}))["rounds"] == {"b": rounds}
-    (row,) = rows({"b": rounds})
-    assert (row.old, row.new, row.worse) == (1.5, 1.5, [2.0, 0.5])
-    (row,) = rows({"b": [{"old": side(2, at_most=False), "new": side(3, at_most=False)}]})
-    assert row.worse == [2 / 3]
 
 
 @pytest.mark.soak

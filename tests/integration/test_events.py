@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spot import AutoResume, Event, EverySteps, PreemptedError, PreemptionGuard, SettingsError, SpotCheckpoint
+from lightning_spot import AutoResume, Event, PreemptedError, PreemptionGuard, SettingsError, SpotCheckpoint
 from lightning_spot.config import read_environment
 from lightning_spot.events import Events
 from lightning_spot.say import recovered, say
@@ -27,7 +27,6 @@ from tests.support.program import run
 from tests.support.said import said
 from tests.support.server import RunningServer
 from tests.support.snapshots import serverless
-from tests.support.store import Kept
 from tests.support.trainer import At, Net, Stop, StopAt, data, trainer
 from tests.support.training import train
 from tests.support.waiting import new_process, until
@@ -160,28 +159,6 @@ def test_one_of_two_ranks_tells(tmp_path: Path, chat: Chat, warm_python: str) ->
     assert chat.kinds == ["preempted", "resumed", "finished"]
     assert [body["attempt"] for body in chat.got] == [1, 2, 2]
     assert SECRET not in outcome.log
-
-
-def test_storage_that_fails_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[Event] = []
-    real, fails = Kept.pipe_file, threading.Event()
-
-    def pipe_file(files: Kept, path: str, *arguments: Any, **more: Any) -> Any:
-        if fails.is_set() and "step-" in path:
-            raise OSError("no room")
-        return real(files, path, *arguments, **more)
-
-    def mend() -> None:
-        until(lambda: events, "it to be degraded")
-        fails.clear()
-        until(lambda: len(events) > 1, "it to be recovered")
-
-    monkeypatch.setattr(Kept, "pipe_file", pipe_file)
-    settings = {"local_server": False, "interval": EverySteps(1), "min_upload_interval_s": 0, "notices": None}
-    callback = SpotCheckpoint(f"kept://bucket{tmp_path}/run-1", on_event=events.append, **settings)
-    trainer(callback, At(4, fails.set), At(10, mend)).fit(Net(), data())
-    assert [event.kind for event in events] == ["degraded", "recovered", "finished"]
-    assert {event.detail.get("cause") for event in events[:2]} == {"upload-failing"}
 
 
 def test_a_function_is_called_under_no_lock_of_a_logger() -> None:

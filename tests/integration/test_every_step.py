@@ -190,11 +190,10 @@ def many(steps: int, few: int = 16) -> list[Any]:
 
 
 @pytest.mark.parametrize("steps", many(500))
-@pytest.mark.parametrize("kind", [Adapted, RunsAhead, OfOneSize])
-def test_every_snapshot_is_its_step(
-    tmp_path: Path, tiers: Tiers, steps: int, kind: type[Adapted], monkeypatch: pytest.MonkeyPatch
+def test_every_snapshot_is_its_step_beside_averages(
+    tmp_path: Path, tiers: Tiers, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where each validation swaps averages, right after a snapshot has begun. Each becomes durable."""
+    """Which each validation swaps, right after a snapshot has begun. Each becomes durable."""
     swaps: list[int] = []
     swap = WeightAveraging._swap_models
 
@@ -203,31 +202,12 @@ def test_every_snapshot_is_its_step(
         swap(self, module)
 
     monkeypatch.setattr(WeightAveraging, "_swap_models", counted)
-    is_swapped = kind is OfOneSize
-    averages: list[pl.Callback] = [EMAWeightAveraging(decay=0.9)] if is_swapped else []
-    callbacks = (*averages, at_every_step(tmp_path, min_upload_interval_s=0.0), EachDurable(tmp_path / "run", 1))
-    truth = trained(kind(), steps, *callbacks, **({"val_check_interval": 3} if is_swapped else {}))
-    if is_swapped:
-        assert set(swaps) >= set(range(3, steps, 3))
-        truth.pop(steps), tiers.durable.pop(steps)  # at the end, the averages are put in
+    snapshots, durable = at_every_step(tmp_path, min_upload_interval_s=0.0), EachDurable(tmp_path / "run", 1)
+    truth = trained(OfOneSize(), steps, EMAWeightAveraging(decay=0.9), snapshots, durable, val_check_interval=3)
+    assert set(swaps) >= set(range(3, steps, 3))
+    truth.pop(steps), tiers.durable.pop(steps)  # at the end, the averages are put in
     assert tiers.durable == truth
     assert LocalStore(tmp_path / "run").survey().manifests[0].complete
-
-
-BESIDE = [(Adapted, "backward"), (RunsAhead, "eager"), pytest.param(Adapted, "auto", marks=pytest.mark.soak)]
-
-
-@pytest.mark.parametrize("steps", many(1000))
-@pytest.mark.parametrize(("kind", "copy_mode"), BESIDE)
-def test_every_snapshot_is_its_step_while_training_continues(
-    tmp_path: Path, tiers: Tiers, caplog: pytest.LogCaptureFixture, kind: type[Adapted], copy_mode: Any, steps: int
-) -> None:
-    """Nobody waits for a copy, a commit or the disk: slots are used again while others are written and read."""
-    each = trained(kind(), steps, at_every_step(tmp_path, copy_mode=copy_mode))
-    assert tiers.host == each
-    assert tiers.durable.items() <= each.items()
-    assert max(tiers.durable) == max(each)
-    assert "was dropped" not in caplog.text
 
 
 # As users have it: the server is its own process, and what no tier takes at once is committed before it has checksums.

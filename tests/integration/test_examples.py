@@ -49,23 +49,16 @@ def run(python: str, tmp_path: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_callback_then_resume(warm_python: str, tmp_path: Path) -> None:
-    script, path = str(ROOT / "examples" / "digits.py"), tmp_path / "digits"
-    run(warm_python, tmp_path, script, f"--dirpath={path}", "--epochs=1", "--every-steps=10")
-    said = run(warm_python, tmp_path, script, f"--dirpath={path}", "--epochs=2", "--every-steps=10")
-    assert "resumes at step 45" in said
-    assert LocalStore(path).survey().manifests[0].step == 90
-
-
 @pytest.mark.parametrize(
     ("example", "needs", "small"),
     [
-        pytest.param("tabular.py", "sklearn", []),
-        pytest.param("graphs.py", "torch_geometric", ["--graphs=60"]),
-        pytest.param("hugging_face.py", "transformers", ["--max-bytes=20000"]),
+        ("digits.py", "torch", ["--every-steps=10"]),
+        ("tabular.py", "sklearn", []),
+        ("graphs.py", "torch_geometric", ["--graphs=60"]),
+        ("hugging_face.py", "transformers", ["--max-bytes=20000"]),
     ],
 )
-def test_third_party_models(warm_python: str, tmp_path: Path, example: str, needs: str, small: list[str]) -> None:
+def test_callback_then_resume(warm_python: str, tmp_path: Path, example: str, needs: str, small: list[str]) -> None:
     pytest.importorskip(needs)
     command = [str(ROOT / "examples" / example), f"--dirpath={tmp_path / 'run'}", *small]
     run(warm_python, tmp_path, *command, "--epochs=1")
@@ -75,13 +68,6 @@ def test_third_party_models(warm_python: str, tmp_path: Path, example: str, need
     newest = LocalStore(tmp_path / "run").survey().manifests[0]
     assert newest.complete
     assert newest.step == 2 * steps
-
-
-def test_cli_flags(warm_python: str, tmp_path: Path) -> None:
-    script = str(ROOT / "examples" / "stdlib_gpt.py")
-    flags = ["--trainer.callbacks+=lightning_spot.SpotCheckpoint", "--trainer.callbacks.dirpath=checkpoints/gpt"]
-    run(warm_python, tmp_path, script, "fit", *SMALL, *flags)
-    assert LocalStore(tmp_path / "checkpoints" / "gpt").survey().manifests[0].complete
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

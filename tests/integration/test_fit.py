@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_spot import AutoResume, EverySteps, RemoteSnapshot, SpotCheckpoint, retry
+from lightning_spot import AutoResume, EverySteps, RemoteSnapshot, SpotCheckpoint
 from lightning_spot.capture import attempt
 from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.writer import SnapshotWriter
@@ -29,10 +29,8 @@ from lightning_spot.errors import (
     NotSerializableError,
     RunBusyError,
     SettingsError,
-    TierError,
 )
 from lightning_spot.goodput.records import read_records
-from lightning_spot.retry import RetryPolicy
 from lightning_spot.session import snapshotter
 from lightning_spot.store.local import LocalStore
 from tests.support.filled import check_archive
@@ -152,14 +150,6 @@ def test_a_healthy_run_logs_four_messages(tmp_path: Path, caplog: pytest.LogCapt
     assert [summary[name] for name in ("step", "lost_steps", "taken", "skipped", "dropped")] == [20, 0, 7, 0, 0]
     assert summary["uploaded_bytes"] > 0
     assert 0 < summary["goodput"] <= 1
-
-
-def test_resume_false_starts_afresh_and_supersedes(tmp_path: Path) -> None:
-    stopped(tmp_path)
-    probe, callback = Probe(), spot(tmp_path, resume=False)
-    trainer(callback, probe, max_epochs=1).fit(Net(), data())
-    assert (callback.resumed_from, min(probe.states)) == (None, 0)
-    assert manifests(tmp_path)[0].order == (2, 10, 4)  # newer than step 15 of the attempt before
 
 
 def test_ckpt_path_from_a_server(tmp_path: Path, start_server: StartServer) -> None:
@@ -382,35 +372,6 @@ def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run-1").exists()
 
 
-class Thing:
-    """An object that torch does not load with weights_only."""
-
-
-def test_unsafe_state_is_left_alone_until_a_hook_needs_it(tmp_path: Path) -> None:
-    class Odd(Net):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["thing"] = Thing()
-
-    class Wanting(Net):  # and has no such thing of its own
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["thing"].size = 1 + checkpoint["thing"].size
-
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path), StopAt(16)).fit(Odd(), data())
-    with pytest.raises(
-        NotSerializableError,
-        match=r"thing .*tests\.integration\.test_fit\.Thing.*weights_only=False",
-    ):
-        trainer(spot(tmp_path)).fit(Wanting(), data())
-    callback = spot(tmp_path)
-    with pytest.raises(Stop):
-        trainer(callback, StopAt(19)).fit(Odd(), data())
-    assert callback.resumed_from is not None
-    callback = spot(tmp_path)
-    trainer(callback).fit(Odd(), data(), weights_only=False)
-    assert callback.resumed_from is not None
-
-
 def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Odd(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -424,20 +385,6 @@ def test_state_that_cannot_be_pickled_does_not_stop_training(tmp_path: Path, cap
     assert manifests(tmp_path)[0].step == 9
     with pytest.raises(NotSerializableError):
         trainer(spot(tmp_path, on_error="raise", resume=False)).fit(Odd(), data())
-
-
-def test_unreachable_server(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "DEFAULT_POLICY", RetryPolicy(first_pause_s=0.05))
-    settings = {"servers": "spot://127.0.0.1:9", "upload_timeout_s": 3.0}
-    with pytest.raises(TierError, match=r"127\.0\.0\.1:9.*resume=False"):
-        trainer(spot(tmp_path, **settings)).fit(Net(), data())  # that server may hold what there is to resume from
-    until(
-        lambda: not starting.find_record(str(tmp_path / "run-1")).running(), "the server to end: it serves no attempt"
-    )
-    caplog.clear()
-    trainer(spot(tmp_path, resume=False, **settings)).fit(Net(), data())
-    assert manifests(tmp_path)[0].complete  # the durable tier is served, by this host itself
-    assert "127.0.0.1:9" in caplog.text
 
 
 def test_two_runs_with_one_name(tmp_path: Path, warm_python: str) -> None:

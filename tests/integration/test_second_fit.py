@@ -184,29 +184,14 @@ class Fold(pl.LightningDataModule):
         return data(6)
 
 
-@pytest.mark.parametrize(
-    ("trained", "changed"),
-    [
-        (lambda rate: (Tried(rate), data(6)), "rate 1→2"),
-        (lambda fold: (Net(), None, None, Fold(fold)), "fold 1→2"),
-    ],
-    ids=["of the model", "of the data module"],
-)
-def test_hyperparameters_changed_since_a_snapshot_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: Any, changed: str
-) -> None:
-    with pytest.raises(Stop):
-        trainer(spot(tmp_path), StopAt(5), max_epochs=1).fit(*trained(1))
-    new_process()
-    trainer(spot(tmp_path), max_epochs=1).fit(*trained(2))
-    assert [facts["names"] for facts in said(caplog, "hyperparameters-changed")] == [changed]
-
-
 def test_hyperparameters_that_are_new_or_gone_are_said() -> None:
     run: Any = SimpleNamespace(lightning_module=Tried(0.1), datamodule=None)
     assert other_hyperparameters(run, {"hyper_parameters": {"rate": 0.1}}) == []
     assert other_hyperparameters(run, {"hyper_parameters": {"depth": 2}}) == ["rate 0.1 (new)", "depth 2 (gone)"]
     assert other_hyperparameters(run, {}) == ["rate 0.1 (new)"]
+    run.datamodule = Fold(2)
+    saved = {"hyper_parameters": {"rate": 0.1}, "datamodule_hyper_parameters": {"fold": 1}}
+    assert other_hyperparameters(run, saved) == ["fold 1→2"]
 
 
 def test_one_trainer_and_callback_for_two_models(tmp_path: Path) -> None:
