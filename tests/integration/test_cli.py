@@ -202,36 +202,24 @@ def test_verify(run_dir: Path, cli: Cli) -> None:
     assert main(["cp", str(run_dir), str(run_dir / "pulled.ckpt")]) == 0
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "cp"])
 def test_a_server_that_does_not_answer_is_told_by_the_exit_code(
-    run_dir: Path, tmp_path: Path, cli: Cli, command: str
+    run_dir: Path, tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands ended with 0, as if it held nothing."""
-    more = [tmp_path / "copy.ckpt"] if command == "cp" else []
-    said = cli(command, run_dir, *more, "--server", "spot://127.0.0.1:9", code=3)
-    assert "not asked: no snapshot server answers at spot://127.0.0.1:9" in said
-    assert said.count("spot://127.0.0.1:9") == 1
-    assert LocalStore(run_dir).survey().manifests[0].name in said or (tmp_path / "copy.ckpt").exists()
-
-
-@pytest.mark.parametrize("command", ["show", "cp"])
-def test_a_named_snapshot_is_the_whole_answer(run_dir: Path, tmp_path: Path, cli: Cli, command: str) -> None:
-    more = [tmp_path / "copy.ckpt"] if command == "cp" else []
-    cli(command, f"{run_dir}@25", *more, "--server", "spot://127.0.0.1:9")
-
-
-def test_what_is_damaged_matters_more_than_what_was_not_asked(run_dir: Path, cli: Cli) -> None:
-    newest = LocalStore(run_dir).survey().manifests[0]
+    """The commands ended with 0, as if it held nothing. A named snapshot is the whole answer; damage matters more."""
+    newest, silent, copy = LocalStore(run_dir).survey().manifests[0], "spot://127.0.0.1:9", tmp_path / "copy.ckpt"
+    for command, *more in (["ls"], ["show"], ["verify"], ["cp", copy]):
+        said = cli(command, run_dir, *more, "--server", silent, code=3)
+        assert f"not asked: no snapshot server answers at {silent}" in said
+        assert said.count(silent) == 1
+        assert newest.name in said or copy.exists()
+    for command, *more in (["show"], ["cp", copy, "--force"]):
+        cli(command, f"{run_dir}@25", *more, "--server", silent)
+    assert main(["ls", str(run_dir), "--server", silent, "-o", "json"]) == 3
+    answer = capsys.readouterr()
+    assert silent in json.loads(answer.out)["not_asked"][0]  # programs get JSON alone
+    assert silent in answer.err
     (run_dir / newest.data_path).write_bytes(b"")
-    assert "not asked: " in cli("verify", run_dir, "--server", "spot://127.0.0.1:9", code=1)
-
-
-def test_programs_get_json_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", str(run_dir), "--server", "spot://127.0.0.1:9", "-o", "json"]) == 3
-    said = capsys.readouterr()
-    (silent,) = json.loads(said.out)["not_asked"]
-    assert "spot://127.0.0.1:9" in silent
-    assert "spot://127.0.0.1:9" in said.err
+    assert "not asked: " in cli("verify", run_dir, "--server", silent, code=1)
 
 
 def test_a_server_that_goes_while_it_is_read_is_no_damage(
@@ -301,10 +289,12 @@ WRONG = [
     (["x", "--server", "spot://h:99999"], "--server 'spot://h:99999' is no server URL"),
     (["x", "--server", "spot://h:9/run"], "--server 'spot://h:9/run' names more than a server: give spot://h:9 only"),
     (["x", "--server", "auto"], "--server 'auto' is no server URL"),
-    (["x", "--server", ""], "--server '' is no server URL"),
+    *((["x", "--server", odd], f"--server {odd!r} is no server URL") for odd in ("", "spot://", "spot:///run")),
     (["spot://h:9/run", "--server", "x"], "--server 'x' is no server URL"),
 ]
 """Of each command that asks for a run; and what is wrong with it."""
+
+SERVE = ["serve", "--listen", "127.0.0.1:0", "--memory-limit", "64MiB"]
 
 TIMES = [["serve", "--drain-timeout"], ["drill", "--limit"], ["simulate", "--work"]]
 """Flags that take a time."""
@@ -335,8 +325,18 @@ TIMES = [["serve", "--drain-timeout"], ["drill", "--limit"], ["simulate", "--wor
             (["serve", "--listen", odd], "--listen is not written like 127.0.0.1:7070: ")
             for odd in ("a..b:1", f"{64 * 'a'}:1", "h:" + 5000 * "1")
         ),
+        (["serve", "--listen", "nowhere"], "127.0.0.1:7070: 'nowhere'"),
+        (["serve", "--listen", "127.0.0.1:99999"], "--listen"),
+        *((["serve", "--listen", f"{every}:7070"], "LIGHTNING_SPOT_TOKEN") for every in ("0.0.0.0", "[::]")),
         (["serve", "--memory-limit", "1.5"], "--memory-limit='1.5' is no size"),
+        (["serve", "--memory-limit", "3"], "--memory-limit 3: that is 3 bytes. Give a unit, such as 3MB or 3GiB"),
+        (["serve", "--memory-limit", "900TiB"], "--memory-limit 989560.46 GB: this machine"),
         (["serve", "--run-memory-limit", "x"], "--run-memory-limit='x' is no size"),
+        (["serve", "--slots", "0"], "--slots=0"),
+        ([*SERVE, "--storage", "/dev/null/x"], "cannot be made"),
+        *(([*SERVE, f"--tls-{one}", "a"], f"--tls-{other}") for one, other in (("cert", "key"), ("key", "cert"))),
+        ([*SERVE, "--client-ca", "a"], "--tls-cert"),
+        ([*SERVE, "--tls-cert", "a", "--tls-key", "b"], "--tls-cert a"),
         (["serve", "--storage", "s3:/b"], "--storage 's3:/b': a URL has two slashes, s3://b"),
         (["serve", "--storage", "spot://h:7070"], "--storage spot://h:7070: a server stores runs in directories"),
         (["serve", "--allow-storage", " "], "--allow-storage ' ': it is empty"),

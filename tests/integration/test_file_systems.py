@@ -116,7 +116,7 @@ def test_no_secret_of_a_url_is_shown(
 
 
 @pytest.mark.parametrize("end", ["1", "port", "0", "1/run"])
-@pytest.mark.parametrize("scheme", ["spot://", "http://", ""])
+@pytest.mark.parametrize("scheme", ["spot://", "spots://", "http://", ""])
 def test_no_secret_of_a_servers_address_is_shown(scheme: str, end: str, cli: Cli) -> None:
     server = f"{scheme}me:{SECRET}@host:{end}"
     with pytest.raises(SettingsError) as raised:

@@ -33,7 +33,6 @@ from tests.support.server import (
     SECOND,
     Bench,
     MakeWithServers,
-    StartServer,
     named_run,
     snapshot_server,
 )
@@ -246,14 +245,6 @@ def test_figures_that_are_none_are_refused(told: dict[str, Any]) -> None:
 
 
 # -- who may read them ------------------------------------------------------------------------------------------------
-
-
-def test_without_a_token_a_page_cannot_read_them(start_server: StartServer) -> None:
-    """Prometheus sends no header of ours, so none is asked for; a page has an origin, or a host of its own."""
-    url = start_server().url.replace("spot://", "http://") + "/metrics"
-    assert value(read(fetched(url)), "build_info") == 1
-    assert [refusal(url, Origin="http://evil"), refusal(url, Host="evil")] == [403, 403]
-    assert refusal(url.replace("/metrics", "/v1/status")) == 403
 
 
 # -- a training -------------------------------------------------------------------------------------------------------

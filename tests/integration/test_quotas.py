@@ -6,10 +6,8 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import count, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -292,43 +290,30 @@ def test_attempts_by_the_clock_are_no_jump(tmp_path: Path) -> None:
 
 
 def test_one_client_does_not_keep_others_from_waiting_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By however many names it calls its run."""
     monkeypatch.setattr(upload_requests, "MOST_WAITING", 8)
     with asked(server_of(memory_bytes=10)) as client, ExitStack() as stack:
-        for run in ("greedy", "other"):
+        for run in (f"greedy@{RUN_ID}", "other"):
             open_run(client, run)
-        upload = begin(client, 10, "greedy")
+        upload = begin(client, 10, f"greedy@{RUN_ID}")
         lease = {"attempt": 1, "nbytes": 10, "wait_s": 60}
-        _wait_until_refused(client, stack, repeat("greedy"), lease)
+        for number in range(20):
+            one = stack.enter_context(say(client, "POST", f"/v1/runs/x{number}@{RUN_ID}/uploads", lease))
+            one.settimeout(0.5)
+            with suppress(TimeoutError):
+                assert b"has its share" in one.recv(65536)
+                break
+        else:
+            raise AssertionError("as many as may wait have no end")
         others = [
             stack.enter_context(say(client, "POST", path, lease, source))
-            for path, source in (("/v1/runs/other/uploads", "127.0.0.1"), ("/v1/runs/greedy/uploads", ANOTHER))
+            for path, source in (("/v1/runs/other/uploads", "127.0.0.1"), (f"/v1/runs/x@{RUN_ID}/uploads", ANOTHER))
         ]
         for other in others:
             other.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 other.recv(1)
         client.call("DELETE", f"/v1/uploads/{upload}")
-
-
-def test_one_run_by_many_names_is_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_requests, "MOST_WAITING", 8)
-    with asked(server_of(slots=1)) as client, ExitStack() as stack:
-        open_run(client, f"run@{RUN_ID}")
-        upload = begin(client, 10, f"run@{RUN_ID}")
-        lease = {"attempt": 1, "nbytes": 10, "wait_s": 60}
-        _wait_until_refused(client, stack, (f"x{number}@{RUN_ID}" for number in count()), lease)
-        client.call("DELETE", f"/v1/uploads/{upload}")
-
-
-def _wait_until_refused(client: ServerClient, stack: ExitStack, names: Iterator[str], lease: dict[str, int]) -> None:
-    """Have as many requests wait for a slot as may."""
-    for _ in range(20):
-        connection = stack.enter_context(say(client, "POST", f"/v1/runs/{next(names)}/uploads", lease))
-        connection.settimeout(0.5)
-        with suppress(TimeoutError):
-            assert b"has its share" in connection.recv(65536)
-            return
-    raise AssertionError("as many as may wait have no end")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_spot.errors import SettingsError, SnapshotNotFoundError, SpotErro
 from lightning_spot.store.local import LocalStore
 from tests.integration.test_server import put_file
 from tests.integration.test_stores import sharded
-from tests.support.server import RunningServer, StartServer
+from tests.support.server import RunningServer, StartServer, lasting_server
 from tests.support.trainer import Net, data, trainer
 from tests.support.waiting import until
 
@@ -35,14 +35,11 @@ def settle(server: RunningServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server, and the directory to which it brings what it holds."""
     folder = tmp_path_factory.mktemp("server")
-    flags = ["--listen", "127.0.0.1:0", "--memory-limit", "512MiB", "--storage", str(folder / "durable")]
-    environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
-    server = RunningServer(flags, folder / "server.log", environment).wait_listening()
-    yield server
-    server.stop(9)
+    with lasting_server(folder, "--memory-limit", "512MiB", "--storage", str(folder / "durable")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -376,6 +376,17 @@ class RunningServer:
         return self.process.wait(timeout=DEADLINE_S)
 
 
+@contextlib.contextmanager
+def lasting_server(folder: Path, *arguments: str) -> Iterator[RunningServer]:
+    """A server for all tests of a module, with folders of its own."""
+    environment = {"LIGHTNING_SPOT_SHM_DIR": "", "LIGHTNING_SPOT_RUNTIME_DIR": str(folder)}
+    server = RunningServer(["--listen", "127.0.0.1:0", *arguments], folder / "server.log", environment)
+    try:
+        yield server.wait_listening()
+    finally:
+        server.stop(signal.SIGKILL)
+
+
 def is_kept(run: dict[str, Any]) -> bool:
     """Whether a run is kept at a snapshot server, by what its host's server says of it."""
     return not {"holds it", "carries it on"}.isdisjoint(run["servers"].values())
