@@ -378,6 +378,22 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     _forget_other_servers(s3_server)
 
 
+@pytest.fixture
+def no_credentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No credentials are to be found for S3, and nobody answers there."""
+    import s3fs
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/nonexistent")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
 def _forget_other_servers(endpoint: str) -> None:
     """Keep what fsspec keeps for its next caller only where it speaks to ``endpoint``: to make a client takes long."""
     import s3fs

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.client.stores import open_store
 from lightning_spot.errors import (
@@ -33,27 +35,22 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.guarantee("G13")
 
 
-class Listed(InProcessHost):
-    """Notes that it was let go."""
+def ring_here() -> InProcessHost:
+    return InProcessHost(slots=2, memory_bytes=2**20, open_store=open_store)
 
-    def __init__(self) -> None:
-        super().__init__(slots=2, memory_bytes=2**20, open_store=open_store)
-        self.gone: list[str] = []
 
-    def leave(self, *, complete: bool) -> None:
-        self.gone.append("left")
-        super().leave(complete=complete)
-
-    def disconnect(self) -> None:
-        self.gone.append("disconnected")
+@pytest.fixture
+def attempt(tmp_path: Path) -> Iterator[Attempt]:
+    made = begun(Location.of(str(tmp_path / "run"), local_server=False), ring_here(), RING)
+    yield made
+    made.finish(0.0, complete=False)
 
 
 def test_only_consequences_of_a_logged_loss_are_not_logged_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    attempt: Attempt, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server elsewhere that a hook has asked was silently passed over once the server of this host had been lost."""
-    host = Listed()
-    attempt = begun(Location.of(str(tmp_path / "run"), local_server=False), host, RING)
+    host = attempt.writer.host
     lost = cast(Host, SimpleNamespace(server_call_timeout_s=1.0, disconnect=lambda: None))
     is_there = threading.Event()
     attempt.writer.link = link = HostLink(lost, lambda: host if is_there.wait(120) else lost)
@@ -68,7 +65,6 @@ def test_only_consequences_of_a_logged_loss_are_not_logged_again(
             attempt.write(error, owned={}, step=1, epoch=0, world_size=1, wait_s=0.0)
     finally:
         is_there.set()
-        attempt.finish(0.0, complete=False)
     assert [str(facts["error"]) for facts in said(caplog, "no-snapshot")] == ["nobody answers at 10.0.0.5"]
 
 
@@ -81,7 +77,7 @@ def test_ranks_of_a_host_never_write_into_rings_of_their_own(
     A single one may, and no server is said to run again.
     """
     caplog.set_level("INFO")
-    host = Listed()
+    host = ring_here()
     attempt = begun(Location.of(str(tmp_path / "run")), host, RING)
     attempt.writers_here = ranks
 
@@ -100,18 +96,15 @@ def test_ranks_of_a_host_never_write_into_rings_of_their_own(
         host.leave(complete=False)
 
 
-def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of that beside training."""
-    host, told = Listed(), list[Any]()
-    attempt = begun(Location.of(str(tmp_path / "run"), local_server=False), host, RING)
-    monkeypatch.setattr(host, "fail", lambda *what: told.append(what))
+    told = list[Any]()
+    monkeypatch.setattr(attempt.writer.host, "fail", lambda *what: told.append(what))
     attempt.writer.fence = FencedError("attempt 2 has taken over", current=2)
     how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0}
-    try:
-        attempt.write({}, step=4, writers=2, **how)
-        attempt.write({}, step=5, **how)  # of what it writes alone, nobody waits for anything
-    finally:
-        attempt.finish(0.0, complete=False)
+    attempt.write({}, step=4, writers=2, **how)
+    attempt.write({}, step=5, **how)  # of what it writes alone, nobody waits for anything
+    attempt.finish(0.0, complete=False)
     (manifest, why), *others = told
     assert (manifest.snapshot, why) == (snapshot_name(4, attempt.info.attempt), "attempt 2 has taken over")
     assert (manifest.shard.writer, others) == (0, [])
@@ -119,22 +112,18 @@ def test_ranks_learn_that_a_fenced_rank_0_writes_no_snapshot(tmp_path: Path, mon
 
 @pytest.mark.parametrize(("reason", "is_for_good"), [(FailureReason.TOO_LARGE, True), (TierReason.FAILED, False)])
 def test_want_of_memory_passes_unless_a_shard_is_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: Any, is_for_good: bool
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, reason: Any, is_for_good: bool
 ) -> None:
     """Rank 0 wrote alone, past memory, until the end of the attempt."""
-    attempt = begun(Location.of(str(tmp_path / "run"), local_server=False), Listed(), RING)
     kind = SnapshotFailedError if is_for_good else TierError
     how: dict[str, Any] = {"owned": {}, "epoch": 0, "world_size": 2, "wait_s": 0.0, "writers": 2}
-    try:
-        assert not attempt.lacks_memory
-        attempt.write(kind("no memory", reason=reason), step=1, **how)
-        assert attempt.lacks_memory
-        now_s = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now_s + 100.0)
+    assert not attempt.lacks_memory
+    attempt.write(kind("no memory", reason=reason), step=1, **how)
+    assert attempt.lacks_memory
+    now_s = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now_s + 100.0)
         assert attempt.lacks_memory == is_for_good
-    finally:
-        monkeypatch.undo()
-        attempt.finish(0.0, complete=False)
 
 
 def test_a_server_that_outlives_its_starter_is_no_leak_to_python(tmp_path: Path) -> None:

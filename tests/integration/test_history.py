@@ -30,7 +30,7 @@ from tests.support.faulty import Plan, faulty_calls
 from tests.support.oracle import claim_of
 from tests.support.server import RUN, RUN_ID, StartServer, committed, image_of, manifest_of, named_run, snapshot_server
 from tests.support.snapshots import EachDurable
-from tests.support.trainer import Net, Stop, StopAt, data, equal, state_of, trainer
+from tests.support.trainer import Dies, Net, Stop, StopAt, data, equal, state_of, trainer
 from tests.support.waiting import new_process
 
 
@@ -326,25 +326,7 @@ def test_a_removal_that_ends_early_leaves_no_older_claim_alone(tmp_path: Path) -
     raise AssertionError("it does not end")
 
 
-def test_rm_leaves_no_directory(tmp_path: Path, cli: Cli) -> None:
-    store = LocalStore(tmp_path / "run")
-    store.claim(claim_of(1))
-    put(store, 1)
-    cli("rm", store.url, "--all")
-    assert not store.root.exists()
-
-
 # -- trainings --------------------------------------------------------------------------------------------------------
-
-
-class Dies(pl.Callback):
-    """Ends a training with its first batch, and knows where it began."""
-
-    step = -1
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.step = trainer.global_step
-        raise Stop
 
 
 def train(run: Path, *callbacks: pl.Callback, **more: Any) -> None:

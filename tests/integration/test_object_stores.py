@@ -21,17 +21,14 @@ from botocore.exceptions import ClientError
 from botocore.retries import standard
 
 from lightning_spot.client.stores import open_store
-from lightning_spot.errors import CorruptSnapshotError, FencedError, SettingsError, SpotError, TierError
+from lightning_spot.errors import CorruptSnapshotError, SettingsError, SpotError, TierError
 from lightning_spot.retry import RetryPolicy
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.store import fsspec_client
 from lightning_spot.store import s3 as s3_requests
-from lightning_spot.store.fences import Claim
 from lightning_spot.store.fsspec_client import tier_errors
 from lightning_spot.store.objects import ObjectStore
-from lightning_spot.store.store import Store
-from lightning_spot.threads import all_at_once
 from tests.support.oracle import claim_of
 from tests.support.proxy import Proxy
 from tests.support.store import Kept, fetched, parts_of, put, snapshot
@@ -89,26 +86,6 @@ def test_a_missing_bucket_is_an_error_and_is_not_created(s3: str, raw: s3fs.S3Fi
     with pytest.raises(TierError):
         put(store, 1)
     assert not raw.exists(nowhere)
-
-
-def test_of_two_hosts_that_claim_at_once_one_is_fenced(s3: str) -> None:
-    for number in range(1, 6):
-        stores = [open_store(f"{s3}/run-{number}") for _ in range(4)]
-        claims = [claim_of(1, token=f"token-{index}") for index in range(4)]
-
-        barrier = threading.Barrier(4)
-
-        def claim(store: Store, claim: Claim, barrier: threading.Barrier = barrier) -> bool:
-            barrier.wait()
-            with contextlib.suppress(FencedError):
-                store.claim(claim)
-                return True
-            return False
-
-        won = all_at_once([functools.partial(claim, *each) for each in zip(stores, claims, strict=True)], "claim")
-        assert sum(won) == 1
-        newest = stores[0].newest_claim()
-        assert newest.digest == claims[won.index(True)].digest
 
 
 @pytest.mark.parametrize(("part_bytes", "at_once"), [(8 * MIB, 16), (32 * MIB, 4), (512 * MIB, 1)])
@@ -192,18 +169,10 @@ def test_the_rule_that_ends_unfinished_uploads_is_found(
     assert s3_requests.aborts_unfinished(raw, f"{s3}/runs/1") == is_one
 
 
-def test_missing_credentials_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        monkeypatch.setenv(name, "/nonexistent")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    s3fs.S3FileSystem.clear_instance_cache()
+def test_missing_credentials_are_an_error_that_says_so(no_credentials: None) -> None:
     with pytest.raises(SettingsError, match=r"s3://bucket/run .*AWS_ACCESS_KEY_ID") as caught:
         survey(Location.of("s3://bucket/run", local_server=False), RetryPolicy(tries=1))
     assert "resume=False" not in str(caught.value)
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_a_silent_name_server_keeps_no_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:

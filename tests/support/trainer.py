@@ -159,6 +159,18 @@ class At(pl.Callback):
             self.act()
 
 
+class Dies(pl.Callback):
+    """Ends a training with its first batch, as what was restored for half does, and knows where it began."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error if error is not None else Stop()
+        self.step = -1
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+        raise self.error
+
+
 class StopAfter(pl.Callback):
     """Ends training after ``batch`` whole batches of this process: between forward and backward, or in validation."""
 
