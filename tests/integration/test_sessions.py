@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import gc
@@ -325,6 +326,25 @@ def test_a_server_that_replaced_another_is_not_taken_for_it(tmp_path: Path) -> N
     assert server_pid(lost) == server_pid(new)  # requests are answered all the same
     with pytest.raises(ServerUnreachableError):
         lost.check()
+
+
+def test_a_forked_child_has_no_session_and_does_no_harm(tmp_path: Path) -> None:
+    host = opened(tmp_path)
+    lease = host.lease(NBYTES, 0.0)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(ServerUnreachableError):
+            host.session.map_slot(0, 1)
+            code = 2
+        with contextlib.suppress(SpotError):
+            host.client.call("GET", "/v1/status")  # over a connection of its own
+            code = 0 if code == 1 else code
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lease.map[: lease.nbytes] = image_of(1, lease.nbytes)
+    host.seal(lease, manifest_of(1, 1, NBYTES))
+    assert [manifest.step for manifest in host.manifests()] == [1]
 
 
 def test_an_answer_that_ctrl_c_left_is_not_used_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
