@@ -87,11 +87,6 @@ def test_ranks_of_one_place_write_ranges_and_all_know_it(tmp_path: Path) -> None
     assert Decision.heard(json.loads(json.dumps(how.plain()))) == how
 
 
-def test_of_few_bytes_rank_0_writes_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "RANGE_BYTES", 10_000)
-    assert coordinator(tmp_path, ONE)[0].decide() == Decision(writers=4, ranges=(0,))
-
-
 def test_rank_0_writes_alone_what_no_other_can_or_has_room_for(tmp_path: Path) -> None:
     made, writer = coordinator(tmp_path, ONE)
     writer.layouter.why_alone = "it is serialised with plain torch.save"
@@ -230,9 +225,3 @@ def test_a_server_lost_between_its_two_tellings_is_replaced(tmp_path: Path, monk
     made.begin()
     made.attempt.finish(0.0, complete=False)
     assert (told, left) == ([2], [])
-
-
-def test_snapshots_that_never_count_were_not_taken(tmp_path: Path) -> None:
-    made, writer = coordinator(tmp_path, ONE)
-    made._begun, made.attempt.skipped, writer.dropped = 5, 1, 2
-    assert (made.taken, made.dropped) == (2, 2)

@@ -25,7 +25,7 @@ from lightning_spot.errors import (
 )
 from lightning_spot.run.reading import Exported
 from lightning_spot.run.sources import HOST, MemorySource
-from lightning_spot.server.host import InProcessHost, Lease
+from lightning_spot.server.host import Lease
 from lightning_spot.server.reconcile import Servers
 from lightning_spot.server.slots import Mark, Resident
 from lightning_spot.snapshot.files import MODEL_FILE, FileSpan
@@ -84,14 +84,6 @@ def test_a_snapshot_counts_once_every_shard_is_there(ranks: Ranks) -> None:
     with ranks.server.ring.reading(held) as image:
         span = manifest.span_of(MODEL_FILE)
         assert bytes(image[span.offset : span.stop]) == checkpoint_of(1, 3)
-
-
-def test_each_rank_has_as_many_slots_as_the_ring(ranks: Ranks) -> None:
-    lease = ranks.server.uploads.lease
-    held = [lease(RUN, 1, 10, writer=rank, session=f"rank-{rank}") for rank in range(3) for _ in range(2)]
-    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-        ranks.server.uploads.lease(RUN, 1, 10, writer=1, session="rank-1")
-    assert len({upload.slot.index for upload in held}) == 6
 
 
 def test_a_rank_that_failed_aborts_the_snapshot(ranks: Ranks) -> None:
@@ -220,19 +212,6 @@ def test_an_end_that_counts_is_listed_as_complete(ranks: Ranks, known_by: str) -
     else:
         ring.mark_persisted(RUN_ID, manifest.lineage, manifest.order)
     assert [run["state"] for run in ranks.server.listed()] == ["complete"]
-
-
-def test_an_in_process_rank_is_told_if_it_needs_memory() -> None:
-    host = InProcessHost(slots=2, memory_bytes=2**28, open_store=lambda url: pytest.fail(url))
-    host.open_run(named_run("run"))
-    found = []
-    for step in (1, 2):
-        manifest = shard_manifest(step, 1, run_id="")
-        lease = host.lease(manifest.nbytes, 0.0, writer=1)
-        lease.map[: manifest.nbytes] = shard_image(manifest)
-        found.append(host.seal(lease, manifest))
-    host.leave(complete=False)
-    assert found == [True, False]  # it has two slots then, and may have no more
 
 
 # -- over the sockets of a local server --------------------------------------------------------------------------

@@ -411,13 +411,6 @@ def test_a_rank_s_state_on_a_gpu_is_copied_without_waiting(desk: Desk, monkeypat
     assert torch.equal(desk.saved(1)["ranks"][1]["drawn"], wanted)
 
 
-def test_ranks_of_two_trainings_never_agree(desk: Desk) -> None:
-    desk.writers[1].layouter = CheckpointLayouter("another token")
-    first, *_ = desk.take(1)
-    with pytest.raises(SnapshotFailedError, check=FAILED):
-        first.result(LAST_S)
-
-
 def test_what_ranks_disagree_on_stays_aborted(desk: Desk) -> None:
     """Rank 0 takes the slot of one of them: it waited for that shard for a minute."""
     desk.writers[1].layouter = CheckpointLayouter("another token")
@@ -476,26 +469,6 @@ def test_each_rank_writes_its_files(sharded: ShardedDesk) -> None:
             span = manifest.span_of(state_file(rank))
             assert load_state(image[span.offset : span.stop])["rank"] == rank
         sharded.frozen.data.add_(1)
-
-
-def test_own_states_of_any_length_leave_the_rest_where_it_is(sharded: ShardedDesk) -> None:
-    for step, length in enumerate([10, 50_000, 3, 3], start=1):
-        sharded.own = [{"rank": rank, "seen": torch.zeros(length)} for rank in range(2)]
-        [done.result(LAST_S) for done in sharded.take(step)]
-        image, manifest = sharded.image(step)
-        for rank in range(2):
-            span = manifest.span_of(state_file(rank))
-            assert len(load_state(image[span.offset : span.stop])["seen"]) == length
-
-
-def test_ranks_of_another_model_in_shards_abort_the_snapshot(sharded: ShardedDesk) -> None:
-    sharded.frozen = sharded.frozen.clone()
-    first = sharded.begin(0, 1)
-    sharded.frozen = torch.rand(7)
-    sharded.begin(1, 1)
-    sharded.copied()
-    with pytest.raises(SnapshotFailedError, check=FAILED):
-        first.result(LAST_S)
 
 
 def test_writers_are_no_threads_of_anybody_after_the_end(desk: Desk) -> None:

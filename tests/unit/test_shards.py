@@ -32,7 +32,6 @@ from lightning_spot.snapshot.shards import (
     registers_of,
     sections,
     status,
-    why_aborted,
 )
 from tests.support.shards import failed_shard, sealed_shard
 
@@ -295,12 +294,6 @@ def test_status(registers: list[ShardOf], watermark: Order | None, expected: Sta
     assert status({each.writer: each for each in registers}, ORDER, watermark) is expected
 
 
-def test_why_a_snapshot_is_aborted_names_the_rank() -> None:
-    assert "rank 1: no memory" in why_aborted({0: of(0), 1: of(1, failed="no memory")})
-    assert "same model" in why_aborted({0: of(0), 1: of(1, digest="another plan")})
-    assert not why_aborted({0: of(0)})
-
-
 @pytest.mark.parametrize(
     ("order", "state", "watermark", "is_durable", "expected"),
     [
@@ -449,26 +442,6 @@ def ranges_of_one_file() -> dict[int, tuple[Manifest, memoryview]]:
         ),
         3: shard(3, 4, [FileSpan("rank-00003.pt", 0, 700)], PART),
     }
-
-
-def test_ranges_of_one_file_lie_one_after_another_in_the_image() -> None:
-    shards = ranges_of_one_file()
-    manifests = [manifest for manifest, _ in shards.values()]
-    whole = assemble(reversed(manifests))
-    image = JoinedImage(sections(manifests), {writer: data for writer, (_, data) in shards.items()})
-    assert whole.name == NAME
-    assert whole.shard is None
-    assert not whole.is_sharded
-    assert len(image) == whole.nbytes
-    data = image[0 : len(image)]
-    whole.verify(data, "the shards")
-    assert [span.name for span in whole.files] == ["model.ckpt", "rank-00001.pt", "rank-00002.pt", "rank-00003.pt"]
-    model = whole.span_of("model.ckpt")
-    parts = [shards[1][1][: 3 * PART], shards[2][1][: 2 * PART], shards[0][1][: PART + 100]]
-    assert data[model.offset : model.stop] == b"".join(parts)
-    last = whole.span_of("rank-00003.pt")
-    assert data[last.offset : last.stop] == shards[3][1][:700]
-    assert Manifest.from_json(whole.to_json()) == whole
 
 
 def test_a_range_within_one_shard_is_read_in_place() -> None:

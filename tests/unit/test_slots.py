@@ -60,14 +60,6 @@ def here(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Here]:
     made.host.leave(complete=True)
 
 
-def test_while_a_tier_keeps_up_two_slots_do(here: Here) -> None:
-    assert here.take(1)  # the newest stays, and there is no other
-    for step in range(2, 6):
-        assert here.host.flush(30) == []
-        assert not here.take(step)  # the one before it is superseded, and nobody reads it
-    assert len(here.slots) == 2
-
-
 def test_a_third_is_wanted_while_the_tier_reads_one(here: Here) -> None:
     here.store.open.clear()
     here.take(1)
@@ -75,15 +67,6 @@ def test_a_third_is_wanted_while_the_tier_reads_one(here: Here) -> None:
     assert here.take(2)
     assert not here.take(3)  # where there is room for no more, none is wanted
     assert len(here.slots) == 3
-
-
-def test_a_spare_slot_is_made_only_if_one_is_wanted(here: Here) -> None:
-    here.take(1)
-    spare = here.host.lease(NBYTES, 0.0, making=Making.SPARE)
-    here.host.abort(spare)
-    with pytest.raises(SnapshotFailedError, check=FailureReason.RING_FULL.caused):
-        here.host.lease(NBYTES, 0.0, making=Making.SPARE)
-    assert here.host.lease(NBYTES, 0.0).slot == spare.slot
 
 
 @pytest.mark.parametrize("here", [2], indirect=True)
