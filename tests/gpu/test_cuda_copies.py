@@ -20,7 +20,6 @@ from lightning_spot.capture.device import Cuda, DeviceClock
 from lightning_spot.capture.partitions import BESIDE, Mode
 from lightning_spot.capture.schedule import GradientWatch, PlaceKind, Schedule
 from lightning_spot.capture.tensors import Watches
-from lightning_spot.errors import SpotError
 from lightning_spot.protocol.slot import SlotMemory, slot_capacity
 from lightning_spot.snapshot.layout import Layout, lay_out
 from tests.support.gpus import NEEDS_GPU
@@ -161,26 +160,6 @@ def test_a_large_state_in_every_mode(
     gradients.close()
 
 
-def test_what_is_copied_may_be_let_go(desk: Desk) -> None:
-    """Its memory is used again on the training's stream, which the fence holds until it is copied."""
-    nbytes = 1 << 26
-    layout = lay_out({"w": torch.full((nbytes // 4,), 1.0, device="cuda")})
-    view = desk.slot(layout.nbytes)
-    copier = desk.copier(view)
-    torch.cuda._sleep(SOON)  # type: ignore[no-untyped-call]
-    pieces = layout.pieces
-    job = copier.start(pieces, view)
-    job.wait_cpu()
-    copier.fence()
-    (offset,) = (piece.offset for piece in pieces)
-    del layout, pieces, job
-    for _ in range(4):
-        torch.full((nbytes // 4,), -1.0, device="cuda")
-    torch.cuda.synchronize()
-    copied = view.tensor[offset : offset + nbytes].view(torch.float32)
-    assert torch.equal(copied, torch.ones_like(copied))
-
-
 @pytest.mark.parametrize("is_unpinned", [True, False])
 def test_a_slot_is_right_at_an_address_that_another_had(is_unpinned: bool) -> None:
     """A registration left behind would send copies to pages that another slot has replaced at the same address."""
@@ -221,31 +200,6 @@ def test_memory_that_cannot_be_page_locked_is_copied_anyway(caplog: pytest.LogCa
     assert torch.equal(view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.int64), tensor.cpu())
     device._locked[view.address + 4096] = 4096, 0
     locked.unpin(view.tensor[4096:8192])
-    copier.unpin(view)
-    copier.close()
-
-
-def test_a_graph_that_is_recorded_gets_nothing_of_ours() -> None:
-    tensor, more = torch.ones(1 << 20, device="cuda"), torch.ones(1, device="cuda")
-    layout = lay_out({"w": tensor})
-    memory = SlotMemory.create(slot_capacity(layout.nbytes), None)
-    copier, view = Copier(buffer_bytes=1 << 20), SlotView(memory.map)
-    job = copier.start(layout.pieces, view, Watches([tensor]), Schedule("eager"))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        with pytest.raises(SpotError, match="CUDA graph"):
-            job.wait_cpu()
-        copier.fence()
-        tensor.add_(more)
-    with pytest.raises(SpotError, match="CUDA graph"):
-        job.wait()
-    job = copier.start(layout.pieces, view, Watches([tensor]), Schedule("eager"))
-    graph.replay()
-    job.wait()
-    (piece,) = layout.pieces
-    copied = view.tensor[piece.offset : piece.offset + piece.nbytes].view(torch.float32)
-    assert torch.equal(copied, torch.ones_like(copied))
-    assert torch.equal(tensor, torch.full_like(tensor, 2.0))
     copier.unpin(view)
     copier.close()
 

@@ -133,16 +133,6 @@ def test_what_is_held_goes_when_its_time_is_up(view: SlotView, buffer_bytes: int
     device.run()
 
 
-def test_a_slot_is_made_with_all_that_its_first_copy_needs(view: SlotView, copiers: list[Copier]) -> None:
-    device = FakeDevice()
-    copiers.append(copier := Copier(buffer_bytes=100, device=device))
-    for _ in range(2):
-        copier.pin(view, 0)
-        copier.unpin(view)
-    assert len(device.warmed) == 1
-    assert device.allocated == 100
-
-
 def test_a_step_that_is_recorded_waits_for_the_copies_itself(view: SlotView, copiers: list[Copier]) -> None:
     """Its replay waits for none of them."""
     tensor = torch.ones(NBYTES, dtype=torch.uint8)
