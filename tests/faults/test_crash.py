@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,7 @@ from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
 from tests.support import shard_scenarios
 from tests.support.folders import files_below
-from tests.support.oracle import FILES, HOME, Server, check_checkpoint, file_of, image_of, lines, manifest_of
+from tests.support.oracle import FILES, Server, check_checkpoint, file_of, image_of, lines, manifest_of
 from tests.support.server import RUN_ID, server_pid
 from tests.support.shards import sealed_shard
 from tests.support.waiting import lives, until
@@ -206,36 +205,6 @@ def test_killed_at_random_points(
     training = begin(ballast)
     again_and_again(training, [TRAINER, *kinds], chance, longest_s)
     assert training.seen["host"] > 0
-
-
-def test_the_same_command_carries_on_and_tidies_up(tmp_path: Path, warm_python: str, chance: random.Random) -> None:
-    run_dir = tmp_path / "run-1"
-    last = 10**6
-    for trial, signal_number in enumerate([signal.SIGKILL, 0]):
-        oracle = tmp_path / f"oracle-{trial}"
-        request = {"dirpath": str(run_dir), "oracle": str(oracle), "elements": 3000, "alarm_s": 120}
-        command = [warm_python, "-m", "tests.support.crash_trainer", json.dumps({**request, "max_steps": last})]
-        with open(tmp_path / "trainers.log", "ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=HOME)
-        try:
-            if signal_number:
-                until(lambda oracle=oracle: lines(oracle, "told"), "the first snapshot")
-                time.sleep(chance.random() * 0.2)
-                process.send_signal(signal_number)
-            assert process.wait(timeout=120) == -signal_number, (tmp_path / "trainers.log").read_text()[-3000:]
-        finally:
-            process.kill()
-            process.wait()
-        last = max(int(words[0]) for words in lines(oracle, "begun")) + 40 if signal_number else last
-    told = max(int(words[0]) for words in lines(tmp_path / "oracle-0", "told"))
-    assert int(lines(tmp_path / "oracle-1", "from")[0][0]) >= told
-    newest = LocalStore(run_dir).survey().manifests[0]
-    assert (newest.step, newest.complete) == (last, True)
-    with open(run_dir / newest.data_path, "rb") as file:
-        check_checkpoint(file, last)
-    until(lambda: not starting.find_record(str(run_dir)).running(), "the server to end with the run")
-    until(lambda: not area_of(run_dir).exists(), "its memory to be given back")
-    assert leftovers(run_dir) == []
 
 
 def leftovers(folder: Path) -> list[str]:

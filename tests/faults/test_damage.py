@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies
 
 from lightning_spot import EverySteps, SpotCheckpoint, SpotCheckpointIO
 from lightning_spot.cli.command import main
@@ -55,17 +54,10 @@ from lightning_spot.store.commit import commit_left, put_shards
 from lightning_spot.store.fences import ATTEMPTS_DIR, Claim, claim_name
 from lightning_spot.store.local import LocalStore
 from lightning_spot.untrusted import (
-    FileName,
-    UnixSeconds,
     as_object,
-    decoded,
-    listed,
     plain,
     read_json,
-    read_object,
     sealed_json,
-    short,
-    whole,
 )
 from tests.conftest import Cli
 from tests.support.server import Bench, MakeBench, sessions_of
@@ -320,54 +312,6 @@ def test_whatever_is_damaged_is_read_or_one_error(kind: str, cases: int, seed: i
     for data in (*forgeries, *(mutated(rnd, rnd.choice(seeds)) for _ in range(cases))):
         with contextlib.suppress(MalformedError, CorruptSnapshotError):
             read(data)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inner:
-    """Within another."""
-
-    name: FileName
-    seconds: UnixSeconds = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outer:
-    """What the codec can read."""
-
-    count: Annotated[int, whole(1, 9)]
-    inner: Inner
-    text: Annotated[str, short(3)] = "abc"
-    done: bool = False
-    other: Inner | None = None
-    rest: Annotated[list[Inner], listed(Inner, 2)] = dataclasses.field(default_factory=list)
-
-
-INNER = strategies.builds(Inner, name=strategies.text("abc", min_size=1, max_size=9), seconds=strategies.floats(0, 1e9))
-
-
-@given(
-    strategies.builds(
-        Outer,
-        count=strategies.integers(1, 9),
-        inner=INNER,
-        text=strategies.text(max_size=3).filter(lambda text: "\0" not in text),
-        done=strategies.booleans(),
-        other=strategies.none() | INNER,
-        rest=strategies.lists(INNER, max_size=2),
-    ),
-    strategies.sampled_from(["count", "inner", "text", "done", "other", "rest"]),
-    strategies.sampled_from([-1, 10, True, "long text", {"name": "a/b"}, [{}] * 2, [{"name": "a"}] * 3, 1.5]),
-)
-def test_a_record_reads_back_equal_and_bad_values_are_refused(record: Outer, name: str, wrong: object) -> None:
-    fields = dataclasses.asdict(record)
-    assert decoded(Outer, read_object(json.dumps({**fields, "of a later version": 1}))) == record
-    assert decoded(Outer, {"count": 1, "inner": {"name": "a"}}) == Outer(count=1, inner=Inner(name="a"))
-    if not (name == "done" and wrong is True):
-        with pytest.raises(MalformedError):
-            decoded(Outer, {**fields, name: wrong})
-    for needed in ("count", "inner"):
-        with pytest.raises(MalformedError):
-            decoded(Outer, {other: value for other, value in fields.items() if other != needed})
 
 
 @pytest.mark.parametrize(

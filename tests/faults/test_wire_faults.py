@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,16 +16,12 @@ import pytest
 from lightning_spot.client.encoding import OutgoingPart, Part, PartEncoder, packers
 from lightning_spot.client.remote import ServerStore
 from lightning_spot.client.server_client import ServerClient
-from lightning_spot.errors import CorruptSnapshotError
 from lightning_spot.http import upload_requests
-from lightning_spot.protocol.wire import NO_DIGEST, Address, PartKind
+from lightning_spot.protocol.wire import Address, PartKind
 from lightning_spot.server import ring
-from lightning_spot.snapshot import packing
 from lightning_spot.snapshot.parts import checksum
-from tests.support.link import FAR
-from tests.support.network import TOKEN, listening, network_or_skip
 from tests.support.proxy import Proxy
-from tests.support.server import MIB, RUN_ID, is_kept, manifest_of
+from tests.support.server import MIB, RUN_ID, manifest_of
 from tests.support.uploads import send
 from tests.support.waiting import until
 from tests.support.wire_pair import RUN, Pair, Sender, floats, kinds, needs_zstd, pair, state, trained
@@ -191,22 +185,6 @@ class Upload:
         self.client.close()
 
 
-def test_what_is_no_delta_is_answered_so_and_then_sent_whole(pair: Pair) -> None:
-    pair.open()
-    pair.near.bring(1, bytes(state(1, MIB)))
-    upload = Upload(pair, bytes(state(2, MIB)))
-    bomb = packing.zstd.compress(bytes(100 * MIB)) if packing.can_pack() else bytes(5000)
-    lies = [b"", b"no delta", b"\x01\0\0\0\x01\0\0\0\0" + MIB.to_bytes(4, "big") + bomb]
-    assert upload.send(*(upload.part(PartKind.DELTA, lie) for lie in lies)) == [NO_DIGEST] * len(lies)
-    with pytest.raises(CorruptSnapshotError):
-        upload.commit()
-    again = Upload(pair, upload.image)
-    assert again.send(again.part(PartKind.SAME, b"")) != list(again.manifest.checksums)
-    assert again.send(again.part(PartKind.WHOLE, again.image)) == list(again.manifest.checksums)
-    again.commit()
-    pair.check(2, again.image)
-
-
 def test_a_removed_delta_base_stays_as_long_as_it_is_needed(pair: Pair) -> None:
     pair.open()
     image = bytes(state(1, MIB))
@@ -222,46 +200,3 @@ def test_a_removed_delta_base_stays_as_long_as_it_is_needed(pair: Pair) -> None:
     for other in others:
         pair.far.server.uploads.abort(other.id)
     pair.check(2, image)
-
-
-# -- a link that delays and loses packets; ``soak/test_machines.py`` trains by such links ------------------------------
-
-
-@pytest.mark.parametrize("cut_s", [0.0, 2.0])
-def test_a_snapshot_gets_to_a_server_by_a_far_link_and_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_s: float
-) -> None:
-    """Also if the link is cut while it is sent."""
-    monkeypatch.setenv("LIGHTNING_SPOT_TOKEN", TOKEN)
-    images = [bytes(state(step, 300_000)) for step in (1, 2)]
-    images[1] = images[0][:200_000] + images[1][200_000:]
-    sent: list[int] = []
-
-    def bring() -> list[bytes]:
-        sender, read = Sender(tmp_path, url), []
-        try:
-            sender.open(durable=False, servers=(url,))
-            until(lambda: is_kept(sender.server.route(RUN_ID)), "the server")
-            sent.extend(sender.bring(step, image) for step, image in enumerate(images, 1))
-            store = ServerStore(f"{url}/{RUN}")
-            for manifest in sorted(store.survey().manifests, key=lambda manifest: manifest.step):
-                image = bytearray(manifest.nbytes)
-                store.fetch(manifest, memoryview(image))
-                read.append(bytes(image))
-        finally:
-            sender.close()
-        return read
-
-    with network_or_skip("far", ("near", "memory")) as network, ThreadPoolExecutor(1) as thread:
-        for host in network.address:
-            network.shape(host, **asdict(FAR))
-        url = listening(network, "memory", 7070, tmp_path / "server", "--allow-storage", str(tmp_path))
-        brought = thread.submit(network.there, "near", bring)
-        if cut_s:
-            until(lambda: network.received("memory") > 50_000 or brought.done(), "it to be on its way")
-            assert not brought.done()
-            network.cut("near")
-            time.sleep(cut_s)
-            network.mend("near")
-        assert brought.result(120) == images
-    assert cut_s or sent[1] < 0.6 * len(images[1])  # of the second one, what has changed
