@@ -6,7 +6,6 @@ import mmap
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from lightning_spot.capture import batch as batch_module
 from lightning_spot.capture import copier as copier_module
 from lightning_spot.capture import cuda
-from lightning_spot.capture.batch import Batch, SlotView, batches_of
+from lightning_spot.capture.batch import Batch, SlotView
 from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.cuda import CudaCopier, Lane
 from lightning_spot.capture.device import DeviceClock
@@ -24,7 +23,7 @@ from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.tensors import Watches
 from lightning_spot.errors import SpotError
 from lightning_spot.snapshot import pieces
-from lightning_spot.snapshot.pieces import Piece, cut_end
+from lightning_spot.snapshot.pieces import Piece
 from tests.support.copies import SIZES, Desk, Fixed
 from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.said import said
@@ -332,16 +331,6 @@ def test_a_gpus_clock_tells_time_in_the_order_of_its_work() -> None:
     assert clock.between(first, None) == (0.0, 0.0)
 
 
-def test_the_end_is_cut_off() -> None:
-    storage = torch.zeros(10, dtype=torch.uint8).untyped_storage()
-    pieces = [Piece(storage, 100, 4), Piece(storage, 200, 6, start=4)]
-    before, end = cut_end(pieces, 8)
-    assert before == [Piece(storage, 100, 2)]
-    assert end == [Piece(storage, 102, 2, start=2), Piece(storage, 200, 6, start=4)]
-    assert cut_end(pieces, 0) == (pieces, [])
-    assert cut_end(pieces, 100) == ([], pieces)
-
-
 def test_what_shares_the_memory_of_a_slot_keeps_it_mapped() -> None:
     """A ring in the trainer's process unmaps a slot that it replaces; a copy on a GPU holds the tensor only."""
     shared = mmap.mmap(-1, 4096)
@@ -352,31 +341,6 @@ def test_what_shares_the_memory_of_a_slot_keeps_it_mapped() -> None:
     assert shared[64:128] == b"\7" * 64
     del part
     shared.close()
-
-
-@pytest.mark.parametrize("sizes", [(), (1,), (64,), (64, 64, 0, 64), (63, 1, 64), (1000,), (1, 200, 3, 128, 5)])
-def test_batches_end_where_they_are_full(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third of what is left each, and 64 bytes at least; the last may have less."""
-    monkeypatch.setattr(batch_module, "LEAST_BATCH_BYTES", 64)
-    slot = SlotView(mmap.mmap(-1, 4096))
-    source = torch.randint(0, 256, (sum(sizes),), dtype=torch.uint8)
-    starts = [0, *accumulate(sizes)]
-    pieces = [
-        Piece(source.untyped_storage(), start, nbytes, start=start)
-        for start, nbytes in zip(starts, sizes, strict=False)
-    ]
-    left, filled = sum(sizes), 0
-    for number, batch in enumerate(batches_of(pieces, slot, 0, 0.0, 0.0)):
-        full = max(left // 3, 64)
-        before = slot.tensor.clone()
-        (batch.helping if number % 2 else batch.at_once)()
-        wrote = min(full, left)
-        assert torch.equal(slot.tensor[filled : filled + wrote], source[filled : filled + wrote])
-        slot.tensor[filled : filled + wrote] = before[filled : filled + wrote]
-        assert torch.equal(slot.tensor, before)
-        slot.tensor[filled : filled + wrote] = source[filled : filled + wrote]
-        left, filled = left - wrote, filled + wrote
-    assert left == 0
 
 
 def test_the_event_of_the_last_order_is_the_one_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,15 +54,6 @@ def test_the_new_part_comes_out(coding: Coding, change: str, nbytes: int, seed: 
         assert not ranges
 
 
-def test_only_what_differs_is_named() -> None:
-    base = bytes(1000 * KIB)
-    new = bytearray(base)
-    for place in range(0, len(new), 50 * KIB):
-        new[place + 100 : place + 300] = b"x" * 200  # in the lines from 64 to 320
-    ranges = changed_ranges(new, base)
-    assert ranges == [(place + 64, place + 320) for place in range(0, len(new), 50 * KIB)]
-
-
 def test_changes_in_very_many_places_are_named_in_few_ranges() -> None:
     base = bytes(4 * 2**20)
     new = bytearray(base)
@@ -112,13 +103,6 @@ def test_a_decompression_bomb_does_not_go_off() -> None:
         with pytest.raises(CorruptSnapshotError):
             decode(delta_of([(0, 1000)], data, coding=1), bytes(1000), memoryview(into))
     assert wide  # a window that is larger than its content is no harm: nothing is allocated for it
-
-
-@pytest.mark.skipif(delta.zstd is None, reason="this Python has no zstd")
-def test_states_that_hardly_moved_become_small() -> None:
-    weights = np.random.default_rng(1).standard_normal(250_000).astype(np.float32)
-    new, base = (weights * np.float32(1.0001)).tobytes(), weights.tobytes()
-    assert len(encode(memoryview(new), memoryview(base), [(0, len(new))], Coding.PACKED)) < len(new) / 1.4
 
 
 # -- numbers that are picked -------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import functools
 import graphlib
 import inspect
 import re
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -120,12 +118,6 @@ def test_what_is_printed_says_what_it_is() -> None:
 def test_the_version_is_one() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["version"] == lightning_spot.__version__
-
-
-def test_layers() -> None:
-    command = Path(sys.executable).parent / "lint-imports"
-    done = subprocess.run([str(command)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 def test_files_say_what_they_are_for() -> None:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from scipy import optimize
 
 from lightning_spot import COCI, ConvergenceAware, OverheadBudget, YoungDaly
 from lightning_spot.interval.adaptive import FIRST_S, young_daly_s
-from lightning_spot.interval.convergence import WIDEST, LossCurve, Price, fit_points, spread
+from lightning_spot.interval.convergence import WIDEST, LossCurve
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean
 from lightning_spot.interval.policy import IntervalPolicy
 
@@ -245,23 +244,6 @@ def test_no_metric_breaks_it(values: list[float]) -> None:
 # -- the fit ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("power", [False, True])
-def test_the_fit_agrees_with_scipy(seed: int, power: bool) -> None:
-    def model(x: Any, drop: float, rate: float, floor: float) -> Any:
-        return drop * ((1 + x / 0.1) ** -rate if power else np.exp(-rate * x)) + floor
-
-    random = np.random.default_rng(seed)
-    x = np.linspace(0.01, 0.6, 50)
-    truth = (2.0, 1.0, 0.5) if power else (2.0, 5.0, 0.5)
-    y = model(x, *truth) + 0.01 * random.standard_normal(len(x))
-    fit = fit_points(x, y, np.ones_like(x))
-    (drop, rate, floor), _ = optimize.curve_fit(model, x, y, p0=truth)
-    step = 1e-6
-    oracle = (model(x, drop, rate, floor) - model(x + step, drop, rate, floor)) / step
-    assert np.abs(np.sqrt(fit.speed(x) / oracle) - 1).max() < 0.2
-
-
 def test_readings_take_no_more_memory_as_a_run_grows() -> None:
     curve = LossCurve()
     for step in range(0, 300_000, 3):
@@ -270,24 +252,6 @@ def test_readings_take_no_more_memory_as_a_run_grows() -> None:
     assert len(state["closed"]) <= 64
     assert len(state["open"]) <= 65
     assert curve.fit is not None
-
-
-# -- spreading --------------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.floats(0, 1e6), min_size=8, max_size=64),
-    st.floats(0.5, 2.0),
-    st.floats(0.001, 0.1),
-    st.floats(0.0, 0.05),
-)
-def test_spread_keeps_its_bounds(speed: list[float], snapshots: float, half: float, most: float) -> None:
-    price = Price(stall=half, rework=half)
-    stretch = spread(np.array(speed), snapshots=snapshots, price=price, most_rise=most)
-    assert ((stretch >= 1 / WIDEST - 1e-9) & (stretch <= WIDEST + 1e-9)).all()
-    even = bool((stretch == 1).all())
-    assert even or (1 / stretch).mean() == pytest.approx(snapshots, rel=1e-3)
-    assert even or price.rise(stretch).mean() <= most + 1e-9
 
 
 # -- what COCI's published rule does not survive ----------------------------------------------------------------------

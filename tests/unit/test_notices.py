@@ -262,17 +262,6 @@ def source() -> Iterator[SignalSource]:
     signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_group_signal_ends_workers_without_raising_errors(source: SignalSource) -> None:
-    """The process is to reach its next seam; before, torch's error of a worker ended it where it was."""
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        signal.raise_signal(signal.SIGCHLD)
-    signal.raise_signal(signal.SIGUSR2)
-    signal.raise_signal(signal.SIGCHLD)
-    assert source.notice is not None
-    source.restore()
-    assert signal.getsignal(signal.SIGCHLD) is torch_raises
-
-
 def hear_of_a_worker_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One ends by itself, and then one by a signal to the whole group, which comes here a moment later."""
     with pytest.raises(RuntimeError, match="DataLoader worker"):

@@ -55,8 +55,6 @@ from tests.support.server import (
     RUN_ID,
     Bench,
     MakeBench,
-    ServerBehind,
-    committed,
     image_of,
     manifest_of,
 )
@@ -685,45 +683,36 @@ def test_a_damaged_leftover_is_dropped(make_bench: MakeBench, killed: Path) -> N
     assert make_bench(area=killed).committed() == [1]
 
 
-@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()], ids=["map", "objects"])
 @pytest.mark.parametrize("times", [1, 9])
-def test_a_recovery_that_lacks_memory_drops_no_snapshot(
-    make_bench: MakeBench, killed: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, times: int
-) -> None:
-    """It is tried again; if it does not pass, the server does not start, and the next one takes it over."""
-    left = [error] * times
-
-    def short(fd: int, nbytes: int, real: Callable[..., mmap.mmap] = slot_module.map_shared) -> mmap.mmap:
-        if left:
-            raise left.pop()
-        return real(fd, nbytes)
-
-    monkeypatch.setattr(slot_module, "map_shared", short)
-    monkeypatch.setattr(area_module, "REOPEN_PAUSES_S", (0.01, 0.01))
-    if times > 1:
-        with pytest.raises(TierError, match="slot-"):
-            make_bench(area=killed)
-        left.clear()
-    assert make_bench(area=killed).committed() == [2, 1]
-
-
-@pytest.mark.parametrize("times", [1, 9])
+@pytest.mark.parametrize(
+    ("lacks", "error"),
+    [
+        ("map_shared", OSError(errno.ENOMEM, "Cannot allocate memory")),
+        ("map_shared", MemoryError()),
+        ("open_file", OSError(errno.ENFILE, os.strerror(errno.ENFILE))),
+    ],
+    ids=["map", "objects", "lock"],
+)
 @pytest.mark.guarantee("G2")
-def test_a_lock_that_cannot_be_opened_is_no_strangers(
-    make_bench: MakeBench, killed: Path, monkeypatch: pytest.MonkeyPatch, times: int
+def test_a_recovery_that_lacks_something_drops_no_snapshot(
+    make_bench: MakeBench, killed: Path, monkeypatch: pytest.MonkeyPatch, times: int, lacks: str, error: Exception
 ) -> None:
-    """The heir began beside it with nothing, and the run went back to what was in storage."""
-    left = [OSError(errno.ENFILE, os.strerror(errno.ENFILE))] * times
+    """It is tried again; if it does not pass, the server does not start, and the next one takes it over.
 
-    def short(path: Path, flags: int = os.O_RDONLY, *, linked: bool = False) -> int:
-        if left and path.name == AREA_LOCK:
+    Without the lock, the heir began beside it with nothing, and the run went back to what was in storage.
+    """
+    left, owner = [error] * times, slot_module if lacks == "map_shared" else area_module
+    real = getattr(owner, lacks)
+
+    def short(what: Any, *arguments: Any, **more: Any) -> Any:
+        if left and (lacks == "map_shared" or what.name == AREA_LOCK):
             raise left.pop()
-        return open_file(path, flags, linked=linked)
+        return real(what, *arguments, **more)
 
-    monkeypatch.setattr(area_module, "open_file", short)
+    monkeypatch.setattr(owner, lacks, short)
     monkeypatch.setattr(area_module, "REOPEN_PAUSES_S", (0.01, 0.01))
     if times > 1:
-        with pytest.raises(TierError, match="area"):
+        with pytest.raises(TierError, match=r"slot-|area"):
             make_bench(area=killed)
         left.clear()
     assert make_bench(area=killed).committed() == [2, 1]
@@ -816,13 +805,6 @@ def test_without_a_container_the_limit_is_the_hosts(tmp_path: Path, monkeypatch:
     assert host_memory_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def test_manifests_of_format_1_are_kept_by_name(bench: Bench) -> None:
-    bench.open(run_id="")
-    old = Manifest(run="run", name=snapshot_name(1, 1), step=1, attempt=1, nbytes=100)
-    committed(bench.server, "run", old, image_of(1, 100))
-    assert [manifest.name for slot in bench.server.ring.contents("run") if (manifest := slot.manifest)] == [old.name]
-
-
 def test_a_writer_without_a_bound_of_slots_has_a_few(make_bench: Callable[..., Bench]) -> None:
     """Of as many lineages, each has a newest snapshot that never gives way: they took half of all slots there are."""
     bench = make_bench(slots=None, memory_bytes=256 * MIB)
@@ -878,25 +860,6 @@ def test_places_of_files_are_forgotten_with_their_run(
         until(lambda: not bench.server.reconciler._workers, "its worker to end")
     bench.open(run_id=OTHER_ID)
     until(lambda: elsewhere not in bench.server.tiers(), "its place to be forgotten")
-
-
-def test_of_a_run_opened_once_more_nothing_is_written(make_bench: Callable[..., Bench], runtime_dir: Path) -> None:
-    bench = make_bench(area=runtime_dir / "area")
-    bench.open()
-    (noted,) = bench.server.ring.area.path.glob("run-*.json")
-    before = noted.stat()
-    bench.open(committed=snapshot_name(1, 1))
-    assert noted.stat() == before
-    bench.open(keep=Keep(newest=7))
-    assert noted.stat() != before
-
-
-def test_there_is_one_store_of_a_server_and_a_new_one_of_storage(bench: Bench) -> None:
-    """The one that asked it had another than the one that sent to it: neither knew what the other had learned."""
-    ring, url = bench.server.ring, "spot://behind:7070/run"
-    reconciler = worker.Reconciler(ring, lambda url: ServerBehind(url, None), bench.server.registry.info)  # type: ignore[arg-type, return-value]
-    assert reconciler.store(url) is reconciler.store(url)
-    reconciler.close()
 
 
 def test_a_file_whose_replacement_is_killed_has_one_version(

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import ettr
 from benchmarks.intervals import Bathtub, floor_loss, power_loss
-from lightning_spot import YoungDaly
 from lightning_spot.cli import main
 from lightning_spot.config import parse_flag_bytes, parse_seconds
 from lightning_spot.errors import SettingsError
@@ -25,7 +24,6 @@ from lightning_spot.simulation.simulator import (
     chain,
     compare,
     exponential_loss,
-    places,
     server_tier,
     simulate,
     storage_tier,
@@ -94,17 +92,6 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
             Trace.read(path)
     with pytest.raises(SettingsError, match=r"nothing\.csv"):
         Trace.read(tmp_path / "nothing.csv")
-
-
-def test_policies_run_in_a_job() -> None:
-    job = SimulatedJob(work_s=DAY_S, stall_s=2.0)
-    evenly = places(YoungDaly(), job, 7200.0)
-    assert np.diff(evenly) == pytest.approx(np.diff(evenly)[0], abs=2 * DAY_S / job.steps)
-    rows = compare(
-        SimulatedJob(work_s=DAY_S, steps=500, stall_s=2.0, loss=power_loss()), Fleet(Weibull(7200.0, k=1)), runs=5
-    )
-    assert [row.name for row in rows] == list(POLICIES)
-    assert all(row.snapshots and 0 < row.goodput < 1 for row in rows)
 
 
 LOSSES = {

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import gc
+import io
 import random
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_spot.sharded.file_plan import state_file
 from lightning_spot.state import fit_state
 from lightning_spot.state.compare import differences
-from lightning_spot.state.dump import VERSION, Dump, in_present_form
-from lightning_spot.state.fit_state import PARTS, FitState, Stage, StatePart
+from lightning_spot.state.dump import KEY, VERSION, Dump, in_present_form, packed, states_in_files, with_ranks
+from lightning_spot.state.fit_state import PARTS, FitState, Stage
 from lightning_spot.state.randomness import capture_random, restore_random
+from lightning_spot.trees import leaves, walk
 
 
 class Trainer(SimpleNamespace):
@@ -33,25 +36,6 @@ def trainer() -> Any:
 def test_state_parts_have_unique_names_and_every_stage_has_one() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert {stage for part in PARTS for stage in part.restore} == set(Stage)
-
-
-def test_state_parts_are_restored_by_stage_in_table_order(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, Any]] = []
-
-    def part(name: str, value: Any, *stages: Stage) -> StatePart:
-        return StatePart(
-            name, None, lambda _: value, dict.fromkeys(stages, lambda _, saved: done.append((name, saved)))
-        )
-
-    stages = Stage.LOAD, Stage.FIRST_BATCH
-    rows = part("a", 1, *stages), part("b", False, Stage.LOAD), part("c", None, Stage.LOAD), part("d", 4)
-    monkeypatch.setattr(fit_state, "PARTS", rows)
-    parts = FitState(trainer)
-    saved = parts.capture(at_end=True)
-    assert (saved, parts.at_end) == ({"a": 1, "b": False, "c": None, "d": 4}, True)
-    for stage in Stage:
-        parts.restore(stage, {name: value for name, value in saved.items() if name != "d"})
-    assert done == [("a", 1), ("b", False), ("a", 1)]
 
 
 def test_a_hook_that_comes_twice_adds_one_listener(trainer: Any) -> None:
@@ -131,6 +115,13 @@ def test_what_training_drops_from_a_module_is_freed(trainer: Any, monkeypatch: p
     assert dropped() is None
 
 
+def test_what_holds_itself_has_an_end() -> None:
+    tree: dict[str, Any] = {"a": [1]}
+    tree["a"] += [tree, tree["a"]]
+    assert list(walk(tree)) == [(("a", 0), 1)]
+    assert list(leaves(tree, int)) == [1]
+
+
 # -- generators --------------------------------------------------------------------------------------------------------
 
 
@@ -171,3 +162,37 @@ def test_parts_that_were_off_are_none_in_an_earlier_form_too() -> None:
     ranks: list[dict[str, Any] | None] = [{"hooked": None, "loaders": None}, None]
     present = in_present_form({"version": 5, "lost": [], "ranks": ranks})
     assert present == {"version": VERSION, "lost": [], "ranks": ranks}
+
+
+# -- what each rank knows beside the checkpoint ------------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("G10")
+def test_states_in_one_file_are_values_again_when_they_are_read() -> None:
+    """So users' files have them, and snapshots of earlier versions, with room behind each."""
+    state = {"random": [1, 2], "mean": torch.ones(3)}
+    with_room = torch.cat([packed(state), torch.zeros(5000, dtype=torch.uint8)])
+    read = with_ranks({KEY: {"ranks": [state, packed(state), with_room, {"old": 1}]}})[KEY]["ranks"]
+    assert [read[0], read[3]] == [state, {"old": 1}]
+    for each in read[1:3]:
+        assert each["random"] == [1, 2]
+        assert torch.equal(each["mean"], state["mean"])
+
+
+@pytest.mark.guarantee("G10")
+@pytest.mark.parametrize("first", [[{"rank": 0}], []], ids=["beside a checkpoint", "of a model in shards"])
+@pytest.mark.parametrize("world_size", [3, 2])
+def test_a_rank_reads_the_files_that_it_needs(first: list[Any], world_size: int) -> None:
+    files = {}
+    for rank in range(3):
+        data = io.BytesIO()
+        torch.save({"rank": rank}, data)
+        files[state_file(rank)] = memoryview(data.getvalue())
+    shared = {"world_size": 3, "shares": 3, "ranks": first}
+    strategy = SimpleNamespace(distributed_sampler_kwargs={"rank": 1, "num_replicas": world_size})
+    trainer = cast(Any, SimpleNamespace(world_size=world_size, global_rank=1, strategy=strategy))
+    read: list[str] = []
+    found = states_in_files(trainer, shared, lambda name: read.append(name) or files[name])  # type: ignore[func-returns-value]
+    wanted = {0, 1} if world_size == 3 else {0, 1, 2}
+    assert [each.get("rank") for each in found] == [rank if rank in wanted else None for rank in range(3)]
+    assert read == [state_file(rank) for rank in sorted(wanted)[len(first) :]]

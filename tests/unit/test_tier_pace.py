@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.closed_form import FailureClass, expected_total_s, shares_of
@@ -22,7 +22,7 @@ from lightning_spot.interval.costs import Costs
 from lightning_spot.interval.policy import ByTime
 from lightning_spot.server.tier import TierHealth
 from lightning_spot.simulation.failures import Event, Failure, Failures, Fleet, Mixed, Weibull
-from lightning_spot.simulation.simulator import SimulatedJob, Tier, chain, lost_s, simulate
+from lightning_spot.simulation.simulator import SimulatedJob, Tier, chain, simulate
 from tests.support.server import StartServer
 from tests.support.trainer import Net, data, trainer
 
@@ -64,20 +64,6 @@ def test_the_pace_is_that_of_the_nearest_tier_off_the_machine(
     assert interval_s(of_host, near, far) == interval_s(near) >= near_s
     assert interval_s(of_host, far) == interval_s(far) >= interval_s(near)
     assert interval_s(of_host) == interval_s()
-
-
-@given(st.floats(0.01, 30.0), st.floats(600.0, 1e5), st.floats(0.0, 300.0))
-def test_no_other_interval_is_much_better(stall_s: float, mtbf_s: float, near_s: float) -> None:
-    """Machines alone fail: then neither a shorter nor a longer interval than the policy's has a lower overhead."""
-    assume(stall_s + near_s < mtbf_s / 20)  # the closed form is of first order
-    policy = YoungDaly(max_overhead=0.9)
-    policy.learn(Costs(stall_s=stall_s, mtbf_s=mtbf_s, drain_s=near_s))
-    periods = np.geomspace(stall_s, 10 * mtbf_s, 2000)
-
-    def overhead(period_s: float) -> float:
-        return stall_s / period_s + lost_s(period_s, near_s) / mtbf_s
-
-    assert overhead(policy.interval_s(0)) <= 1.02 * min(map(overhead, periods))
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -169,14 +155,6 @@ def test_several_classes_of_failures(
     assert outcome.total_s.mean() == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(("period_s", "drain_s"), [(100.0, 0.0), (100.0, 40.0), (100.0, 137.0), (20.0, 333.0)])
-def test_what_a_failure_takes_to_first_order(period_s: float, drain_s: float) -> None:
-    count = int(30 * DAY_S / period_s)
-    job = SimulatedJob(work_s=count * period_s, stall_s=0.0, tiers=(Tier(name="durable", drain_s=drain_s),))
-    outcome = simulate(job, evenly(job.work_s, count), Fleet(Weibull(DAY_S, k=1)), runs=2000)
-    assert outcome.lost_s.sum() / outcome.failures.sum() == pytest.approx(lost_s(period_s, drain_s), rel=0.02)
-
-
 # -- the simulator by hand, and its properties ------------------------------------------------------------------------
 
 
@@ -219,28 +197,6 @@ def test_tiers_catch_up_while_machines_come_back() -> None:
     job = SimulatedJob(work_s=1000.0, stall_s=0.0, tiers=tiers(15.0, 40.0), restart_s=60.0)
     assert lost_by(job, taken, *twice) == 29  # the server's snapshot at 70 became durable in those 60 s
     assert lost_by(replace(job, restart_s=30.0), taken, *twice) == 89  # and not in 30 s
-
-
-@given(
-    gap_s=st.floats(1.0, 100.0),
-    drains=st.lists(st.tuples(st.floats(0.0, 500.0), st.sampled_from(Failure)), min_size=0, max_size=3),
-    extra=st.tuples(st.floats(0.0, 500.0), st.sampled_from(Failure)),
-    at_s=st.floats(1.0, 2000.0),
-    kind=st.sampled_from(Failure),
-)
-def test_another_tier_never_makes_a_failure_take_more(
-    gap_s: float, drains: list[tuple[float, Failure]], extra: tuple[float, Failure], at_s: float, kind: Failure
-) -> None:
-    """For the same snapshots, whatever the tiers there are and the one that is added."""
-
-    def tier(drain_s: float, survives: Failure) -> Tier:
-        return Tier(name=f"{survives.name} {drain_s}", drain_s=drain_s, survives=survives)
-
-    least = tier(700.0, Failure.SERVER)
-    few = SimulatedJob(work_s=3000.0, tiers=(*(tier(*one) for one in drains), least))
-    more = replace(few, tiers=(tier(*extra), *few.tiers))
-    taken = np.arange(gap_s, 3000.0, gap_s)
-    assert lost_by(more, taken, (at_s, kind)) <= lost_by(few, taken, (at_s, kind))
 
 
 @given(st.lists(st.floats(0.5, 50.0), min_size=3, max_size=60), st.floats(0.0, 60.0), st.floats(1.0, 1000.0))

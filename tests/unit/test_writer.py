@@ -24,26 +24,6 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.guarantee("G9")
 
 
-@pytest.mark.parametrize(
-    "notes", [["", "", ""], ["", "x" * 1000, "y" * 30], ["x" * 5000, "", ""]], ids=["same", "longer", "shorter"]
-)
-def test_a_pickle_of_any_length_gives_the_same_snapshots(desk: Desk, notes: list[str]) -> None:
-    for step, note in enumerate(notes):
-        for weight in desk.weights:
-            weight.add_(1)
-        desk.buffer.add_(1)
-        done = desk.begin(step, desk.checkpoint(note))
-        desk.buffer.mul_(-1)  # as forward does: it was copied before begin returned
-        expected = [weight.clone() for weight in desk.weights]
-        desk.writer.copied()
-        for weight in desk.weights:
-            weight.mul_(3)
-        done.result(120)
-        assert same(desk.saved(step), expected, -desk.buffer)
-        assert desk.saved(step)["note"] == note
-        desk.buffer.mul_(-1)
-
-
 def test_a_snapshot_nobody_asks_about_leaves_nothing_in_memory(desk: Desk) -> None:
     """Files that a user saves: the pickled part of each was kept until training ended."""
     for step in range(4):
