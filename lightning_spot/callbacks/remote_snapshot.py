@@ -183,11 +183,6 @@ class RemoteSnapshot(FitCallback):
         return self.snapshotter.pacing.stall_s if self.snapshotter is not None else 0.0
 
     @property
-    def begun_step(self) -> int:
-        """``global_step`` of the newest snapshot that was begun, -1 before the first."""
-        return self.snapshotter.writing.begun_step if self.snapshotter is not None else -1
-
-    @property
     def last_committed_step(self) -> int | None:
         """``global_step`` of the newest snapshot of this attempt that is committed in memory."""
         committed = self.snapshotter.writing.committed if self.snapshotter is not None else None

@@ -312,9 +312,20 @@ def test_after_an_exception_nothing_is_left_on_the_model(tmp_path: Path, seen: S
     seen.check(probe)
 
 
+class Noting(EverySteps):
+    """Notes the newest step of which a snapshot was begun."""
+
+    newest = 0
+
+    def taken(self, step: int, now_s: float) -> None:
+        self.newest = step
+        super().taken(step, now_s)
+
+
 def test_a_budget_makes_the_interval_grow(tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training waits 2 s for each snapshot, on a clock that goes on by 1 s a step: every 20th step is taken then."""
     now_s = 0.0
+    interval = Noting(1, max_overhead=0.1)
     monkeypatch.setattr(snapshotter.time, "monotonic", lambda: now_s)
 
     class Slow(RemoteSnapshot):
@@ -326,11 +337,10 @@ def test_a_budget_makes_the_interval_grow(tmp_path: Path, seen: Seen, monkeypatc
         def on_before_optimizer_step(self, trainer: pl.Trainer, *arguments: Any) -> None:
             nonlocal now_s
             with self.snapshotter.pacing.stalling():
-                now_s += 2.0 * (self.begun_step == trainer.global_step)
+                now_s += 2.0 * (trainer.global_step > 0 and interval.newest == trainer.global_step)
             super().on_before_optimizer_step(trainer, *arguments)
 
-    interval, run = EverySteps(1, max_overhead=0.1), str(tmp_path / "run")
-    callback = Slow(run, local_server=False, interval=interval, on_full="wait", copy_mode="eager")
+    callback = Slow(str(tmp_path / "run"), local_server=False, interval=interval, on_full="wait", copy_mode="eager")
     trainer(callback, max_epochs=5).fit(Net(), data())
     assert sorted(seen.images)[:-1] == [1, *range(19, 100, 18)]
 
@@ -338,11 +348,11 @@ def test_a_budget_makes_the_interval_grow(tmp_path: Path, seen: Seen, monkeypatc
 def test_snapshots_that_find_no_slot_are_counted_and_said_once(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, busy = InProcessHost.lease, range(4, 10)
-    callback = RemoteSnapshot(str(tmp_path / "run"), local_server=False, interval=EverySteps(1))
+    real, busy, interval = InProcessHost.lease, range(4, 10), Noting(1)
+    callback = RemoteSnapshot(str(tmp_path / "run"), local_server=False, interval=interval)
 
     def lease(self: InProcessHost, *arguments: Any, **named: Any) -> Lease:
-        if callback.begun_step in busy:
+        if interval.newest in busy:
             raise SnapshotFailedError("every slot is busy", reason=FailureReason.RING_FULL)
         return real(self, *arguments, **named)
 
