@@ -250,8 +250,8 @@ def _counts(snapshotter: Snapshotter) -> dict[str, float]:
 
 def _newest_in(url: str) -> tuple[int, float] | None:
     """Step and time of the newest snapshot in the storage of a run that a resume takes as persisted."""
-    held = open_store(url).survey()
-    newest = next((each for each in held.manifests if each.exact and not held.sets_aside(each.order)), None)
+    holdings = open_store(url).survey()
+    newest = next((each for each in holdings.manifests if each.exact and not holdings.sets_aside(each.order)), None)
     return (newest.step, newest.created_unix_s) if newest is not None else None
 
 

@@ -81,7 +81,7 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             texts = [f"{name}@{identity}" if identity and names.count(name) > 1 else name for name, identity in runs]
             entries = [_directory(text) for text in sorted(set(texts))]
         else:
-            there = self._entries(run, self._held(run))
+            there = self._entries(run, self._listed(run))
             entries = [there[name] for name in sorted(there) if name.rpartition("/")[0] == path]
             if below and not entries:
                 entries = [self._file_info(path)]
@@ -93,11 +93,11 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
         run, _, below = path.partition("/")
         if not run:
             return _directory("")
-        held = self._held(run)  # raises if there is no such run
-        entries = self._entries(run, held)
+        listed = self._listed(run)  # raises if there is no such run
+        entries = self._entries(run, listed)
         if (found := entries.get(path)) is not None:
             return found
-        newest = next((each for each in held if each.exact and not each.is_file), None)
+        newest = next((each for each in listed if each.exact and not each.is_file), None)
         if below == LAST and newest is not None:
             first = newest.spans[0]
             if first.name == MODEL_FILE:
@@ -148,20 +148,20 @@ class SpotFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no 
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.unstrip_protocol(path))
         return info
 
-    def _held(self, run: str) -> list[Manifest]:
+    def _listed(self, run: str) -> list[Manifest]:
         """The snapshots and files of a run that are in the server's memory, the newest first."""
         answer = self.client.call("GET", f"/v1/runs/{quoted(run)}/snapshots")
         with answered(str(self.client.address)):
-            held = [item.manifest for item in Listed.all_of(answer)]
-            if not held and not integer(answer, "attempt", None, 0, LARGEST):
+            listed = [item.manifest for item in Listed.all_of(answer)]
+            if not listed and not integer(answer, "attempt", None, 0, LARGEST):
                 raise SnapshotNotFoundError(f"this server has no run {run!r}")
-            return newest_first([*(each for each in held if each.shard is None), *put_together(held)])
+            return newest_first([*(each for each in listed if each.shard is None), *put_together(listed)])
 
-    def _entries(self, run: str, held: Sequence[Manifest]) -> dict[str, dict[str, Any]]:
+    def _entries(self, run: str, listed: Sequence[Manifest]) -> dict[str, dict[str, Any]]:
         """Every file of these, and the folders that they are in, by path."""
         entries = {run: _directory(run)}
         with answered(str(self.client.address)):
-            for manifest in held:
+            for manifest in listed:
                 for span in manifest.spans:
                     path = f"{run}/{file_path(manifest.path_of(span))}"
                     entries[path] = {

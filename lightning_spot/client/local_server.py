@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import mmap
 import os
 import socket
@@ -44,8 +43,6 @@ from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.snapshot.shards import Status, failed
 from lightning_spot.store.store import newest_first
 from lightning_spot.untrusted import read_object
-
-logger = logging.getLogger(__name__)
 
 _LONGEST_LINE = 65536
 
@@ -299,8 +296,8 @@ class LocalServer:
     def safe_step(self) -> int | None:
         """See :meth:`Host.safe_step`."""
         listed = self._snapshots()
-        held = ((item.manifest, item.safe) for item in Listed.all_of(listed))
-        return newest_safe_step(held, self.attempt, snapshot_order(str(listed["committed"])))
+        safe = ((item.manifest, item.safe) for item in Listed.all_of(listed))
+        return newest_safe_step(safe, self.attempt, snapshot_order(str(listed["committed"])))
 
     def listing(self) -> list[Listed]:
         """Everything the server holds of the run."""

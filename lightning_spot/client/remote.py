@@ -229,10 +229,10 @@ class ServerStore:
     ) -> PartEncoder:
         compression: Compression = self._info.compression if self._info is not None else "auto"
         packs = self._unpacks and (compression == "always" or (compression == "auto" and self._is_slow))
-        held = self._approximation.glance(base)
-        if base is not None and held is None:
-            held = earlier(key_of(manifest), base.name)
-        return PartEncoder(image, manifest.part_bytes, base, held, threads, packs=packs)
+        here = self._approximation.glance(base)
+        if base is not None and here is None:
+            here = earlier(key_of(manifest), base.name)
+        return PartEncoder(image, manifest.part_bytes, base, here, threads, packs=packs)
 
 
 def _abort(client: ServerClient, upload: str) -> None:

@@ -31,7 +31,7 @@ from lightning_spot.protocol.wire import (
 from lightning_spot.snapshot.parts import checksum
 from lightning_spot.untrusted import LARGE_JSON_BYTES, plain, read_object
 
-_UPGRADE_TIMEOUT_S = 10.0  # a server answers before it does anything; meanwhile a slot is held, and nothing sent
+_UPGRADE_TIMEOUT_S = 10.0  # a server answers before it does anything; meanwhile a slot is taken, and nothing sent
 
 REPLY_TIMEOUT_S = 60.0
 PING_S = 5.0

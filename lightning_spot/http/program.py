@@ -51,8 +51,6 @@ from lightning_spot.store.fsspec_client import try_writing
 from lightning_spot.store.posix import why_not_writable
 from lightning_spot.untrusted import LONGEST_TEXT, log_plainly, plain, read_object, text
 
-logger = logging.getLogger(__name__)
-
 CHECK_S = 0.25
 """A local server looks whether it is needed at most so often."""
 LATEST_CHECK_S = 5.0

@@ -101,9 +101,6 @@ from lightning_spot.snapshot.shards import Image
 from lightning_spot.store.fsspec_client import forget_sessions
 from lightning_spot.untrusted import LARGE_JSON_BYTES, SMALL_JSON_BYTES, decoded, plain, text
 
-logger = logging.getLogger(__name__)
-
-
 SCOPE = web.RequestKey("scope", Scope)
 """What the token of a request holds for, if that is not everything."""
 

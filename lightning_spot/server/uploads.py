@@ -37,8 +37,6 @@ from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.snapshot.ranges import Floats
 from lightning_spot.store.fences import check_fence
 
-logger = logging.getLogger(__name__)
-
 _OTHER_ENDS_S = 10.0
 UPLOAD_IDLE_S = 120.0
 """An upload over the network that receives nothing for so long is given up and its slot freed."""

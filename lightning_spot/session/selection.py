@@ -253,9 +253,9 @@ class Restore:
         memory = MemorySource(self._location.url, f"{manifest.run}@{manifest.run_id}")
         yield memory
         stores = {url: StoreSource(open_tier(url), tier) for url, tier, _ in tried.holders}
-        held = [(stores[url], what) for url, _, what in tried.holders]
-        yield from (store for store, what in held if what == manifest)
-        shards: list[tuple[MemorySource | StoreSource, Manifest]] = [each for each in held if each[1] != manifest]
+        yield from (stores[url] for url, _, what in tried.holders if what == manifest)
+        shards: list[tuple[MemorySource | StoreSource, Manifest]]
+        shards = [(stores[url], what) for url, _, what in tried.holders if what != manifest]
         if shards:
             with contextlib.suppress(SpotError):
                 shards = [*((memory, shard) for shard in memory.survey().shards), *shards]
@@ -264,11 +264,11 @@ class Restore:
 
 def _holders(found: Survey, manifest: Manifest, source: Source) -> Iterator[tuple[str, str, Manifest]]:
     """The stores that hold this very snapshot, first the one it was found at, or shards of it where no tier has all."""
-    holders = [(other, held) for held, other in found.candidates if held == manifest]
+    holders = [(other, manifest) for each, other in found.candidates if each == manifest]
     holders.sort(key=lambda each: each[0] is not source)
-    for holder, held in [*holders, *(source.held(manifest) if isinstance(source, ScatteredSource) else ())]:
+    for holder, what in [*holders, *(source.held(manifest) if isinstance(source, ScatteredSource) else ())]:
         if isinstance(holder, StoreSource):
-            yield holder.store.url, holder.tier, held
+            yield holder.store.url, holder.tier, what
 
 
 # -- read on each rank ----------------------------------------------------------------------------------------------
