@@ -113,7 +113,7 @@ class Waits:
         """Nothing of what was begun runs any more."""
         writer = writer_of(self._spot)
         assert writer is not None
-        writer.settle(60.0)
+        writer.wait_all(60.0)
         assert writer.host is not None
         writer.host.flush(120.0)
 

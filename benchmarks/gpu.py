@@ -89,7 +89,7 @@ class Clock(pl.Callback):
             behind = step - (self._spot.last_committed_step or 0)
             writer = writer_of(self._spot)
             assert writer is not None
-            writer.settle(60.0)
+            writer.wait_all(60.0)
             per_step = [(later - earlier) / (STEPS - 1) for later, earlier in zip(now, before, strict=True)]
             skipped = self._spot.num_skipped - self._skipped
             self.turns.append(Turn(*per_step, skipped, behind, time.perf_counter() - now[0]))

@@ -140,7 +140,7 @@ class Ways(pl.Callback):
             return
         writing = self.snapshotter.writing
         if writing.attempt is not None:
-            writing.attempt.writer.settle(60.0)
+            writing.attempt.writer.wait_all(60.0)
             if self.number < EARLY and writing.attempt.writer.host is not None:
                 writing.attempt.writer.host.flush(120.0)
         torch.distributed.barrier()

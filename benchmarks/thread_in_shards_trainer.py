@@ -151,7 +151,7 @@ class Rounds(pl.Callback):
                 self.costs.append(Cost(not self.number % 2, cpu_s, wall_s, self.at_rest[0]))
             self.number += 1
             if writer := writer_of(self.spot):
-                writer.settle(60.0)
+                writer.wait_all(60.0)
             self._without.__exit__(None, None, None)
             if self.number > EARLY:
                 self.torch_cpu_s.append(_capture_by_torch(trainer, module))

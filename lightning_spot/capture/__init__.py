@@ -10,5 +10,5 @@ In the order in which they are read best:
 - ``unexpected``, ``attempt``: unforeseen errors; the writer from the claim to the end of the run.
 
 A copy is **held** until training comes to its **place**, a number in the order of the iteration. On a GPU it is then
-**ordered**: put on a stream, whatever the host does meanwhile. A slot is **sealed** when the server has its checksums.
+**enqueued**: put on a stream, whatever the host does meanwhile. A slot is **sealed** when the server has its checksums.
 """

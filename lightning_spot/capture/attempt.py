@@ -23,7 +23,7 @@ import torch
 
 from lightning_spot._version import __version__
 from lightning_spot.capture.copier import Copier
-from lightning_spot.capture.host_link import SAY_S, leave, tiers_of, within
+from lightning_spot.capture.host_link import SAY_S, leave, seconds_left, tiers_of
 from lightning_spot.capture.layouts import RankLayouter
 from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.tensors import Noted, Owners, expected_nbytes, tensors_in
@@ -291,7 +291,7 @@ class Attempt:
         Args:
             wait_s: how long to wait for one that is on its way, seconds.
         """
-        self.writer.settle(wait_s)
+        self.writer.wait_all(wait_s)
         begun = self._begun
         return begun.exception() if begun is not None and begun.done() else None
 
@@ -411,7 +411,7 @@ class Attempt:
         """
         started_s, writer, link = time.monotonic(), self.writer, self.writer.link
         of = f" of {deadline.end_s - started_s:.0f} s" if deadline.is_named else ""
-        writer.settle(deadline.left_s)
+        writer.wait_all(deadline.left_s)
         if (newest := writer.committed) is None:
             return "no snapshot of this attempt is committed; the run resumes from what an earlier one left"
         what = f"step {newest.step} ({format_bytes(newest.stored_bytes)})"
@@ -478,8 +478,9 @@ class Attempt:
                 durable = False
         if self._rank:
             return None
-        # An end that was begun and failed, or is fenced, is false: ``None`` would say that none was to be taken.
-        return durable if not self.has_ended or (self._last is not None and not self.fenced) else False
+        if self.has_ended and (self._last is None or self.fenced):
+            return False  # it was begun and failed: ``None`` would say that none was to be taken
+        return durable
 
     def _once_more(self, bring: Callable[[], bool | None]) -> bool | None:
         """Bring what is committed to safety; once more if that fails in a way that nobody has foreseen.
@@ -503,7 +504,7 @@ class Attempt:
             whether the snapshot of the finished run was seen in storage; ``None`` if the run is not finished.
         """
         writer, url = self.writer, self.location.url
-        writer.settle(within(deadline_s))
+        writer.wait_all(seconds_left(deadline_s))
         left = self._flush(deadline_s) if self._is_guest or not self._rank else []
         durable: bool | None = None
         if not self._rank:
@@ -539,12 +540,12 @@ class Attempt:
     def _flush(self, deadline_s: float) -> list[str]:
         """Flush; a ring that is lost meanwhile is waited for, since it takes over what the lost one left."""
         while True:
-            host = self.writer.link.wait(within(deadline_s))
+            host = self.writer.link.wait(seconds_left(deadline_s))
             if host is None:
                 return []
             try:
-                left = host.flush(min(SAY_S, within(deadline_s)))
-                if left and (left_s := within(deadline_s)):
+                left = host.flush(min(SAY_S, seconds_left(deadline_s)))
+                if left and (left_s := seconds_left(deadline_s)):
                     text = "fit waits for up to {wait_s:.0f} s more (upload_timeout_s) until all is persisted: {about}"
                     for line in left:
                         say(logging.WARNING, "upload-awaited", text, about=line, wait_s=left_s)
@@ -569,7 +570,7 @@ class Attempt:
     def _is_listed(self, name: str, deadline_s: float) -> bool | None:
         """Whether storage lists a snapshot now; ``None`` if it does not answer."""
         url = self.location.url
-        answers, problems = ask_all({url: open_store(url).survey}, max(_LOOK_S, within(deadline_s)))
+        answers, problems = ask_all({url: open_store(url).survey}, max(_LOOK_S, seconds_left(deadline_s)))
         for reason in problems.values():
             text = "{about} cannot be read ({error}), so it is unknown whether the last snapshot is there. Check it."
             say(logging.WARNING, "last-unknown", text, about=url, error=reason)

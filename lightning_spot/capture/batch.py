@@ -71,7 +71,7 @@ class Batch:
         self.place, self.after_s, self.ready_s = place, after_s, ready_s
 
     def at_once(self) -> None:
-        """Copy all of it without the GIL in between, which the training thread holds for milliseconds at a time."""
+        """Copy all of it without the GIL in between, which the training thread has for milliseconds at a time."""
         if not hasattr(torch, "_foreach_copy_"):  # private; only time depends on it
             self.helping()
             return
@@ -85,11 +85,7 @@ class Batch:
         self._move()
 
     def _move(self, most: float = NEVER) -> None:
-        """Copy pieces of up to so many bytes."""
-        for target, source, nbytes in self._moves(most):  # thousands of small ones, by a thread that keeps the GIL
-            (memmove if nbytes > SMALL_BYTES else memmove_small)(target, source, nbytes)
-
-    def _moves(self, most: float) -> Iterator[tuple[int, int, int]]:
+        """Copy pieces of up to so many bytes: thousands of small ones, by a thread that keeps the GIL."""
         base, room = self._slot.address, self._slot.nbytes
         for storage, place, nbytes, start in itertools.chain(*self._pieces):
             if nbytes > most:
@@ -98,7 +94,8 @@ class Batch:
                 raise gone()
             if not 0 <= place <= place + nbytes <= room:  # thousands of these take 20 µs
                 raise outside()
-            yield base + place, storage.data_ptr() + start, nbytes
+            move = memmove if nbytes > SMALL_BYTES else memmove_small
+            move(base + place, storage.data_ptr() + start, nbytes)
 
 
 def batches_of(pieces: Sequence[Piece], slot: SlotView, place: int, after_s: float, ready_s: float) -> Iterator[Batch]:

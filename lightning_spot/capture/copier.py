@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -23,9 +22,6 @@ from lightning_spot.threads import processors, work_together
 if TYPE_CHECKING:
     from lightning_spot.capture.device import Cuda
     from lightning_spot.capture.schedule import Schedule, Timetable
-
-logger = logging.getLogger(__name__)
-
 
 _MOST_THREADS = 4
 HELD_S = 1.0
@@ -72,47 +68,58 @@ class LoneThread(threading.Thread):
 class CopyJob:
     """Copies on their way into one slot, some of them held until training has come to their place in the iteration.
 
-    Who cannot go on without them calls :meth:`wait_cpu` and helps.
+    The thread that cannot go on without them calls :meth:`wait_cpu` and helps. Whatever goes wrong with one of them
+    goes to :meth:`fail`; from there on each wait raises it.
 
     Args:
         pieces: what is copied.
         watches: tensors to compare before and after.
+        batches: of the pieces on the CPU.
+        cuda: copies those on GPUs.
+        enqueue_s: when a background thread enqueues what of these is held.
         woken: tells the background threads that there is something to do.
         clock: of the background threads, seconds.
+
+    Attributes:
+        moved: addresses of storages that changed before they were copied; if any, the copy is worthless.
+        pieces: what is copied; let go when it is done, so that no storage is kept alive.
+        stands_still: whether training stands still until the snapshot is sealed.
     """
 
     def __init__(
         self,
         pieces: Sequence[Piece],
         watches: Watches,
-        woken: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        batches: Iterable[Batch],
+        cuda: CudaCopy | None,
+        enqueue_s: float,
+        *,
+        woken: Callable[[], None],
+        clock: Callable[[], float],
+        stands_still: bool,
     ) -> None:
         self.moved: frozenset[int] = frozenset()
-        """Addresses of storages that changed before they were copied; if any, the copy is worthless."""
         self.pieces: Sequence[Piece] = list(pieces)
-        """What is copied; let go when it is done, so that no storage is kept alive."""
-        self.stands_still = False
-        """Whether training stands still until the snapshot is sealed."""
+        self.stands_still = stands_still
         self._watches = watches
+        self._is_validated = False
         self._woken, self._clock = woken, clock
-        self._tasks: deque[Batch] = deque()
-        self._lock = threading.Lock()  # of the tasks, and of what is settled
-        self._handed_over = threading.Event()  # all of the CPU is in the slot, and all of the GPUs is ordered
-        self._cuda: CudaCopy | None = None
-        self._is_ordered, self._order_s = True, NEVER  # all of the GPUs is; when the background orders the rest
-        self._is_settled = False
-        self._ordering = threading.Lock()  # of what is ordered on GPUs, which may take long
+        self._lock = threading.Lock()  # of the batches, and of what is validated
+        self._batches = list(batches)
+        self._enqueuing = threading.RLock()  # which may take long
+        self._cuda, self._is_enqueued, self._enqueue_s = cuda, cuda is None, enqueue_s
+        self._handed_over = threading.Event()  # all of the CPU is in the slot, and all of the GPUs is enqueued
         self._error: BaseException | None = None
+        self._end_if_done()
 
     def release(self, place: int) -> None:
         """Training has come to ``place`` in its iteration: what was held until then is copied now, or soon."""
         now_s = self._clock()
         with self._lock:
-            for task in self._tasks:
-                if task.place <= place:
-                    task.ready_s = min(task.ready_s, now_s + task.after_s)
-        self._order(lambda cuda: cuda.release(place))
+            for batch in self._batches:
+                if batch.place <= place:
+                    batch.ready_s = min(batch.ready_s, now_s + batch.after_s)
+        self._enqueue(lambda cuda: cuda.release(place))
         self._woken()
 
     def wait_cpu(self) -> None:
@@ -121,20 +128,13 @@ class CopyJob:
         Nothing is held any more. CUDA storages may change on the current stream after :meth:`Copier.fence`.
 
         Raises:
-            SpotError: if a copy failed.
+            SpotError: see :meth:`fail`.
         """
-        self._order(CudaCopy.release_all)
+        self._enqueue(CudaCopy.release_all)
         self._help()
         self._end_if_done()
-        self._wait_cpu()
-
-    def _wait_cpu(self) -> None:
         self._handed_over.wait()
-        self._check()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise SpotError(f"copying a tensor into its slot failed: {self._error}") from self._error
+        self._raise_failure()
 
     def wait(self) -> None:
         """Return when every byte is in the slot, those of CUDA storages included, and was not written to meanwhile.
@@ -142,55 +142,48 @@ class CopyJob:
         Does not help: for the background.
 
         Raises:
-            SpotError: if a copy failed.
+            SpotError: see :meth:`fail`.
         """
-        try:
-            self._wait_cpu()
-        finally:  # also after an error: the slot is given back then, and nothing may come to it later
-            if self._cuda is not None:
-                self._cuda.wait()
-        self.settle()
-        self._check()
+        self._handed_over.wait()
+        if self._cuda is not None:  # also after a failure: the slot is given back then, and nothing may come to it
+            self._cuda.wait()
+        self.validate()
+        self._raise_failure()
         self.pieces = []
 
-    def fail(self, error: Exception) -> None:
-        """Nobody may use what was copied, or is yet: the calling thread trains on, and did not wait for it."""
-        self._error = error
-        here = threading.get_ident()
-        with self._lock:
-            for task in self._tasks:
-                if task.taken_by == here:  # the background ends what this thread was at
-                    task.taken_by = None
-        self._woken()
+    def fail(self, error: BaseException) -> None:
+        """Copy nothing more, since the copy is worthless: each wait for it raises a ``SpotError``, of the first error.
 
-    def settle(self) -> None:
+        What other threads are copying just now still goes into the slot, and is waited for.
+        """
+        here = threading.get_ident()
+        with self._enqueuing:
+            self._is_enqueued = True
+            with self._lock:
+                self._error = self._error or error
+                self._batches = [batch for batch in self._batches if batch.taken_by not in (None, here)]
+        self._end_if_done()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise SpotError(f"copying a tensor into its slot failed: {self._error}") from self._error
+
+    def validate(self) -> None:
         """Compare the version counters for the last time: from now on the tensors may change.
 
-        Called when all bytes are copied, or when what changes them is ordered after the copies (a CUDA stream).
+        Called when all bytes are copied, or when what changes them comes after the copies (on a CUDA stream).
         """
         with self._lock:
-            if not self._is_settled:
+            if not self._is_validated:
                 self.moved = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._watches.changed())
-                self._is_settled = True
-
-    def hold(self, batches: Iterable[Batch], cuda: CudaCopy | None, latest_s: float = NEVER) -> None:
-        """Take over what is to be copied; once, before anything else.
-
-        Args:
-            batches: from the CPU.
-            cuda: from GPUs.
-            latest_s: when a background thread orders what is held of that.
-        """
-        self._tasks.extend(batches)
-        self._cuda, self._is_ordered, self._order_s = cuda, cuda is None, latest_s
-        self._end_if_done()
+                self._is_validated = True
 
     def release_to_background(self) -> None:
         """Hold nothing back from the background threads any more."""
         with self._lock:
-            self._order_s = NOW
-            for task in self._tasks:
-                task.ready_s = NOW
+            self._enqueue_s = NOW
+            for batch in self._batches:
+                batch.ready_s = NOW
 
     def copy_here(self) -> None:
         """Copy all storages on the CPU, on this thread and as many others as there are processors, up to a few.
@@ -201,27 +194,15 @@ class CopyJob:
         work_together(self._help, min(_MOST_THREADS, processors()), "spot-copy")
 
     def give_up(self) -> None:
-        """Copy no more of it, and return when nobody is at it any more: its slot is given back."""
-        with self._ordering:
-            self._is_ordered = True
-        with self._lock:
-            if not self._handed_over.is_set() and self._error is None:
-                self._error = SpotError("it was given up")
-            here = threading.get_ident()
-            self._tasks = deque(task for task in self._tasks if task.taken_by not in (None, here))
-        self._end_if_done()
+        """Copy no more of it, and return when the host is at none of it any more: its slot is given back."""
+        self.fail(SpotError("it was given up"))
         self._handed_over.wait()
-        if self._cuda is not None:
-            try:
-                self._cuda.wait()
-            except SpotError as error:
-                logger.debug("nothing more comes from a GPU that has failed: %s", error)
 
     def step_in_background(self) -> None:
-        """Copy one batch that is due, if there is one; order what is held on GPUs for too long."""
+        """Copy one batch that is due, if there is one; enqueue what is held for GPUs for too long."""
         now_s = self._clock()
-        if self._order_s <= now_s:
-            self._order(CudaCopy.release_rest)
+        if self._enqueue_s <= now_s:
+            self._enqueue(CudaCopy.release_rest)
         self._step(Batch.at_once, now_s)
 
     @property
@@ -232,18 +213,18 @@ class CopyJob:
     def ready_s(self) -> float:
         """When something may be done next, on the clock of the background threads; infinity if nothing is left."""
         with self._lock:
-            ready_s = min((task.ready_s for task in self._tasks if task.taken_by is None), default=NEVER)
-            return ready_s if self._is_ordered else min(ready_s, self._order_s)
+            ready_s = min((batch.ready_s for batch in self._batches if batch.taken_by is None), default=NEVER)
+            return ready_s if self._is_enqueued else min(ready_s, self._enqueue_s)
 
-    def _order(self, order: Callable[[CudaCopy], bool]) -> None:
-        """Order copies on GPUs, if any are left; ``order`` says whether none are after it."""
-        with self._ordering:
-            if self._cuda is None or self._is_ordered:
+    def _enqueue(self, enqueue: Callable[[CudaCopy], bool]) -> None:
+        """Enqueue copies from GPUs, if any are left; ``enqueue`` says whether none are after it."""
+        with self._enqueuing:
+            if self._cuda is None or self._is_enqueued:
                 return
             try:
-                self._is_ordered = order(self._cuda)
-            except BaseException as error:  # told to whoever waits
-                self._error, self._is_ordered = error, True
+                self._is_enqueued = enqueue(self._cuda)
+            except BaseException as error:
+                self.fail(error)
                 if not isinstance(error, Exception):  # Ctrl-C is for the thread it came to
                     raise
             finally:
@@ -256,19 +237,20 @@ class CopyJob:
         """
         here = threading.get_ident()
         with self._lock:
-            task = next((task for task in self._tasks if task.ready_s <= now_s and task.taken_by in (None, here)), None)
-            if task is None:
+            due = (each for each in self._batches if each.ready_s <= now_s and each.taken_by in (None, here))
+            if (batch := next(due, None)) is None:
                 return False
-            task.taken_by = here
+            batch.taken_by = here
         try:
-            copy(task)
-        except Exception as error:  # told to whoever waits
-            self._error = error
-        except BaseException:  # Ctrl-C is for the thread it came to; whoever comes next copies this
-            task.taken_by = None
+            copy(batch)
+        except Exception as error:
+            self.fail(error)
+            return False
+        except BaseException:  # Ctrl-C is for the thread it came to; the next thread copies this
+            batch.taken_by = None
             raise
         with self._lock:
-            self._tasks.remove(task)
+            self._batches.remove(batch)
         self._end_if_done()
         return True
 
@@ -278,9 +260,9 @@ class CopyJob:
             pass
 
     def _end_if_done(self) -> None:
-        """Tell whoever waits if nothing is left; said again each time, since Ctrl-C may have come in between."""
+        """Let the waiting threads go if nothing is left; each time again, since Ctrl-C may have come in between."""
         with self._lock:
-            is_done = self._is_ordered and not self._tasks
+            is_done = self._is_enqueued and not self._batches
         if is_done:
             self._handed_over.set()
 
@@ -334,14 +316,18 @@ class Copier:
         if schedule is not None:
             addresses = (piece.storage.data_ptr() for piece in pieces)
             timetable = schedule.timetable(addresses, [piece.nbytes for piece in pieces])
-        job = CopyJob(pieces, watches or Watches(), self._notify, self._clock)
+        stands_still = timetable is not None and timetable.stands_still
+        held = None if stands_still else timetable
+        batches, cuda, enqueue_s = self._planned(pieces, slot, held, buffered=schedule is not None)
+        job = CopyJob(
+            *(pieces, watches or Watches(), batches, cuda, enqueue_s),
+            woken=self._notify,
+            clock=self._clock,
+            stands_still=stands_still,
+        )
         with self._wake:
             self._slots[job] = ref(slot)  # before anything goes there
-        job.stands_still = timetable is not None and timetable.stands_still
-        if job.stands_still:
-            timetable = None
-        self._fill(job, pieces, slot, timetable, buffered=schedule is not None)
-        if job.stands_still:
+        if stands_still:
             job.copy_here()
         if job.is_done:
             return job
@@ -352,7 +338,7 @@ class Copier:
             job.wait_cpu()  # a replay calls no hook that would wait
             self.fence()
         elif schedule is not None:
-            schedule.attach(job)
+            schedule.attach(job.release)
         return job
 
     def give_up(self, slot: SlotView) -> None:
@@ -372,7 +358,7 @@ class Copier:
         self._cuda.unpin(slot.tensor)
 
     def fence(self) -> None:
-        """Make the current CUDA stream wait for the copies ordered so far; the calling thread does not wait."""
+        """Make the current CUDA stream wait for the copies enqueued so far; the calling thread does not wait."""
         self._cuda.fence()
 
     def close(self) -> None:
@@ -385,19 +371,18 @@ class Copier:
         for thread in self._threads:
             thread.join()
 
-    def _fill(
-        self,
-        job: CopyJob,
-        pieces: Sequence[Piece],
-        slot: SlotView,
-        timetable: Timetable | None,
-        *,
-        buffered: bool,
-    ) -> None:
-        """Give a job what it has to copy, held until its place in the iteration is reached or its time is up."""
-        latest_s = NOW if timetable is None else self._clock() + timetable.limit_s
+    def _planned(
+        self, pieces: Sequence[Piece], slot: SlotView, timetable: Timetable | None, *, buffered: bool
+    ) -> tuple[list[Batch], CudaCopy | None, float]:
+        """What is copied from the CPU and from GPUs, held as a timetable says; and when the latter goes at the latest.
+
+        What is on other devices is copied now: no side stream is known there.
+        """
+        now_s = self._clock()
+        latest_s, enqueue_s = NOW, now_s + HELD_S
         parts: list[tuple[int, float, Sequence[Piece]]] = [(0, 0.0, pieces)]
         if timetable is not None:
+            latest_s = enqueue_s = now_s + timetable.limit_s
             parts = [
                 (part.point, part.after_s, [pieces[span.piece].part(span.start, span.nbytes) for span in part.spans])
                 for part in timetable.partitions
@@ -411,11 +396,11 @@ class Copier:
                     on_cpu.append(piece)
                 elif kind == "cuda":
                     on_gpu.append((place, [piece]))
-                else:  # MPS, XPU, …: no side stream is known here; copied in order, by the caller
+                else:  # MPS, XPU, …
                     piece.target(slot.tensor).copy_(piece.source())
             batches += batches_of(on_cpu, slot, place, after_s, latest_s)
         cuda = self._cuda.begin(on_gpu, slot.tensor, buffered=buffered) if on_gpu else None
-        job.hold(batches, cuda, latest_s if timetable is not None else self._clock() + HELD_S)
+        return batches, cuda, enqueue_s
 
     def _notify(self) -> None:
         with self._wake:
@@ -427,7 +412,7 @@ class Copier:
                 if (job := self._next()) is None:
                     return
                 job.step_in_background()
-            except Exception:  # such as want of memory: what is left is copied in a moment, or by who waits for it
+            except Exception:  # such as want of memory: what is left is copied in a moment, or by the next step
                 say(logging.ERROR, "unexpected", UNEXPECTED, about="copying during training", exc_info=True)
                 if self._closed:
                     return

@@ -37,8 +37,8 @@ class Lane:
 
     Attributes:
         index: of the device.
-        read: an event after which no copy ordered so far reads storages of the training any more.
-        done: an event after which all that was ordered so far is in the slots.
+        read: an event after which no copy enqueued so far reads storages of the training any more.
+        done: an event after which all that was enqueued so far is in the slots.
     """
 
     def __init__(self, index: int, device: Cuda, buffer_bytes: int) -> None:
@@ -50,7 +50,7 @@ class Lane:
         self._buffer_bytes = buffer_bytes
         self._buffer: torch.Tensor | None = None
         self._left: Any = None  # an event after which the buffer may be written to again
-        self._ordering = threading.Lock()  # two threads may order: the event of who came last has to stay
+        self._enqueuing = threading.Lock()  # of two threads, the event of the last one has to stay
         self._is_warm = False
 
     def buffer(self) -> torch.Tensor | None:
@@ -78,18 +78,18 @@ class Lane:
         """Copy nothing more before ``event`` is over."""
         self._device.wait(self._stream, event)
 
-    def order(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
-        """Copy after what training has ordered so far."""
+    def enqueue(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
+        """Copy after what training has enqueued so far."""
         self._after_training()
-        self.order_beside(pieces, slot)
+        self.enqueue_beside(pieces, slot)
 
-    def order_beside(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
-        """Copy after what the stream follows already: on a thread that knows nothing of what training has ordered."""
-        with self._ordering:
+    def enqueue_beside(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
+        """Copy after what the stream follows already: on a thread that knows nothing of what training has enqueued."""
+        with self._enqueuing:
             self._to_slot(slot, pieces, [piece.source() for piece in pieces])
             self.read = self.done = self._device.record(self._stream)
 
-    def order_buffered(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
+    def enqueue_buffered(self, pieces: Sequence[Piece], slot: torch.Tensor) -> None:
         """Copy into the buffer, in the order of training's own stream, and from there beside what follows."""
         buffer = self.buffer()
         assert buffer is not None
@@ -101,13 +101,13 @@ class Lane:
             inside.append(buffer[at : at + piece.nbytes])
             at += piece.nbytes
         self._device.write(training, inside, [piece.source() for piece in pieces])
-        with self._ordering:
+        with self._enqueuing:
             self._after_training()
             self._to_slot(slot, pieces, inside)
             self._left = self.done = self._device.record(self._stream)
 
     def synchronize(self) -> None:
-        """Have the calling thread wait for all that was ordered."""
+        """Have the calling thread wait for all that was enqueued."""
         if self.done is not None:
             self._device.synchronize(self.done)
 
@@ -135,7 +135,7 @@ class LaneCopy:
         buffered: whether the last bytes are kept for the buffer.
 
     Attributes:
-        done: an event after which all that was ordered is in the slot.
+        done: an event after which all that was enqueued is in the slot.
     """
 
     def __init__(self, lane: Lane, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> None:
@@ -154,27 +154,27 @@ class LaneCopy:
             room -= sum(piece.nbytes for piece in end)
 
     def release(self, place: int) -> bool:
-        """Order what was held until ``place``; whether nothing is left."""
+        """Enqueue what was held until ``place``; whether nothing is left."""
         now: list[Piece] = []
         while self._held and self._held[0][0] <= place:
             now += self._held.popleft()[1]
-        self._order(self._lane.order, now)
+        self._enqueue(self._lane.enqueue, now)
         return not self._held and not self._last
 
     def release_rest(self) -> None:
-        """Order the rest while the optimizer is not about to step: all of it has time."""
-        self._order(self._lane.order_beside, self._take_rest())
+        """Enqueue the rest while the optimizer is not about to step: all of it has time."""
+        self._enqueue(self._lane.enqueue_beside, self._take_rest())
 
     def release_all(self) -> None:
-        """Order the rest: what the optimizer overwrites last goes through the buffer, as far as it has room."""
+        """Enqueue the rest: what the optimizer overwrites last goes through the buffer, as far as it has room."""
         now, buffered = cut_end(self._take_rest(), self._room)
-        self._order(self._lane.order, now)
-        self._order(self._lane.order_buffered, buffered)
+        self._enqueue(self._lane.enqueue, now)
+        self._enqueue(self._lane.enqueue_buffered, buffered)
 
-    def _order(self, order: Callable[[Sequence[Piece], torch.Tensor], None], pieces: Sequence[Piece]) -> None:
+    def _enqueue(self, enqueue: Callable[[Sequence[Piece], torch.Tensor], None], pieces: Sequence[Piece]) -> None:
         try:
             if pieces:
-                order(pieces, self._slot)
+                enqueue(pieces, self._slot)
         finally:
             self.done = self._lane.done
 
@@ -195,7 +195,7 @@ def _failures_as_ours() -> Iterator[None]:
 
 
 class CudaCopier:
-    """Orders device-to-host copies on one side stream per device.
+    """Enqueues device-to-host copies on one side stream per device.
 
     A slot is pinned (page-locked, ``cudaHostRegister``) the first time it is copied to, because only a copy into
     pinned memory runs beside kernels.
@@ -217,7 +217,7 @@ class CudaCopier:
 
     @_failures_as_ours()
     def begin(self, held: Iterable[Held], slot: torch.Tensor, *, buffered: bool) -> CudaCopy:
-        """Take copies over; none is ordered yet. They come after what the calling thread has ordered so far.
+        """Take copies over; none is enqueued yet. They come after what the calling thread has enqueued so far.
 
         Args:
             held: what is copied from which place of the iteration on, in order.
@@ -236,13 +236,13 @@ class CudaCopier:
                 parts[-1][1].extend(cut_at(piece, PAGE_LOCKED_BYTES))
         self.pin(slot, next(iter(by_lane)).index)
         if not self.capturing():
-            for lane in by_lane:  # a hook that orders some of them may be on a thread with another stream
+            for lane in by_lane:  # a hook that enqueues some of them may be on a thread with another stream
                 lane.follow(self.device.record(self.device.current(lane.index)))
         return CudaCopy(self, [LaneCopy(lane, parts, slot, buffered=buffered) for lane, parts in by_lane.items()])
 
     @_failures_as_ours()
     def fence(self) -> None:
-        """Make each device's current stream wait for the copies ordered so far (no host wait).
+        """Make each device's current stream wait for the copies enqueued so far (no host wait).
 
         Raises:
             SpotError: if the device fails.
@@ -255,7 +255,7 @@ class CudaCopier:
                 self.device.wait(self.device.current(lane.index), lane.read)
 
     def capturing(self) -> bool:
-        """Whether nothing can be ordered now, since a CUDA graph is being recorded, which is logged."""
+        """Whether nothing can be enqueued now, since a CUDA graph is being recorded, which is logged."""
         if not self._lanes or not self.device.is_capturing():
             return False
         self.records_graphs = True
@@ -294,7 +294,7 @@ class CudaCopier:
             say(logging.WARNING, "slot-not-unpinned", text, nbytes=slot.numel(), code=code)
 
     def synchronize(self) -> None:
-        """Have the calling thread wait for all that was ordered. To a device that has failed, nothing goes on."""
+        """Have the calling thread wait for all that was enqueued. To a device that has failed, nothing goes on."""
         for lane in list(self._lanes.values()):
             try:
                 lane.synchronize()
@@ -311,7 +311,7 @@ class CudaCopier:
 class CudaCopy:
     """Copies of one snapshot from GPUs.
 
-    Everything but :meth:`wait` and :meth:`release_rest` is called where training orders its work.
+    Everything but :meth:`wait` and :meth:`release_rest` is called where training enqueues its work.
     """
 
     def __init__(self, copier: CudaCopier, lanes: Sequence[LaneCopy]) -> None:
@@ -319,11 +319,11 @@ class CudaCopy:
         self._lanes = lanes
 
     def release(self, place: int) -> bool:
-        """Order what was held until ``place``; whether nothing is left."""
+        """Enqueue what was held until ``place``; whether nothing is left."""
         return not self._copier.capturing() and all([lane.release(place) for lane in self._lanes])
 
     def release_all(self) -> bool:
-        """Order the rest: the optimizer is about to step.
+        """Enqueue the rest: the optimizer is about to step.
 
         Raises:
             SpotError: if a CUDA graph is being recorded, into which no copy of ours belongs.
@@ -335,14 +335,14 @@ class CudaCopy:
         return True
 
     def release_rest(self) -> bool:
-        """Order the rest: training comes to no place of its iteration, in which copies were to go, for long."""
+        """Enqueue the rest: training comes to no place of its iteration, in which copies were to go, for long."""
         for lane in self._lanes:
             lane.release_rest()
         return True
 
     @_failures_as_ours()
     def wait(self) -> None:
-        """Have the calling thread wait until all that was ordered is in the slot.
+        """Have the calling thread wait until all that was enqueued is in the slot.
 
         Raises:
             SpotError: if the device fails.

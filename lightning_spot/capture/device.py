@@ -183,23 +183,23 @@ class Cuda:
 
     @contextlib.contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Order work on a stream. A thread that has no device yet would be given the first one at the end."""
+        """Enqueue work on a stream. A thread that has no device yet would be given the first one at the end."""
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             yield
 
     def record(self, stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
-        """An event that is over when all that was ordered on ``stream`` so far is done."""
+        """An event that is over when all that was enqueued on ``stream`` so far is done."""
         # Who waits for one sleeps: by default it would use a processor up. One for times is only looked at.
         event = torch.cuda.Event(enable_timing=timed, blocking=not timed)  # type: ignore[no-untyped-call] # torch's
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """What is ordered on ``stream`` from now on begins when ``event`` is over. The host does not wait."""
+        """What is enqueued on ``stream`` from now on begins when ``event`` is over. The host does not wait."""
         stream.wait_event(event)
 
     def copy(self, stream: torch.cuda.Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Order copies ``(target, source)`` on ``stream``. The host does not wait."""
+        """Enqueue copies ``(target, source)`` on ``stream``. The host does not wait."""
         with self._on(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -207,7 +207,7 @@ class Cuda:
     def write(
         self, stream: torch.cuda.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
-        """Order copies within a device on ``stream``, or into what of a slot it sees. The host does not wait."""
+        """Enqueue copies within a device on ``stream``, or into what of a slot it sees. The host does not wait."""
         if not hasattr(torch, "_foreach_copy_"):  # a private name; only the time of the training thread depends on it
             self.copy(stream, zip(targets, sources, strict=True))
             return
@@ -220,13 +220,13 @@ class Cuda:
         return found if found is not None and found.device.index == index else None
 
     def to_host(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Order a copy of one number by the calling thread's stream: it, and an event after which it is there."""
+        """Enqueue a copy of one number by the calling thread's stream: it, and an event after which it is there."""
         here = torch.empty((), dtype=number.dtype, pin_memory=True)
         here.copy_(number.reshape(()), non_blocking=True)
         return here, self.record(self.current(number.device.index))
 
     def is_over(self, event: torch.cuda.Event) -> bool:
-        """Whether all that was ordered before ``event`` is done."""
+        """Whether all that was enqueued before ``event`` is done."""
         return bool(event.query())  # type: ignore[no-untyped-call] # torch's
 
     def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:

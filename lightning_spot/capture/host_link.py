@@ -1,4 +1,4 @@
-"""The writer's hold on the ring of its host: what is asked of it ends in time, and a ring that is lost is replaced."""
+"""The writer's way to the ring of its host: what is asked of it ends in time, and a ring that is lost is replaced."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def leave(host: Host, *, complete: bool = False) -> None:
         logger.debug("the ring on this host could not be told: %s", error)
 
 
-def within(deadline_s: float) -> float:
+def seconds_left(deadline_s: float) -> float:
     """Seconds until a deadline on the monotonic clock, at least 0."""
     return max(0.0, deadline_s - time.monotonic())
 

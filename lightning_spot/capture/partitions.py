@@ -230,9 +230,8 @@ class ModeTrial:
         fewest = min(map(len, self.found.values()))
         if fewest >= self._rounds:
             return min(self.found, key=lambda mode: median(self.found[mode]))
-        return self._clearly_best() if fewest >= _CLEAR_ROUNDS else None
-
-    def _clearly_best(self) -> Mode | None:
+        if fewest < _CLEAR_ROUNDS:
+            return None
         best = min(self.found, key=lambda mode: max(self.found[mode]))
         others = [took_s for mode, took in self.found.items() if mode != best for took_s in took]
         return best if max(self.found[best]) < min(others, default=0.0) else None

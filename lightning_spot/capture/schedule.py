@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
 from itertools import chain, pairwise
 from statistics import median
 from typing import Any, NamedTuple, ParamSpec, Protocol
@@ -81,16 +80,13 @@ class GradientWatch:
             parameter = self.parameters[number]
             if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 hook = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call] # torch's
-                    partial(self._accumulated, number)
+                    lambda _, number=number: self._ready(number)
                 )
                 self._hooks[number] = hook.remove
 
     def close(self) -> None:
         """Listen no more."""
         self.keep(frozenset())
-
-    def _accumulated(self, number: int, _: torch.Tensor) -> None:
-        self._ready(number)
 
 
 _NONE = GradientWatch((), lambda _: None)
@@ -258,13 +254,6 @@ def _windows(place: int, point: Point, times: Sequence[tuple[float, float]]) -> 
         yield Window(place, seconds * number / slices, idle_s / slices)
 
 
-class HeldTensors(Protocol):
-    """Copies that wait for their place in the iteration."""
-
-    def release(self, place: int) -> None:
-        """Training has come to a place: what was held for it, or for one before it, may be copied."""
-
-
 @dataclass(frozen=True, slots=True)
 class Timetable:
     """What is copied when.
@@ -330,7 +319,7 @@ class Schedule:
         self._may_stand = False
         # Of the iteration at hand: the last place, the micro-batch, and whether the optimizer has not stepped yet.
         self._reached, self._batch, self._is_open = 0, -1, False
-        self._jobs: list[HeldTensors] = []
+        self._releases: list[Callable[[int], None]] = []
 
     # -- told by training -----------------------------------------------------------------------------------------
 
@@ -358,7 +347,7 @@ class Schedule:
         self._clock = clock if clock is not None else self._clock
         self._may_stand = may_stand
         self._reached, self._batch, self._is_open = 0, -1, False
-        self._jobs.clear()
+        self._releases.clear()
         self._measure_anew()
         gradients.keep(self.watched)
 
@@ -392,8 +381,8 @@ class Schedule:
         place = self._profile.places.get(point, 0) if self._profile is not None else 0
         if place > self._reached:
             self._reached = place
-            for job in self._jobs:
-                job.release(place)
+            for release in self._releases:
+                release(place)
 
     @_or_turn_off
     def stepping(self) -> None:
@@ -401,7 +390,7 @@ class Schedule:
         if self._is_open and self._profiler is not None:
             self._profiler.stepping()
         self._is_open = False
-        self._jobs.clear()
+        self._releases.clear()
 
     @_or_turn_off
     def disturbed(self) -> None:
@@ -433,7 +422,7 @@ class Schedule:
     def turn_off(self, error: Exception) -> None:
         """Copy all at once from now on. What is held goes when its time is up, or the optimizer steps."""
         self.setting = "eager"
-        self._jobs.clear()
+        self._releases.clear()
         self._measure_anew()
         text = "copies are no longer spread over iterations ({error}). Training waits longer for them. Report it."
         say(logging.WARNING, "copying-at-once", text, error=f"{type(error).__name__}: {error}")
@@ -466,7 +455,8 @@ class Schedule:
         profile = self._profile
         if sum(sizes) < 2 * LEAST_BYTES or (profile is None and self._measures):
             return None
-        mode = self._next_mode()
+        mode = self._trial.take() if self._trial is not None else self.mode or "eager"
+        self._used = mode
         if mode == "blocking" and self._may_stand:
             return _STILL
         if mode in ("eager", "blocking") or profile is None:
@@ -477,11 +467,14 @@ class Schedule:
             self._last = (key, tuple(self._partitions(profile, mode, addresses, sizes)))
         return Timetable(self._last[1], profile.length_s)
 
-    def attach(self, job: HeldTensors) -> None:
-        """Tell ``job`` from now on, until the optimizer steps; training may be in the middle of the iteration."""
-        self._jobs.append(job)
+    def attach(self, release: Callable[[int], None]) -> None:
+        """Call ``release`` with each place that training comes to, until the optimizer steps; at once with the last.
+
+        What was held for that place, or for one before it, may be copied then.
+        """
+        self._releases.append(release)
         if self._is_open and self._reached:
-            job.release(self._reached)
+            release(self._reached)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -514,11 +507,6 @@ class Schedule:
         if self.setting == "auto":
             self._trial = ModeTrial(modes, usual_s=self._profile.length_s)
             self._over, self._is_disturbed = self._clock.mark(), False
-
-    def _next_mode(self) -> Mode:
-        mode = self._trial.take() if self._trial is not None else self.mode
-        self._used = chosen = mode or "eager"
-        return chosen
 
     def _partitions(
         self, profile: Profile, mode: Mode, addresses: Sequence[int], nbytes: Sequence[int]

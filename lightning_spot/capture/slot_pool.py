@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from lightning_spot.capture.batch import SlotView
 from lightning_spot.capture.copier import Copier
-from lightning_spot.capture.host_link import SAY_S, HostLink, say_waiting, within
+from lightning_spot.capture.host_link import SAY_S, HostLink, say_waiting, seconds_left
 from lightning_spot.config import format_bytes, read_environment
 from lightning_spot.errors import FailureReason, ServerUnreachableError, SnapshotFailedError, SpotError
 from lightning_spot.protocol.slot import SHM_FULL, most_in, slot_capacity
@@ -110,16 +110,15 @@ class SlotPool:
         self.beyond = False
         self._link, self._copier, self._writer = link, copier, writer
         # What is leased ahead.
-        self._leasing = threading.Lock()  # held while a slot is leased ahead: who needs one now waits for that
+        self._leasing = threading.RLock()  # of the one thread that leases the next slot
         self._ahead: tuple[Host, Lease] | None = None
         self._taken_s, self._pace_s = float("-inf"), float("inf")
-        self._is_awaited = False  # the next slot is for who waits for it, not to be leased ahead
         # What is made ahead.
         self._size: tuple[int, int | None] | None = None
         self._asked, self._has_made, self._was_too_small = 0, False, False
-        self._ordering = threading.Lock()
-        self._orders = InBackground[_Order](lambda order: order[0].make(*order[1:]), "spot-slots", 1)
-        self._is_ahead = False  # whether what was ordered last is a further slot: then the first one was made before
+        self._requesting = threading.Lock()
+        self._requests = InBackground[_Request](lambda request: request[0].make(*request[1:]), "spot-slots", 1)
+        self._makes_further = False  # whether what was requested last is a further slot: then the first was made before
 
     # -- leased -------------------------------------------------------------------------------------------------------
 
@@ -142,19 +141,16 @@ class SlotPool:
             SpotError: if there is none.
         """
         deadline_s = time.monotonic() + wait_s
-        self._make_larger(host, nbytes, wait_s)
-        with self._leasing:
-            ahead, self._ahead, self._is_awaited = self._ahead, None, True
+        with self._leasing:  # also while it waits: no slot is leased ahead of this one
+            self._make_larger(host, nbytes, wait_s)
+            ahead, self._ahead = self._ahead, None
             now_s = time.monotonic()
             self._taken_s, self._pace_s = now_s, now_s - self._taken_s
-        try:
             if ahead is not None and ahead[0] is host:  # else its ring is lost, and the slot with it
                 if nbytes <= len(ahead[1].map):
                     return replace(ahead[1], nbytes=nbytes)
                 give_back(*ahead)
             return self._next(host, nbytes, deadline_s)
-        finally:
-            self._is_awaited = False
 
     def _next(self, host: Host, nbytes: int, deadline_s: float) -> Lease:
         """The next slot that can be had; where none could be had at once, a further one is made in the background.
@@ -163,7 +159,7 @@ class SlotPool:
         """
         began_s, wait_s, making = time.monotonic(), 0.0, self._making(nbytes)
         while True:
-            left_s = within(deadline_s)
+            left_s = seconds_left(deadline_s)
             wait_s = min(wait_s, left_s)
             try:
                 # Its memory may be still to be made, which takes long for a large one: who waits anyway waits for that.
@@ -176,8 +172,8 @@ class SlotPool:
                 if left_s <= wait_s:
                     raise
                 if time.monotonic() - began_s >= SAY_S:
-                    say_waiting(self._link, full, within(deadline_s))
-            wait_s, making = _SLICE_S, Making.NOW if self._orders.is_idle else Making.NEVER
+                    say_waiting(self._link, full, seconds_left(deadline_s))
+            wait_s, making = _SLICE_S, Making.NOW if self._requests.is_idle else Making.NEVER
 
     def _lease(
         self, host: Host, nbytes: int, making: Making, wait_s: float = 0.0, *, most_making_s: float = float("inf")
@@ -215,32 +211,37 @@ class SlotPool:
             nbytes: size of the last snapshot.
             comes: whether it is known to come soon; else it is if snapshots have followed each other so far.
         """
-        with self._leasing:
-            is_wanted = self._ahead is None and not self._is_awaited and (comes or self._pace_s < AHEAD_S)
-            if not is_wanted or host is not self._link.host:
-                return
-            try:
+        if not self._leasing.acquire(blocking=False):  # a snapshot takes the next one
+            return
+        try:
+            is_wanted = self._ahead is None and (comes or self._pace_s < AHEAD_S)
+            if is_wanted and host is self._link.host:
                 self._ahead = host, self._lease(host, nbytes, self._making(nbytes), most_making_s=0.0)
-            except SpotError as error:
-                logger.debug("no slot ahead: %s", error)
+        except SpotError as error:
+            logger.debug("no slot ahead: %s", error)
+        finally:
+            self._leasing.release()
 
-    def give_back(self) -> None:
+    def give_back_ahead(self) -> None:
         """Let the slot go that was leased ahead."""
-        with self._leasing:
-            ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            give_back(*ahead)
+        if self._leasing.acquire(blocking=False):  # else a snapshot has taken it
+            try:
+                ahead, self._ahead = self._ahead, None
+            finally:
+                self._leasing.release()
+            if ahead is not None:
+                give_back(*ahead)
 
     # -- made ---------------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         """Whether a snapshot can begin now without waiting for the first slot to be made."""
-        return self._is_ahead or self._orders.is_idle
+        return self._makes_further or self._requests.is_idle
 
     def wait(self, wait_s: float) -> bool:
         """Wait for the first slot; whether it is there."""
-        return self._is_ahead or self._orders.wait(wait_s)
+        return self._makes_further or self._requests.wait(wait_s)
 
     def wait_warm(self, host: Host, wait_s: float) -> None:
         """Wait while the first slot is made in the background, no longer than for a clean one.
@@ -268,9 +269,9 @@ class SlotPool:
 
     def close(self, wait_s: float) -> bool:
         """Make no more; whether nothing is being made any more, after ``wait_s`` seconds at most."""
-        with self._ordering:
+        with self._requesting:
             self._size = None
-        return self._orders.close(wait_s)
+        return self._requests.close(wait_s)
 
     def _make_larger(self, host: Host, nbytes: int, wait_s: float) -> None:
         """Have a larger slot made in the background if slots are made too small for a snapshot, and wait for it or not.
@@ -287,7 +288,7 @@ class SlotPool:
         self._was_too_small = self._size is not None and nbytes > slot_capacity(self._size[0])
         if not self._was_too_small:
             return
-        self.give_back()  # it is too small, and its memory is to be made again
+        self.give_back_ahead()  # it is too small, and its memory is to be made again
         self._have_made(host, Making.NOW, _with_room(nbytes, host.memory_bytes))
         if not self.wait(wait_s or (host.server_call_timeout_s if again else 0.0)):
             raise SnapshotFailedError(
@@ -311,14 +312,14 @@ class SlotPool:
 
     def _have_made(self, host: Host, making: Making, nbytes: int = 0) -> None:
         """Have a slot made in the background, for as much as was wanted so far or more."""
-        with self._ordering:
+        with self._requesting:
             if self._size is None:
                 return
             self._size = (max(nbytes, self._size[0]), self._size[1])
-            if making.is_ahead and not self._orders.is_idle:  # a spare one, perhaps too small by now
+            if making.is_ahead and not self._requests.is_idle:  # a spare one, perhaps too small by now
                 return
-            self._is_ahead = making.is_ahead
-            if not self._orders.add((self, host, making)):
+            self._makes_further = making.is_ahead
+            if not self._requests.add((self, host, making)):
                 text = "no slot can be made in the background: no thread is left. Snapshots make them. Raise ulimit -u."
                 say(logging.WARNING, "no-threads", text, about="slots")
 
@@ -351,7 +352,7 @@ class SlotPool:
             say(logging.ERROR, "unexpected", UNEXPECTED, about="making a slot", exc_info=True)
 
 
-_Order = tuple[SlotPool, Host, Making]  # the pool comes with each: no cycle keeps its slots once it is let go
+_Request = tuple[SlotPool, Host, Making]  # the pool comes with each: no cycle keeps its slots once it is let go
 
 
 def _with_room(nbytes: int, memory_bytes: int) -> int:

@@ -137,7 +137,7 @@ class Watches:
     """Tensors that must not change until they are copied; on any device, and kept alive meanwhile.
 
     Args:
-        tensors: the tensors, as they are when the copy is ordered. Those of inference have no version counters and are
+        tensors: the tensors, as they are when the copy begins. Those of inference have no version counters and are
             left out: nothing tracks them.
     """
 

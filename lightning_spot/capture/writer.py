@@ -27,7 +27,7 @@ import torch
 
 from lightning_spot.capture.batch import SlotView
 from lightning_spot.capture.copier import Copier, CopyJob, LoneThread
-from lightning_spot.capture.host_link import HostLink, say_failing, within
+from lightning_spot.capture.host_link import HostLink, say_failing, seconds_left
 from lightning_spot.capture.layouts import CheckpointLayouter, Laid, RankLayouter
 from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.slot_pool import SlotPool, give_back
@@ -100,7 +100,7 @@ class Pending:
     Attributes:
         manifest: what it will be.
         lease: its slot.
-        first: copies that were ordered before it was begun. They are waited for as well: a GPU may still be reading,
+        first: copies that were enqueued before it was begun. They are waited for as well: a GPU may still be reading,
             on another stream, storages that only the snapshot holds, and this keeps them alive.
         job: copies that may go on until the next optimizer step.
         done: becomes the manifest when committed, or the error.
@@ -121,11 +121,6 @@ class Pending:
     floats: tuple[Floats, ...]
 
 
-def _unexpected(error: BaseException) -> None:
-    """Nobody waits for what has failed: it is logged."""
-    raise error
-
-
 class Background:
     """Does tasks in turn on a thread of its own, until :meth:`close`.
 
@@ -142,17 +137,17 @@ class Background:
         idle_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._idle, self._idle_s, self._is_over = idle, idle_s, False
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], _Failed]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], _Failed | None]] = queue.SimpleQueue()
         self._thread = LoneThread(target=self._run, name=name)
         self._thread.start()
 
-    def put(self, task: Callable[[], None], failed: _Failed = _unexpected) -> None:
+    def put(self, task: Callable[[], None], failed: _Failed | None = None) -> None:
         """Have something done after all that was put before.
 
         Args:
             task: what.
             failed: called with the error if it raises one, wherever that comes up: somebody may wait for what it does.
-                What this raises is logged.
+                Without, the error is logged, as is what this raises.
         """
         self._tasks.put((task, failed))
 
@@ -169,18 +164,22 @@ class Background:
     def _run(self) -> None:
         while not self._is_over:
             try:
-                try:
-                    do, failed = self._tasks.get(timeout=self._idle_s())
-                except queue.Empty:
-                    do, failed = self._idle, _unexpected
-                try:
-                    do()
-                except BaseException as error:
-                    failed(error)
+                self._do_next()
             except Exception:  # nobody is to wait for a thread that has ended
                 say(logging.ERROR, "unexpected", UNEXPECTED, about="a task during training", exc_info=True)
                 if not self._is_over:
                     time.sleep(_AGAIN_S)  # it may be of no task, and the same again
+
+    def _do_next(self) -> None:
+        do, failed = self._idle, None
+        with contextlib.suppress(queue.Empty):
+            do, failed = self._tasks.get(timeout=self._idle_s())
+        try:
+            do()
+        except BaseException as error:
+            if failed is None:
+                raise
+            failed(error)
 
 
 class SnapshotWriter:
@@ -202,7 +201,7 @@ class SnapshotWriter:
         committed: manifest of the newest snapshot that counts, or was stored past the ring. Of several ranks' it is
             that of this one's shard, and only rank 0 waits until the snapshot counts.
         past_memory: manifest of the newest that was stored past the ring: outside this host.
-        torn: snapshots dropped because a tensor changed while it was copied.
+        dropped: snapshots that were begun, and will never count: a tensor changed while it was copied, or as follows.
         aborted: snapshots of several ranks that this one has written its shard of, and that will never count.
         why_aborted: of the last of these, for people.
         fence: the error that says that a later attempt has taken the run over; ``None`` as long as none did.
@@ -227,7 +226,7 @@ class SnapshotWriter:
         self.committed: Manifest | None = None
         self.past_memory: Manifest | None = None
         self.fence: FencedError | None = None
-        self.torn = self.aborted = self.copied_bytes = 0
+        self.dropped = self.aborted = self.copied_bytes = 0
         self.why_aborted = ""
         self._failing = ""  # reason that was logged last: cleared in the log by the next commit
         self._rank, self._counted_s = rank, 0.0  # seconds until the last snapshot of several ranks counted
@@ -236,7 +235,7 @@ class SnapshotWriter:
         self._unsteady: frozenset[int] = frozenset()  # addresses that once moved during a copy: copied at once since
         self._slots = slots = SlotPool(self.link, self._copier, rank)
         try:
-            self._tasks = Background("spot-writer", slots.give_back, lambda: slots.idle_s)
+            self._tasks = Background("spot-writer", slots.give_back_ahead, lambda: slots.idle_s)
         except BaseException:  # nobody else closes what was given
             self._copier.close()
             raise
@@ -244,11 +243,6 @@ class SnapshotWriter:
         self._pending: list[Pending] = []
 
     # -- on the training thread -----------------------------------------------------------------------------------
-
-    @property
-    def dropped(self) -> int:
-        """Snapshots that were begun, and will never count."""
-        return self.torn + self.aborted
 
     @property
     def host(self) -> Host | None:
@@ -328,7 +322,7 @@ class SnapshotWriter:
         try:
             laid = self.layouter.lay_out(content, manifest, owned)
             layout = laid.layout
-            lease = self._slots.take(host, layout.nbytes, within(deadline_s))
+            lease = self._slots.take(host, layout.nbytes, seconds_left(deadline_s))
             self._forget_done()
             view = self._slots.views.of(host, lease)
             self.copied_bytes += layout.nbytes
@@ -390,7 +384,7 @@ class SnapshotWriter:
             try:
                 pending.job.wait_cpu()
                 self._copier.fence()
-                pending.job.settle()
+                pending.job.validate()
                 self._unsteady |= pending.job.moved
             except SpotError:
                 continue  # the background thread reports it through the future
@@ -401,10 +395,10 @@ class SnapshotWriter:
     def _forget_done(self) -> None:
         self._pending = [pending for pending in self._pending if not pending.done.done()]
 
-    def settle(self, wait_s: float) -> None:
+    def wait_all(self, wait_s: float) -> None:
         """Wait until every snapshot begun so far is committed or given up."""
         self.copied()
-        self._tasks.put(self._slots.give_back)
+        self._tasks.put(self._slots.give_back_ahead)
         futures.wait([pending.done for pending in self._pending], wait_s)
 
     def close(self) -> None:
@@ -489,11 +483,11 @@ class SnapshotWriter:
         began_s = time.monotonic()
         deadline_s = began_s + _COUNTS_S + _TIMES * self._counted_s
         status, why = Status.PENDING, ""
-        while status is Status.PENDING and within(deadline_s) and not self.link.is_closed:
-            if (host := self.link.wait(within(deadline_s))) is None:
+        while status is Status.PENDING and seconds_left(deadline_s) and not self.link.is_closed:
+            if (host := self.link.wait(seconds_left(deadline_s))) is None:
                 raise self.link.missing()
             try:
-                status, why = host.wait_for(name, min(_SLICE_S, within(deadline_s)))
+                status, why = host.wait_for(name, min(_SLICE_S, seconds_left(deadline_s)))
             except ServerUnreachableError as error:
                 self.link.lose(host, error)
                 if self.link.host is host:  # there is no way to another
@@ -504,6 +498,7 @@ class SnapshotWriter:
         why = why or f"the shards of all ranks are not there after {time.monotonic() - began_s:.0f} s"
         if status is Status.ABORTED or not self.link.is_closed:  # at the end, the others may bring theirs yet
             self.aborted += 1
+            self.dropped += 1
             self.why_aborted = why
         raise SnapshotFailedError(why, reason=FailureReason.SHARD_MISSING)
 
@@ -513,7 +508,7 @@ class SnapshotWriter:
             raise error
         error = as_failure(error) if isinstance(error, Exception) else error  # who waits for it expects no other kind
         try:
-            self.torn += FailureReason.TORN.caused(error)
+            self.dropped += FailureReason.TORN.caused(error)
             if not pending.job.is_done:  # the slot is given back: nothing is to come into it any more
                 self._copier.give_up(pending.view)
             if isinstance(error, ServerUnreachableError):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_spot.capture.attempt import Attempt
 from lightning_spot.capture.device import DeviceClock
-from lightning_spot.capture.host_link import leave, say_found, within
+from lightning_spot.capture.host_link import leave, say_found, seconds_left
 from lightning_spot.capture.layouts import (
     CheckpointLayouter,
     RankCheckpoint,
@@ -445,7 +445,7 @@ class Coordinator(OfTrainer):
         self.begun_step = trainer.global_step
         attempt = self.attempt
         if attempt is not None and self._is_first and not self._hosts.is_one_place and not how.is_last:
-            attempt.writer.settle(wait_s)  # one at a time spans several places
+            attempt.writer.wait_all(wait_s)  # one at a time spans several places
         begin = partial(self._begin, dump, how, wait_s)
         if ranks.size == 1 or not how.is_last:
             begin()
@@ -453,7 +453,7 @@ class Coordinator(OfTrainer):
         ranks.together(begin)  # else ranks would wait for one that has raised an error
         self.copied()
         commit_s = self._settings.upload_timeout_s if how.complete else wait_s
-        left_s = min(within(deadline_s), commit_s, _COMMIT_S)
+        left_s = min(seconds_left(deadline_s), commit_s, _COMMIT_S)
         ranks.on_rank_zero(lambda: attempt.failure(left_s) if attempt is not None else None)
 
     def _begin(self, dump: Dump | SpotError, how: Decision, wait_s: float) -> None:

@@ -1,7 +1,7 @@
 """What our callbacks share in one trainer: its resume, the snapshotters, and how the ``fit`` ends.
 
 A notice stops a ``fit`` at a step boundary, an exception breaks it off, or it comes to its end. In each case snapshots
-are uploaded first; then exact state, watchers and leases are released. One :class:`Deadline` bounds it.
+are uploaded first; then exact state, watchers and the server are let go. One :class:`Deadline` bounds it.
 """
 
 from __future__ import annotations
@@ -442,6 +442,6 @@ def _has_taken(writing: Coordinator, step: int, wait_s: float) -> bool:
     attempt = writing.attempt
     if attempt is None or writing.begun_step != step:
         return False
-    attempt.writer.settle(wait_s)
+    attempt.writer.wait_all(wait_s)
     committed = writing.committed
     return committed is not None and committed.step == step

@@ -219,7 +219,9 @@ class Pacing:
             ``None`` if none is taken.
         """
         step, now_s = trainer.global_step, time.monotonic()
-        self._note_step(step, now_s)
+        if (steps := step - self._seen_step) > 0:
+            self._laps_s = (self._laps_s[1], (now_s - self._seen_s) / steps)
+        self._stride, self._seen_step, self._seen_s = max(self._stride, steps), step, now_s
         if trainer.is_global_zero:  # here, since the step after a snapshot has waited for the rest of it by now
             self._best_effort.run("learning what snapshots cost", partial(self._learn, now_s, drain_s), None)
         if trainer.world_size == 1:
@@ -263,11 +265,6 @@ class Pacing:
         if not self.policy.by_step or lap_s >= most_s:
             return False
         return self.policy.due(trainer.global_step + self._stride, now_s) and self._affords(now_s + lap_s)
-
-    def _note_step(self, step: int, now_s: float) -> None:
-        if (steps := step - self._seen_step) > 0:
-            self._laps_s = (self._laps_s[1], (now_s - self._seen_s) / steps)
-        self._stride, self._seen_step, self._seen_s = max(self._stride, steps), step, now_s
 
     def _announce(self, trainer: pl.Trainer, step: int, at_s: float, decide: Callable[[], Any]) -> None:
         """Have rank 0 announce how a snapshot is taken at ``step``, to which training comes at ``at_s``."""

@@ -258,8 +258,8 @@ def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk) -> None:
     with pytest.raises(SnapshotFailedError, match=r"rank 2\b", check=FAILED):
         dones[0].result(LAST_S)
     assert desk.status(1) is Status.ABORTED
-    assert desk.writers[2].torn == 1
-    assert (desk.writers[0].torn, desk.writers[0].dropped) == (0, 1)
+    assert desk.writers[2].dropped == 1
+    assert (desk.writers[0].aborted, desk.writers[0].dropped) == (1, 1)
 
 
 def test_a_rank_that_cannot_begin_says_so_and_nobody_waits(desk: Desk) -> None:
@@ -341,7 +341,7 @@ def test_who_awaits_a_rank_that_has_gone_ends_when_training_does(desk: Desk) -> 
     first = desk.begin(0, 1)
     desk.begin(1, 1)
     desk.copied()
-    desk.writers[0].settle(0.1)
+    desk.writers[0].wait_all(0.1)
     assert not first.done()
     assert desk.writers[0].is_under_way
     desk.writers[0].close()

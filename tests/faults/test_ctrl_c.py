@@ -127,8 +127,7 @@ BEGINNING = [
     SnapshotWriter.begin,
     SnapshotWriter._copy,
     Copier.start,
-    Copier._fill,
-    CopyJob.hold,
+    Copier._planned,
     CopyJob.release,
     CopyJob.wait_cpu,
     CopyJob._step,
@@ -164,7 +163,7 @@ def test_ctrl_c_at_any_line_of_begin_leaves_no_copy_and_no_slot(desk: Desk) -> N
                 job.release_to_background()
                 for _ in range(100):
                     job.step_in_background()
-            desk.writer.settle(_ENOUGH_S)
+            desk.writer.wait_all(_ENOUGH_S)
 
         assert in_time(train), f"waits without end after Ctrl-C at {code.co_name}:{line}"
         for lease in given:
@@ -174,6 +173,6 @@ def test_ctrl_c_at_any_line_of_begin_leaves_no_copy_and_no_slot(desk: Desk) -> N
         came += pressed.came
     desk.begin(step + 1, desk.checkpoint())
     expected = [weight.clone() for weight in desk.weights]
-    desk.writer.settle(_ENOUGH_S)
+    desk.writer.wait_all(_ENOUGH_S)
     assert same(desk.saved(step + 1), expected, desk.buffer)
     assert came > 60

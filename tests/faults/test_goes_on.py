@@ -115,7 +115,7 @@ def test_nobody_waits_for_a_snapshot_whose_end_has_failed(
     assert str(first.exception(SOON_S)) == "MemoryError: none is left"
     assert desk.begin(2, desk.checkpoint()).result(SOON_S).step == 2
     began_s = time.monotonic()
-    desk.writer.settle(SOON_S)
+    desk.writer.wait_all(SOON_S)
     assert time.monotonic() - began_s < SOON_S / 2
 
 
@@ -132,7 +132,7 @@ def test_waiting_for_a_snapshot_that_fails_gives_one_warning(
     monkeypatch.setattr(CopyJob, "wait", fails)
     done = desk.begin(1, desk.checkpoint(), complete=True)
     threading.Timer(0.5, waits.set).start()
-    desk.writer.settle(SOON_S)
+    desk.writer.wait_all(SOON_S)
     assert FailureReason.UNEXPECTED.caused(done.exception())
     (facts,) = said(caplog, "snapshot-failed")
     assert facts["snapshot"] == "step-000000001-attempt-0001-complete"

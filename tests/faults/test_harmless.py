@@ -67,7 +67,7 @@ WHERE = [
     "snapshot/layout:lay_out",
     "interval/policy:EverySteps.due",
     "capture/copier:Copier.start",
-    "capture/copier:CopyJob.settle",
+    "capture/copier:CopyJob.validate",
     "capture/copier:CopyJob.wait_cpu",
     "capture/schedule:Profiler.reached",
     "goodput/records:Journal.note",
@@ -89,7 +89,7 @@ def test_an_error_of_ours_ends_no_training_and_harms_no_snapshot(
     assert is_alike(net, saved["state_dict"])
     lines = [record.getMessage() for record in caplog.records if "none is left" in record.getMessage()]
     # What was copied had ended in the background, perhaps: then nothing is lost.
-    had_ended = where.endswith((".settle", ".wait_cpu"))
+    had_ended = where.endswith((".validate", ".wait_cpu"))
     assert len(lines) == 1 or (had_ended and not lines), lines
     assert saved["lightning_spot"]["ranks"][0]["hooked"] is not None, "a part was turned off for good"
 
@@ -101,7 +101,7 @@ class Settled(pl.Callback):
         if trainer.global_step == 5:
             (own,) = [callback for callback in trainer.callbacks if isinstance(callback, SpotCheckpoint)]
             attempt = own.snapshots.snapshotter.writing.attempt
-            attempt.writer.settle(30.0)
+            attempt.writer.wait_all(30.0)
 
 
 def test_repeated_failures_pause_all_snapshots_except_the_last(

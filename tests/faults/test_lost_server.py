@@ -230,7 +230,7 @@ def attempt_at(durable: Path, host: Any) -> Attempt:
 
 def write(attempt: Attempt, state: Any, step: int, *, complete: bool = False) -> None:
     attempt.write(state, owned={}, step=step, complete=complete, epoch=0, world_size=1, wait_s=30.0)
-    attempt.writer.settle(30.0)
+    attempt.writer.wait_all(30.0)
 
 
 def secured(attempt: Attempt, try_s: float) -> str:

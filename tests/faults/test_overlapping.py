@@ -67,7 +67,7 @@ class Pipeline:
             self._looked_ahead += 1
 
     def idle(self) -> None:
-        until(lambda: self.writer.ready and self.writer._slots._orders.is_idle, "nothing is being made")
+        until(lambda: self.writer.ready and self.writer._slots._requests.is_idle, "nothing is being made")
 
     def come_to(self, step: int) -> None:
         """Training has come to a step: what was begun long enough before is committed."""

@@ -86,7 +86,7 @@ def test_many_small_tensors(desk: Desk, count: int, buffer_bytes: int) -> None:
         job = copier.start(layout.pieces, view, Watches(tensors), Schedule("eager"))
         job.wait_cpu()
         copier.fence()
-        job.settle()
+        job.validate()
         took_s = time.perf_counter() - began_s
         torch._foreach_add_(tensors, 1.0)
         assert not busy.query(), f"the host waited, {took_s:.3f} s"
@@ -150,7 +150,7 @@ def test_a_large_state_in_every_mode(
         forward_and_backward()
         job.wait_cpu()
         copier.fence()
-        job.settle()
+        job.validate()
         optimizer.step()
         optimizer.zero_grad()
         schedule.iteration_ends()
@@ -227,7 +227,7 @@ def test_a_graph_can_be_recorded_during_pinning_and_copying(desk: Desk) -> None:
     job = copier.start(layout.pieces, view)
     job.wait_cpu()
     copier.fence()
-    job.settle()
+    job.validate()
     thread = threading.Thread(target=beside)
     thread.start()
     graph = torch.cuda.CUDAGraph()

@@ -57,7 +57,7 @@ def test_a_copy_comes_after_the_step_whoever_orders_it(view: SlotView, copiers: 
             another.submit(job.release, 1).result()  # held copies, which a gradient's hook orders
         job.wait_cpu()
         copier.fence()
-        job.settle()
+        job.validate()
         device.do(lambda: tensor.fill_(99))
         job.wait()
         assert (view.tensor == step).all()
@@ -97,7 +97,7 @@ def test_many_small_ones_are_written_together(
     job = copier.start(pieces, view, Watches(tensors), Schedule("eager"))
     job.wait_cpu()
     copier.fence()
-    job.settle()
+    job.validate()
     device.do(lambda: [tensor.fill_(99) for tensor in tensors])
     job.wait()
     assert view.tensor.sum() == sum(sizes)
@@ -123,7 +123,7 @@ def test_what_is_held_goes_when_its_time_is_up(view: SlotView, buffer_bytes: int
     now[0] = latest_s
     copier._notify()
     until(lambda: job.is_done, "what is held to be ordered")
-    job.settle()
+    job.validate()
     job.wait()
     assert (view.tensor == 1).all()
     job.release(1)
@@ -145,7 +145,7 @@ def test_a_step_that_is_recorded_waits_for_the_copies_itself(view: SlotView, cop
     copier.fence()
     assert (view.tensor == 1).all()
     device.capturing = False
-    job.settle()
+    job.validate()
     job.wait()
 
 

@@ -63,20 +63,20 @@ class Noticed(pl.Callback):
 def test_training_does_not_stand_still_for_an_urgent_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It did for server_call_timeout_s, also where the deadline was nearer."""
     monkeypatch.setattr(schedule, "LEAST_BYTES", 64)
-    real, real_settle, begun, stood = InProcessHost.seal, SnapshotWriter.settle, threading.Event(), []
+    real, real_wait, begun, stood = InProcessHost.seal, SnapshotWriter.wait_all, threading.Event(), []
 
     def seal(self: InProcessHost, lease: Any, manifest: Any, *more: Any, **named: Any) -> None:
         if manifest.step == 3:
             stood.append(not begun.wait(30.0))
         real(self, lease, manifest, *more, **named)
 
-    def settle(self: SnapshotWriter, wait_s: float) -> None:
+    def wait_all(self: SnapshotWriter, wait_s: float) -> None:
         begun.set()
-        real_settle(self, wait_s)
+        real_wait(self, wait_s)
 
     monkeypatch.setattr(InProcessHost, "seal", seal)
     monkeypatch.setattr(InProcessHost, "server_call_timeout_s", 60.0)
-    monkeypatch.setattr(SnapshotWriter, "settle", settle)
+    monkeypatch.setattr(SnapshotWriter, "wait_all", wait_all)
     root = str(tmp_path / "run")
     callback = RemoteSnapshot(root, local_server=False, interval=EverySteps(2), on_full="wait", copy_mode="blocking")
     noticed = Noticed(callback)
@@ -242,7 +242,7 @@ def test_a_writer_that_is_closed_is_gone_when_it_is_let_go(tmp_path: Path, shard
         writer = SnapshotWriter(host, owner.reconnect)
     owner.writer = writer
     writer.begin(state, manifest_of(1, nbytes=0), wait_s=60.0).result(60.0)
-    writer.settle(60.0)
+    writer.wait_all(60.0)
     writer.close()
     host.leave(complete=False)
     left = [weakref.ref(writer), weakref.ref(host), weakref.ref(writer.link)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lightning_spot.capture.batch import SlotView
 from lightning_spot.capture.partitions import Partition, Span
-from lightning_spot.capture.schedule import HeldTensors, Schedule, Timetable
+from lightning_spot.capture.schedule import Schedule, Timetable
 from lightning_spot.snapshot.pieces import Piece
 
 SIZES = (3000, 1, 50_000, 700)
@@ -23,7 +23,7 @@ class Fixed(Schedule):
         self.made = Timetable(
             tuple(Partition(point, after_s, tuple(spans)) for point, after_s, spans in parts), limit_s
         )
-        self.jobs: list[HeldTensors] = []
+        self.releases: list[Callable[[int], None]] = []
 
     @classmethod
     def still(cls) -> Fixed:
@@ -35,8 +35,8 @@ class Fixed(Schedule):
     def timetable(self, addresses: Sequence[int], sizes: Sequence[int]) -> Timetable | None:
         return self.made
 
-    def attach(self, job: HeldTensors) -> None:
-        self.jobs.append(job)
+    def attach(self, release: Callable[[int], None]) -> None:
+        self.releases.append(release)
 
 
 class Desk:

@@ -94,7 +94,7 @@ class Account(pl.Callback):
             until((self.root / "go").exists, "to be told to go on", 300.0)
         if count and (not self.has_begun or step == self.hold + 2):
             if self.has_begun:
-                writer.settle(60.0)
+                writer.wait_all(60.0)
                 count = 1
             until(lambda: writer.host is not None and len(writer.host.kept_at()) >= count, "the servers")
         self.has_begun = True
@@ -110,7 +110,7 @@ class Account(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         writer = self.writer
-        writer.settle(60.0)
+        writer.wait_all(60.0)
         told = {"copied": writer.copied_bytes, "aborted": writer.aborted, "skipped": self.spot.num_skipped}
         (self.root / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
         if self.loses_server and trainer.is_global_zero:

@@ -48,7 +48,7 @@ IN_TURN = [(0, 0.0, [Span(3, 0, 700)]), (2, 0.0, [Span(0, 0, 3000), Span(1, 0, 1
 def test_partitions_go_when_their_place_is_reached(desk: Desk, copier: Copier) -> None:
     schedule = Fixed(IN_TURN, limit_s=100.0)
     job = copier.start(desk.pieces, desk.view, Watches(desk.tensors), schedule)
-    assert schedule.jobs == [job]
+    assert schedule.releases == [job.release]
     until(lambda: desk.copied(3), "what goes at once")
     job.release(1)
     assert all(map(desk.untouched, (0, 1, 2)))
@@ -80,7 +80,7 @@ def test_who_needs_the_tensors_copies_what_is_held(desk: Desk, copier: Copier) -
     job = copier.start(desk.pieces, desk.view, Watches(desk.tensors), Fixed(IN_TURN, limit_s=1e9))
     job.wait_cpu()
     assert all(map(desk.copied, range(4)))
-    job.settle()
+    job.validate()
     desk.tensors[0].zero_()
     job.wait()
     assert not job.moved
@@ -275,7 +275,7 @@ def test_a_graph_that_is_recorded_gets_nothing_of_ours(desk: Desk, caplog: pytes
         device.do(tensor.zero_)  # a replay
     job.wait()
     assert all(map(desk.copied, range(4)))
-    assert schedule.jobs == []
+    assert schedule.releases == []
     assert len(said(caplog, "cuda-graph")) == 1
     copier.close()
 
@@ -359,7 +359,7 @@ def test_the_event_of_the_last_order_is_the_one_waited_for(monkeypatch: pytest.M
         return event
 
     def order(number: int) -> None:
-        lane.order_beside([Piece(tensors[number].untyped_storage(), 4096 * number, 4096)], slot)
+        lane.enqueue_beside([Piece(tensors[number].untyped_storage(), 4096 * number, 4096)], slot)
         goes_on.set()
 
     monkeypatch.setattr(device, "record", slowly)

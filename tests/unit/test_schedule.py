@@ -41,7 +41,7 @@ class Training:
         schedule, self.job = self.schedule, Job()
         plan = schedule.timetable(*PIECES_OF) if snapshot else None
         if snapshot:
-            schedule.attach(self.job)
+            schedule.attach(self.job.release)
         schedule.iteration_begins()
         self.works(0.5)
         for _ in range(self.batches):
@@ -163,7 +163,7 @@ def test_missing_micro_batches_and_gradients_block_nothing() -> None:
     training.iteration(snapshot=True, gradients=[2, 3])  # out of order, and two are missing
     job = training.job
     assert job.places == sorted(job.places)
-    assert training.schedule._jobs == []
+    assert training.schedule._releases == []
 
 
 def test_a_place_reached_twice_counts_once() -> None:
@@ -179,7 +179,7 @@ def test_what_follows_the_first_step_of_an_iteration_counts_not() -> None:
     schedule = training.schedule
     schedule.timetable(*PIECES_OF)
     job = Job()
-    schedule.attach(job)
+    schedule.attach(job.release)
     schedule.iteration_begins()
     schedule.reached(PlaceKind.FORWARD)
     schedule.stepping()

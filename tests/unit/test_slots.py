@@ -165,7 +165,7 @@ def skipped(writer: SnapshotWriter, sizes: Iterable[int]) -> list[int]:
         looked_ahead = threading.Event()
         writer._tasks.put(looked_ahead.set)  # which comes after the snapshot before is known to be there
         assert looked_ahead.wait(120)
-        until(lambda: writer.ready and writer._slots._orders.is_idle, "nothing is being made")
+        until(lambda: writer.ready and writer._slots._requests.is_idle, "nothing is being made")
         try:
             writer.begin({"more": torch.ones(size)}, manifest_of(step, run_id=""), owned={}).result(120)
         except SnapshotFailedError as error:

@@ -95,7 +95,7 @@ def test_a_slot_that_is_not_used_is_given_back(desk: Desk, monkeypatch: pytest.M
     until(lambda: "filling" not in states(), "no slot held")
     for step in range(2, 4):
         desk.begin(step, desk.checkpoint()).result(120)
-    desk.writer.settle(30)
+    desk.writer.wait_all(30)
     until(lambda: "filling" not in states(), "no slot held at the end")
 
 
