@@ -142,7 +142,6 @@ class Coordinator(OfTrainer):
         begun_step: ``global_step`` of the newest snapshot that was begun, -1 before the first.
         uploaded_bytes: to snapshot servers and storage by this attempt; known after :meth:`finish`.
         schedule: of what this rank copies; told where training is.
-        is_warm: whether slots are being made, or are there.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class Coordinator(OfTrainer):
         self.attempt: Attempt | None = None
         self.number, self.begun_step = 0, -1
         self.schedule = Schedule(settings.copy_mode)
-        self.is_warm = False
+        self._is_warm = False
         self.uploaded_bytes = self._begun = self._skipped = self._dropped = 0
         self._location, self._settings, self._resume, self._interval = location, settings, resume, interval
         self._is_sharded, self._is_first = is_sharded(trainer), trainer.is_global_zero
@@ -283,12 +282,12 @@ class Coordinator(OfTrainer):
 
     def warm(self) -> None:
         """Have slots made in the background as soon as the first step showed how large a snapshot is. Once."""
-        if self.is_warm or self.attempt is None:
+        if self._is_warm or self.attempt is None:
             return
         module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
         states = [list(optimizer.state.values()) for optimizer in optimizers]
         self.attempt.warm([*module.parameters(), *module.buffers(), states], self._part())
-        self.is_warm = True
+        self._is_warm = True
 
     def _part(self) -> float:
         """About which part of the tensors this rank writes."""
