@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ from lightning_spot.session.ranks import StopAgreement
 from lightning_spot.snapshot.manifest import Manifest
 from lightning_spot.state.compare import differences
 from lightning_spot.store.local import LocalStore
-from tests.support.exact_cases import CASES, KillAt, Model, loader, train, train_ranks
+from tests.support.exact_cases import CASES, KillAt, Model, loader, train, train_case, train_ranks
 from tests.support.metadata_server import MetadataServer
 from tests.support.program import Outcome, run, start
 from tests.support.said import said
@@ -137,6 +139,49 @@ def test_four_ranks_add_up_in_the_order_they_did(warm_python: str, tmp_path: Pat
     done = run(warm_python, train_ranks, tmp_path, ranks=4, seed=5)
     assert done.resumed
     done.check_end(twin(train_ranks, ranks=4))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("quarter", range(4))
+def test_a_hundred_mixed_kills(warm_python: str, tmp_path: Path, seed: int, twin: Twin, quarter: int) -> None:
+    """SIGKILL, SIGTERM and a notice file at random places, over the grid of cases: all end as undisturbed."""
+    chance = random.Random(seed)
+    kills, number = 0, quarter * len(CASES) // 4
+    while kills < 25:
+        case = list(CASES)[number % len(CASES)]
+        root = tmp_path / f"{number}-{case}"
+        number += 1
+        kills += _train_with_kills(warm_python, case, root, chance)
+        Outcome(root).check_end(twin(train_case, case=case))
+
+
+def _train_with_kills(python: str, case: str, root: Path, chance: random.Random) -> int:
+    kills = 0
+    for attempt in range(12):
+        notice = root / "notice"
+        process = start(python, train_case, root, case=case, seed=100 + attempt, pace_s=0.02, notice=notice)
+        if attempt < 3 and _kill_somewhere(process, notice, chance):
+            kills += 1
+        code = process.wait(120)
+        notice.unlink(missing_ok=True)
+        if code == 0:
+            return kills
+        # -15: the signal came before training was set up, or after its end.
+        assert code in (143, -9, -15), Outcome(root).log[-3000:]
+    raise AssertionError("twelve attempts were not enough")
+
+
+def _kill_somewhere(process: subprocess.Popen[bytes], notice: Path, chance: random.Random) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(chance.uniform(0.2, 5.0))
+        return False
+    how = chance.choice(["SIGKILL", "SIGTERM", "notice"])
+    if how == "notice":
+        notice.write_text("20")
+    else:
+        process.send_signal(signal.Signals[how])
+    return True
 
 
 # -- in this process --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lightning_spot.capture.layouts import (
     RankCheckpoint,
     ShardedCheckpoint,
     ShardedCheckpointLayouter,
+    plan_ranges,
 )
 from lightning_spot.capture.tensors import by_storage, owned_nbytes
 from lightning_spot.capture.writer import Background, SnapshotWriter
@@ -245,6 +246,22 @@ def test_ranks_that_do_not_train_the_same_abort_the_snapshot(desk: Desk, differs
     desk.weights[1] = before
     [done.result(LAST_S) for done in desk.take(3)]
     assert same(desk.saved(3), desk.weights[0])
+
+
+def test_whatever_ranks_must_agree_on_is_in_the_digest() -> None:
+    part = 64 * 1024
+    first, last = (torch.empty(count * part, dtype=torch.uint8) for count in (1, 3))
+    plans: list[Any] = [
+        ([first, last], (1, 0), part, ("token", "sample")),
+        ([last, first], (1, 0), part, ("token", "sample")),
+        ([first, last.view(torch.int64)], (1, 0), part, ("token", "sample")),
+        ([first, last], (1, 0), 2 * part, ("token", "sample")),
+        ([first, last], (1, 0), part, ("token", "other")),
+        ([first, last], (1, 2, 0), part, ("token", "sample")),
+    ]
+    assert len({plan_ranges(*plan)[1] for plan in plans}) == len(plans)
+    of_another_rank = [first.clone(), last.clone()]
+    assert plan_ranges(of_another_rank, *plans[0][1:])[1] == plan_ranges(*plans[0])[1]
 
 
 def test_a_change_on_another_rank_aborts_the_snapshot(desk: Desk) -> None:

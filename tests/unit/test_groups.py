@@ -310,6 +310,34 @@ def test_a_shard_is_looked_at_if_the_others_are_done_with(ring: Ring, what: str)
     assert ring.stale == {RUN_ID}
 
 
+def test_where_each_slot_belongs_is_known_at_any_time(ring: Ring) -> None:
+    for step in range(1, 9):
+        for writer in range(step % 3 + 1):
+            put(ring, sealed_shard(step, writer, 3))
+        if step % 3:
+            ring.fail(RUN_ID, failed_shard(step, 2, 3))
+        if (slot := ring.try_lease("other", step * 2**20)) is not None and step % 2:
+            ring.abort(slot)
+        ring.trim(RUN_ID, 1)
+        again = AllSlots(ring.slots)
+        assert (again.nbytes, again.free.keys()) == (ring.slots.nbytes, ring.slots.free.keys())
+        assert all(again.free[size].keys() == slots.keys() for size, slots in ring.slots.free.items())
+        for name in ("runs", "writers", "snapshots", "names"):
+            assert getattr(ring.slots, name) == getattr(again, name)
+
+
+def test_shards_that_fail_one_after_the_other_do_not_pile_up(ring: Ring) -> None:
+    for writer in (0, 1):
+        put(ring, sealed_shard(1, writer))
+    for step in range(2, 60):
+        put(ring, sealed_shard(step, 0))
+        ring.fail(RUN_ID, failed_shard(step, 1))
+        ring.trim(RUN_ID, 1)
+        assert ring.status_of(RUN_ID, snapshot_name(step, 1))[0] is Status.ABORTED
+    assert len(ring.slots) < 40
+    assert ring.readable(RUN_ID, snapshot_name(1, 1))
+
+
 def test_a_writer_waits_for_no_memory_that_only_its_shard_frees(make_bench: MakeBench) -> None:
     """Else training would stand as long as it may wait for a slot."""
     bench = make_bench(memory_bytes=2**21)

@@ -16,7 +16,7 @@ from scipy import optimize
 
 from lightning_spot import COCI, ConvergenceAware, OverheadBudget, YoungDaly
 from lightning_spot.interval.adaptive import FIRST_S, young_daly_s
-from lightning_spot.interval.convergence import WIDEST, LossCurve
+from lightning_spot.interval.convergence import WIDEST, LossCurve, Price, spread
 from lightning_spot.interval.costs import Costs, FailureRate, RobustMean
 from lightning_spot.interval.policy import IntervalPolicy
 
@@ -252,6 +252,21 @@ def test_readings_take_no_more_memory_as_a_run_grows() -> None:
     assert len(state["closed"]) <= 64
     assert len(state["open"]) <= 65
     assert curve.fit is not None
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=8, max_size=64),
+    st.floats(0.5, 2.0),
+    st.floats(0.001, 0.1),
+    st.floats(0.0, 0.05),
+)
+def test_spread_keeps_its_bounds(speed: list[float], snapshots: float, half: float, most: float) -> None:
+    price = Price(stall=half, rework=half)
+    stretch = spread(np.array(speed), snapshots=snapshots, price=price, most_rise=most)
+    assert ((stretch >= 1 / WIDEST - 1e-9) & (stretch <= WIDEST + 1e-9)).all()
+    even = bool((stretch == 1).all())
+    assert even or (1 / stretch).mean() == pytest.approx(snapshots, rel=1e-3)
+    assert even or price.rise(stretch).mean() <= most + 1e-9
 
 
 # -- what COCI's published rule does not survive ----------------------------------------------------------------------

@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_spot.config import parse_bytes
 from lightning_spot.errors import CorruptSnapshotError
-from lightning_spot.snapshot.files import FileSpan
+from lightning_spot.snapshot.files import FileSpan, check_zero, pieces
 from lightning_spot.snapshot.manifest import MOST_METRICS, Manifest, snapshot_name
 from lightning_spot.snapshot.parts import checksum, checksum_parts, part_ranges, verify_parts
 
@@ -109,6 +109,45 @@ def test_a_manifest_that_contradicts_itself_is_refused(changes: dict[str, Any], 
 def test_text_that_is_no_manifest_is_refused(text: str) -> None:
     with pytest.raises(CorruptSnapshotError):
         Manifest.from_json(text)
+
+
+def image_of(made: Manifest) -> bytearray:
+    image = bytearray(made.nbytes)
+    for number, file in enumerate(made.files, 1):
+        image[file.offset : file.stop] = bytes([number]) * file.nbytes
+    return image
+
+
+@settings(max_examples=25)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 2)), min_size=1, max_size=4),
+    tail=st.integers(0, 5000),
+    part_bytes=st.integers(500, 12_000),
+)
+def test_ranges_of_an_image_lie_in_its_files_or_in_none(
+    sizes: list[tuple[int, int]], tail: int, part_bytes: int
+) -> None:
+    files, place = [], 0
+    for number, (nbytes, holes) in enumerate(sizes):
+        files.append(FileSpan(f"__{number}_0.distcp", place, nbytes))
+        place += -(-nbytes // 4096) * 4096 + holes * 4096
+    made = several(tuple(files), files[-1].stop + tail)
+    assert Manifest.from_json(made.to_json()) == made
+    image = memoryview(bytes(image_of(made)))
+    for start in range(0, made.nbytes, part_bytes):
+        found_pieces = list(pieces(made.files, start, min(start + part_bytes, made.nbytes)))
+        assert [first for _, first, _ in found_pieces] + [min(start + part_bytes, made.nbytes)] == [
+            start,
+            *(last for _, _, last in found_pieces),
+        ]
+        assert all(file is None or file.offset <= first < last <= file.stop for file, first, last in found_pieces)
+    holes = [(start, stop) for file, start, stop in pieces(made.files, 0, made.nbytes) if file is None]
+    assert sum(stop - start for start, stop in holes) == made.nbytes - sum(file.nbytes for file in files)
+    for start, stop in holes:
+        assert start < stop
+        check_zero(image[start:stop])
+        with pytest.raises(CorruptSnapshotError):
+            check_zero(memoryview(bytes(stop - start - 1) + b"x"))
 
 
 @pytest.mark.parametrize(

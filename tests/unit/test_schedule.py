@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_spot.capture.partitions import LEAST_BYTES, Mode
+from lightning_spot.capture.partitions import LEAST_BYTES, Mode, ModeTrial
 from lightning_spot.capture.schedule import (
+    START,
     GradientWatch,
     HostClock,
     PlaceKind,
     Point,
+    Profiler,
     Schedule,
     Timetable,
 )
@@ -259,3 +261,30 @@ def test_disturbed_iterations_do_not_count() -> None:
         training.works(5.0)
         training.schedule.iteration_ends()
     assert training.schedule.mode is None
+
+
+def test_one_odd_iteration_decides_nothing() -> None:
+    trial = ModeTrial(rounds=3)
+    for seconds in (1.0, 50.0, 1.0):
+        for mode, took_s in (("asymmetric", seconds), ("eager", 2.0), ("backward", 3.0)):
+            for _ in range(2):
+                trial.add(mode, took_s)
+            assert trial.best is None or trial.best == "asymmetric"
+    trial.add("eager", 1.0)
+    assert trial.best == "asymmetric"
+
+
+def test_a_point_that_few_iterations_reach_is_no_place() -> None:
+    now_s = 0.0
+    profiler = Profiler(HostClock(lambda: now_s, lambda: 0.0, processors=1))
+    for number in range(5):
+        profiler.begin()
+        now_s += 1.0
+        profiler.reached(Point(0, PlaceKind.FORWARD))
+        if number == 0:
+            profiler.reached(Point(0, PlaceKind.GRADIENT, 7))
+        now_s += 1.0
+        profiler.stepping()
+    profile = profiler.profile()
+    assert list(profile.places) == [START, Point(0, PlaceKind.FORWARD)]
+    assert profile.length_s == 2.0

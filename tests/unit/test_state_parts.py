@@ -21,7 +21,6 @@ from lightning_spot.state.compare import differences
 from lightning_spot.state.dump import KEY, VERSION, Dump, in_present_form, packed, states_in_files, with_ranks
 from lightning_spot.state.fit_state import PARTS, FitState, Stage
 from lightning_spot.state.randomness import capture_random, restore_random
-from lightning_spot.trees import leaves, walk
 
 
 class Trainer(SimpleNamespace):
@@ -113,13 +112,6 @@ def test_what_training_drops_from_a_module_is_freed(trainer: Any, monkeypatch: p
     del module[0]
     gc.collect()
     assert dropped() is None
-
-
-def test_what_holds_itself_has_an_end() -> None:
-    tree: dict[str, Any] = {"a": [1]}
-    tree["a"] += [tree, tree["a"]]
-    assert list(walk(tree)) == [(("a", 0), 1)]
-    assert list(leaves(tree, int)) == [1]
 
 
 # -- generators --------------------------------------------------------------------------------------------------------
