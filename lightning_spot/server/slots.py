@@ -359,6 +359,7 @@ class Group:
         is_here: whether all of it is.
         watermark: order of the newest snapshot of its lineage that is known to be committed, it may be its own; for an
             exact snapshot that of the newest exact one, since no approximation supersedes it.
+        has_newer: whether all of what supersedes it is here, too.
     """
 
     slots: tuple[Slot, ...]
@@ -366,6 +367,7 @@ class Group:
     why: str
     is_here: bool
     watermark: Order | None = None
+    has_newer: bool = False
 
     @property
     def manifest(self) -> Manifest:
@@ -413,6 +415,7 @@ class Group:
 
         ============================================  ===================================================
         superseded, or aborted                        yes
+        … all of it here, of what supersedes it not   as the newest: the one server with that may be lost
         committed, the newest of its lineage          if each slot is safe at a tier, or what is newer is
         … of which a tier will never have the rest    after :data:`ORPHANED_S`
         … which is an approximation                   yes: it keeps no memory from exact ones
@@ -424,6 +427,8 @@ class Group:
             return is_orphan
         is_given_up = is_orphan and not self.is_here and all(slot.refused for slot in self.slots)
         is_safe = is_given_up or not self.manifest.exact or all(slot.is_safe for slot in self.slots)
+        if self.is_here and not self.has_newer:
+            return is_safe
         return is_evictable(self.manifest.order, self.state, self.watermark, is_durable=is_safe)
 
 
@@ -433,11 +438,11 @@ def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
     for slot in slots:
         if slot.snapshot is not None:
             found.setdefault(slot.snapshot.snapshot, []).append(slot)
-    marks, here = {lineage: list(orders) for lineage, orders in known.committed.items()}, set[str]()
+    marks, here = {lineage: list(orders) for lineage, orders in known.committed.items()}, dict[str, Order]()
     for name, shards in found.items():
         first = shards[0].content
         if first.shard is None or status(shards_in(shards), first.order) is Status.COMMITTED:
-            here.add(name)
+            here[name] = first.order
             marks.setdefault(first.lineage, []).append(first.order)
     groups = []
     for name, shards in found.items():
@@ -447,8 +452,9 @@ def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
             newest = max(orders, default=None)
             state, why = status_of(known, name, first.lineage, first.order, shards_in(shards), newest)
         by_writer = tuple(sorted(shards, key=lambda slot: slot.writer))
-        mark = max((order for order in orders if order[2] or not first.exact), default=None)  # [2] is 0 if inexact
-        groups.append(Group(by_writer, state, why, name in here, mark))
+        superseding = [order for order in orders if order[2] or not first.exact]  # [2] is 0 of an approximation
+        has_newer = any(first.order < order and order in here.values() for order in superseding)
+        groups.append(Group(by_writer, state, why, name in here, max(superseding, default=None), has_newer))
     return groups
 
 

@@ -104,6 +104,20 @@ def ring() -> Iterator[Ring]:
     made.close(keep_unsafe=False)
 
 
+def test_what_is_whole_stays_until_something_newer_is_here_too(slots: Slots) -> None:
+    """The one server with what superseded it may be lost: with replicas=2, one may."""
+    whole = slots.add(1, 0, 1)
+    slots.add(2, 0)
+    slots.committed(2)
+    assert slots.idle() == []
+    slots.add(2, 1)
+    assert slots.idle() == [1, 1]
+    del slots.all[-1]
+    for slot in whole:
+        slot.seen[STORAGE] = Mark.SAFE
+    assert slots.idle() == [1, 1]
+
+
 def test_only_what_is_complete_supersedes(slots: Slots) -> None:
     slots.add(1, 0, 1)
     slots.add(2, 0)
