@@ -3,7 +3,7 @@
 In the order in which they are read best:
 
 - ``tensors``, ``layouts``: which tensors only optimizers change; what this rank writes, and where each byte goes.
-- ``batch``, ``device``, ``cuda``, ``copier``: copies from the CPU; all calls of CUDA; copies from GPUs; both as a job.
+- ``device``, ``cuda``, ``batch``, ``copier``: all calls of CUDA; copies from GPUs; from CPUs, and the job; threads.
 - ``partitions``, ``schedule``: how copies are cut; at which place of the next iteration each part goes.
 - ``host_link``, ``slot_pool``: the ring on this host, which may be lost; its slots, made and leased in time.
 - ``writer``: begins a snapshot on the training thread, and commits it on another one.

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from lightning_spot.capture.batch import SlotView
-from lightning_spot.capture.copier import Copier, CopyJob, LoneThread
+from lightning_spot.capture.batch import CopyJob, SlotView
+from lightning_spot.capture.copier import Copier, LoneThread
 from lightning_spot.capture.host_link import HostLink, say_failing, seconds_left
 from lightning_spot.capture.layouts import CheckpointLayouter, Laid, RankLayouter
 from lightning_spot.capture.schedule import Schedule

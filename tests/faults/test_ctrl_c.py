@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightning_spot.capture import batch as batch_module
-from lightning_spot.capture.copier import Copier, CopyJob
+from lightning_spot.capture.batch import CopyJob
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.partitions import Span
 from lightning_spot.capture.schedule import Schedule
 from lightning_spot.capture.writer import SnapshotWriter

@@ -16,7 +16,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from lightning_spot.capture.copier import Copier, CopyJob
+from lightning_spot.capture.batch import CopyJob
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.host_link import HostLink
 from lightning_spot.capture.slot_pool import SlotPool, give_back
 from lightning_spot.capture.writer import Background

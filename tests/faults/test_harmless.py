@@ -67,8 +67,8 @@ WHERE = [
     "snapshot/layout:lay_out",
     "interval/policy:EverySteps.due",
     "capture/copier:Copier.start",
-    "capture/copier:CopyJob.validate",
-    "capture/copier:CopyJob.wait_cpu",
+    "capture/batch:CopyJob.validate",
+    "capture/batch:CopyJob.wait_cpu",
     "capture/schedule:Profiler.reached",
     "goodput/records:Journal.note",
 ]

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_spot import EverySteps, RemoteSnapshot
 from lightning_spot.capture import attempt, schedule
-from lightning_spot.capture.copier import Copier, CopyJob
+from lightning_spot.capture.batch import CopyJob
+from lightning_spot.capture.copier import Copier
 from lightning_spot.capture.schedule import PlaceKind, Profile, Schedule, Timetable
 from lightning_spot.capture.writer import SnapshotWriter
 from lightning_spot.errors import FailureReason, SnapshotFailedError

@@ -439,8 +439,8 @@ what is only here survives the server | server.ring | ring::an_orderly_end_keeps
 what a tier has lost is owed again | server.ring | several_servers::a_server_that_comes_back_empty_is_sent_the_newest
 -                del slot.seen[url]
 newest is by its order | server.slots | groups::only_what_is_complete_supersedes
--    mark = max((
-+    mark = min((
+-, max(superseding, default=None)
++, min(superseding, default=None)
 # a torn snapshot is committed
 version counters | capture.tensors | fit::a_tensor_that_moves_is_never_committed
 -if tensor._version != version]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightning_spot.capture import batch as batch_module
-from lightning_spot.capture import copier as copier_module
 from lightning_spot.capture import cuda
 from lightning_spot.capture.batch import Batch, SlotView
 from lightning_spot.capture.copier import Copier
@@ -98,7 +97,7 @@ def test_a_held_tensor_that_changes_is_noticed(desk: Desk, copier: Copier) -> No
 def test_where_training_stands_still_all_processors_copy(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes the next piece by itself: in torch's team each waits for the slowest after every tensor."""
     monkeypatch.setattr(batch_module, "LEAST_BATCH_BYTES", 64)
-    monkeypatch.setattr(copier_module, "processors", lambda: 2)
+    monkeypatch.setattr(batch_module, "processors", lambda: 2)
     helping, at_it, both = Batch.helping, set(), threading.Event()
 
     def noted(batch: Batch) -> None:
