@@ -301,6 +301,7 @@ def test_what_a_server_that_hangs_holds_is_not_discarded(start_server: Callable[
         assert found["result"] == "running"
     finally:
         server.process.send_signal(signal.SIGCONT)
+    until(lambda: main(["status", "--server", server.url]) == 0, "it to answer again")
     assert stopped(cli("stop", "--server", server.url, "--discard", "-o", "json"))[0]["result"] == "discarded"
     cli("stop", "--server", server.url, "--discard", code=2)  # nothing is left to discard
 
