@@ -185,8 +185,15 @@ def retain(store: Store, keep: Keep, current: Manifest) -> str:
         return f"what is written to {store.url} is not listed there at once: nothing older is deleted until it is"
     if not store.has(current):
         return f"what is written to {store.url} is not seen there as it was written: nothing older is deleted"
-    held.rewinds = store.rewinds()  # one may have been asked for meanwhile
-    for manifest in expired(held, current, keep, time.time()):
-        store.delete(manifest)
+    now_unix_s = time.time()
+    gone = expired(held, current, keep, now_unix_s)
+
+    def wanted() -> bool:
+        """Whether a rewind was asked for meanwhile that goes back to one of them."""
+        held.rewinds = store.rewinds()
+        return expired(held, current, keep, now_unix_s) != gone
+
+    for manifest in gone:
+        store.delete(manifest, wanted=wanted)
     store.sweep(current, held)
     return ""

@@ -701,11 +701,16 @@ class Store(ABC):
         self._remove(folder, [name])
         self._settle(manifest.manifest_path)
 
-    def delete(self, manifest: Manifest) -> None:
+    def delete(self, manifest: Manifest, *, wanted: Callable[[], bool] = lambda: False) -> None:
         """Remove a snapshot: first its manifest, then its bytes, and no other file. Nothing happens if it is gone.
 
         Nor if another snapshot of its name is there, such as that of a trainer on another machine; nor if a later
         attempt of the same run than that of ``manifest`` has written a file of its name meanwhile.
+
+        Args:
+            manifest: of it.
+            wanted: asked without the manifest there: whether it is to stay after all. Who wants it says so first, and
+                looks for the manifest then, so that one of the two sees the other.
 
         Raises:
             FencedError: if :attr:`owner` does not hold the run any more.
@@ -717,6 +722,9 @@ class Store(ABC):
                 say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
                 return
             self._unnote(manifest)  # never at once with the others: not without its bytes
+            if wanted():
+                self._write_manifest(manifest, (manifest.attempt, manifest.run_id))
+                return
             self._remove("" if manifest.is_file else manifest.name, [span.name for span in manifest.spans])
 
     def _is_meant(self, manifest: Manifest, noted: object) -> bool:

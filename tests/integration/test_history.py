@@ -20,6 +20,7 @@ from lightning_spot.goodput.records import write_record
 from lightning_spot.run.location import Location
 from lightning_spot.run.survey import survey
 from lightning_spot.snapshot.manifest import Manifest, snapshot_name
+from lightning_spot.store import posix
 from lightning_spot.store.fences import ATTEMPTS_DIR, Rewind
 from lightning_spot.store.local import LocalStore
 from lightning_spot.store.retention import Keep, retain
@@ -163,6 +164,26 @@ def test_a_rewind_before_a_deletion_is_seen(store: Store, by: str, monkeypatch: 
     else:
         assert main(["prune", store.url, "--keep", "1"]) == 2
     assert there(store) == [(2, 5), *ALL]
+
+
+@pytest.mark.parametrize("store", ["directory"], indirect=True)
+@pytest.mark.parametrize("by", ["retention", "prune"])
+def test_a_rewind_during_a_deletion_is_seen(store: Store, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found the snapshot whole, the moment before that was to go."""
+    real, newest, oldest = posix.remove, put(store, 5, attempt=2), store.survey().manifests[-1]
+
+    def remove(path: Any) -> None:
+        monkeypatch.undo()
+        assert main(["rewind", f"{store.url}@{oldest.step}"]) == 0
+        real(path)
+
+    monkeypatch.setattr(posix, "remove", remove)
+    if by == "retention":
+        retain(store, Keep(newest=1), newest)
+    else:
+        assert main(["prune", store.url, "--keep", "1"]) == 2
+    assert there(store) == [(2, 5), *ALL]
+    assert resumed(store) == (oldest.attempt, oldest.step)
 
 
 def test_a_second_rewind_takes_the_place_of_the_first(store: Store, cli: Cli) -> None:
