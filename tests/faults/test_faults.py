@@ -1,4 +1,4 @@
-"""Faults of the machine: a full disk, a folder that cannot be written to, a network that breaks and heals."""
+"""Faults of the machine: a full disk, a tmpfs that is too small, a network that delays, cuts and corrupts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,39 @@ from lightning_spot.errors import TierError
 from lightning_spot.protocol.record import find_record
 from lightning_spot.store.local import LocalStore
 from tests.support.proxy import Proxy
+from tests.support.said import said
 from tests.support.server import RunningServer, StartServer
-from tests.support.trainer import Net, Stop, StopAt, data, trainer
+from tests.support.snapshots import check_all
+from tests.support.trainer import Net, Probe, Stop, StopAt, data, trainer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.guarantee("G21")
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 4 MiB; skipped where it may not be mounted."""
-    (folder := tmp_path / "small").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount small tmpfs file systems; skipped where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(size: str) -> Path:
+        folder = tmp_path / f"small-{len(mounted)}"
+        folder.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
+        )
+        if done.returncode != 0:
+            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    disk, filler = small_disk, small_disk / "filler"
+def test_full_disk(small_tmpfs: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    disk = small_tmpfs("4m")
+    filler = disk / "filler"
     path = str(disk / "run-1")
     # keep: what is deleted would make room again
     callback = SpotCheckpoint(path, interval=EverySteps(3), upload_timeout_s=3.0, on_full="wait", keep=1000)
@@ -71,6 +83,24 @@ def test_full_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer(again).fit(Net(), data())
     assert (again.resumed_from.step, again.resumed_from.tier) == (30, "host")
     assert LocalStore(disk / "run-1").survey().manifests[0].complete
+
+
+def test_shm_too_small(
+    small_tmpfs: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("LIGHTNING_SPOT_SHM_DIR", str(small_tmpfs("1m")))
+    callback = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3), keep=1000, on_full="wait")
+    probe = Probe()
+    with pytest.raises(Stop):
+        trainer(callback, probe, StopAt(31)).fit(Net(), data())
+    check_all(tmp_path, probe)
+    assert len(said(caplog, "shm-full")) == 1
+    again = SpotCheckpoint(str(tmp_path / "run-1"), interval=EverySteps(3))
+    trainer(again).fit(Net(), data())
+    assert again.resumed_from.tier == "host"  # the server holds the memory files over the restart
 
 
 @pytest.fixture
