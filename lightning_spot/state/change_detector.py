@@ -22,6 +22,8 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_spot.state import namespaces
 from lightning_spot.state.compat import BUFFERS, PARAMETERS, writes_of
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 SCALARS: frozenset[type] = frozenset((bool, int, float, str, bytes, type(None)))
 """Kinds of values that are their own stamp."""
+
+STATEFUL = (nn.Module, GradScaler, LRScheduler)
+"""Kinds of torch's objects that training changes, and that a program may keep to itself."""
 
 _CONTAINERS = (list, tuple, dict, deque)
 _VALUES = (*_CONTAINERS, torch.Tensor, np.ndarray, np.generic, Enum, set, frozenset, complex, bytearray, *GENERATORS)
@@ -91,12 +96,20 @@ class ChangeDetector:
         most_items: of one value, with all that is in it; of a container with more its length and ends are looked at.
         looks: whether objects and generators are looked into; if not, they count as their class, since they are found
             by paths of their own.
+        restored: objects whose states are in a checkpoint, whoever else knows them.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, most_items: int = _MOST_ITEMS, looks: bool = True) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        *,
+        most_items: int = _MOST_ITEMS,
+        looks: bool = True,
+        restored: Iterable[Any] = (),
+    ) -> None:
         self._modules, self._most_items, self._looks = modules, most_items, looks
         self._trained: set[int] | None = None
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, Any] = {id(each): _Same(each) for each in restored}
         self._left = 0
 
     def stamp(self, value: Any) -> Any:
@@ -210,7 +223,7 @@ def _is_open(value: Any) -> bool:
     package = type(value).__module__.split(".")[0]
     if package in PACKAGES or isinstance(value, namespaces.classes("", "LightningModule", "LightningDataModule")):
         return False
-    return isinstance(value, nn.Module) or package not in ("lightning", "pytorch_lightning", "torch")
+    return isinstance(value, STATEFUL) or package not in ("lightning", "pytorch_lightning", "torch")
 
 
 def is_handle(value: Any) -> bool:

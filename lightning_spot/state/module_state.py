@@ -36,6 +36,7 @@ from lightning_spot.state.buffers import Buffers, Marks, marks_of
 from lightning_spot.state.builtin_callbacks import tuners
 from lightning_spot.state.change_detector import (
     SCALARS,
+    STATEFUL,
     ChangeDetector,
     class_attributes,
     is_value,
@@ -247,7 +248,7 @@ class ModuleState:
         """Note how everything is, after all ``on_train_start``: a resumed run calls those, too."""
         modules = dict(trainer.lightning_module.named_modules())
         self._trains = _trains(_registered(trainer.lightning_module))
-        detector = ChangeDetector(modules.values())
+        detector = ChangeDetector(modules.values(), restored=_restored(trainer))
         self._modules = {name: Attributes(name, part, detector) for name, part in _parts(modules.items())}
         self._settings = _settings(trainer)
         self._kinds = {name: type(part) for name, part in modules.items()}
@@ -260,7 +261,7 @@ class ModuleState:
             modules: all of the trainer's module.
         """
         before, known, modules = self.before, self._modules, list(modules)
-        changed, detector = {}, ChangeDetector([part for _, part in modules])
+        changed, detector = {}, ChangeDetector([part for _, part in modules], restored=_restored(trainer))
         makes_data: tuple[str, ...] = ()
         for name, part in _parts(modules):
             if name in known:
@@ -591,7 +592,8 @@ class UntrackedAttributes:
 def _attributes(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
     """Each that can be watched, with the stamp of its value; of two of a class, each has its number."""
     seen: dict[str, int] = {}
-    detector = ChangeDetector(trainer.lightning_module.modules(), most_items=_MOST_OF_OTHERS)
+    modules, restored = trainer.lightning_module.modules(), _restored(trainer)
+    detector = ChangeDetector(modules, most_items=_MOST_OF_OTHERS, restored=restored)
     owners: list[Any] = [trainer.datamodule, *trainer.callbacks]  # type: ignore[attr-defined] # Lightning's Trainer has them
     owners = [owner for owner in owners if owner is not None and _is_to_be_named(owner)]
     own_kinds = [each for each in trainer.optimizers if not type(each).__module__.startswith("torch.")]
@@ -601,9 +603,16 @@ def _attributes(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
         for attribute, value in {**of_classes(owner), **vars(owner)}.items():
             name = f"{kind}.{attribute}" if number == 1 else f"{kind}#{number}.{attribute}"
             is_new = attribute == "_hparams" and not value  # Lightning makes an empty one where it is first read
-            if attribute not in saved and is_value(value) and not is_new:
+            is_watched = is_value(value) or (isinstance(value, STATEFUL) and not is_metric(value))
+            if attribute not in saved and is_watched and not is_new:
                 yield name, detector.stamp(value)
     yield from _put_together(trainer)
+
+
+def _restored(trainer: pl.Trainer) -> list[Any]:
+    """What of :data:`STATEFUL` Lightning has in a checkpoint, besides modules."""
+    schedulers = (each.scheduler for each in trainer.lr_scheduler_configs)
+    return [*schedulers, getattr(trainer.precision_plugin, "scaler", None)]
 
 
 def _put_together(trainer: pl.Trainer) -> Iterator[tuple[str, list[Any]]]:

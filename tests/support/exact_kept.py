@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torchmetrics
 from torch.ao import quantization
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.exact_cases import Lean
 
@@ -151,6 +152,31 @@ class Averaging(torch.optim.SGD):
         for mean, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
             mean.add_(parameter.detach() - mean, alpha=0.5)
         return loss
+
+
+class Apart(Lean):
+    """Has a scheduler of its own, beside one that Lightning has, too."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.05)
+        self.given = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
+        return [optimizer], [self.given]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rate.step()
+
+
+class Averager(pl.Callback):
+    """Keeps an average of weights, that the weights follow."""
+
+    def on_fit_start(self, _: Any, module: Any) -> None:
+        self.average = AveragedModel(module.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    def on_train_batch_end(self, _: Any, module: Any, *__: Any) -> None:
+        self.average.update_parameters(module.net)
+        with torch.no_grad():
+            module.net[0].weight.lerp_(self.average.module[0].weight, 0.1)
 
 
 class Replacing(Weighted):

@@ -338,6 +338,10 @@ LOOPS: dict[str, Case] = {
     "optimizer-with-attributes": Case(
         model=lambda: m.Optimized(kept.Averaging), says="Averaging.seen, Averaging.slow", differs=True
     ),
+    "scheduler-that-is-not-returned": Case(model=kept.Apart, says="begin anew: Apart.rate. ", differs=True),
+    "average-of-ones-own": Case(
+        callbacks=lambda: [kept.Averager()], says="begin anew: Averager.average. ", differs=True
+    ),
     "scheduler-replaced": Case(model=kept.Replacing, says=kept.REPLACED, differs=True),
     "more-epochs-later": Case(model=lambda: kept.Limited(4), stops=(18,), ignored=("hooked.before",)),
     "fewer-epochs-later": Case(model=lambda: kept.Limited(2), stops=(8,), ignored=("hooked.before",)),
