@@ -274,6 +274,8 @@ TOGGLED = Name(TOGGLES, "_param_requires_grad_state", _module, dict)
 # The model is not sharded yet.
 FSDP_STATE = Name(UNSYNCED, "_get_fsdp_state", lambda _: FSDPModule, Callable)
 SYNCS = Name(UNSYNCED, "reduce_grads", lambda _: None, bool)
+ALL_REDUCES = Name(UNSYNCED, "all_reduce_grads", lambda _: None, bool)
+PARTIAL_SUM = Name(UNSYNCED, "_partial_reduce_output", lambda _: None)
 UNSHARDED = Name(UNSYNCED, "_unsharded_param", lambda _: None, torch.Tensor)  # only once it was gathered
 ACCUMULATED = Name(UNSYNCED, "unsharded_accumulated_grad", lambda _: None)
 

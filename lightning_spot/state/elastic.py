@@ -156,7 +156,7 @@ class OtherRanks:
         values["gradients"] = self._gradients(trainer)
         values["gradient_placements"] = {}
         if unsynced := values.get("unsynced_gradients"):
-            values["unsynced_gradients"] = {**unsynced, "gradients": {}}
+            values["unsynced_gradients"] = {**unsynced, "gradients": {}, "sums": {}}
         if self._rank >= len(self._ranks):  # rank 0's are in the checkpoint; what is in no checkpoint, it had, too
             values["buffers"] = self._ranks[0]["buffers"]
         return values
@@ -243,7 +243,8 @@ class OtherRanks:
 
 def _has_unsynced(state: State) -> bool:
     """Whether a rank has gradients that FSDP2 has not added up over ranks."""
-    return bool((state.get("unsynced_gradients") or {}).get("gradients"))
+    unsynced = state.get("unsynced_gradients") or {}
+    return bool(unsynced.get("gradients") or unsynced.get("sums"))
 
 
 def _gathered(state: State) -> Iterator[str]:

@@ -65,6 +65,7 @@ from lightning_spot.state.per_trainer import PerTrainer
 from lightning_spot.state.randomness import State, capture_random, restore_random
 from lightning_spot.state.replicas import (
     GradientOrder,
+    mark_used,
     restore_sharing,
     shares_buffers,
     what_is_in_shards,
@@ -74,7 +75,9 @@ from lightning_spot.state.sharded import checkpoint_of, checkpoint_through_save,
 from lightning_spot.state.sharded_gradients import (
     gradient_like,
     have_wait,
+    keep_partial_sums,
     keep_unsynced,
+    partial_sums_of,
     placements_apart,
     plain_placements,
     unsynced_of,
@@ -332,7 +335,9 @@ class FitState(PerTrainer):
         found = unsynced_of(self.module) if self._has_live_gradients() else {}
         copies = self._copied({name: local_of(gradient.detach()) for name, gradient in found.items()})
         values = {name: {"local": copies[name], "placements": plain_placements(each)} for name, each in found.items()}
-        return {"gradients": values, "waits": which_wait(self.module)}
+        sums = self._copied(partial_sums_of(self.module)) if self._has_live_gradients() else {}
+        waits, copies_wait = which_wait(self.module), which_wait(self.module, compat.ALL_REDUCES)
+        return {"gradients": values, "waits": waits, "sums": sums, "copies_wait": copies_wait}
 
     def _has_live_gradients(self) -> bool:
         """Whether the next step may build on gradients: in mid-accumulation, or where only the user knows."""
@@ -586,6 +591,7 @@ class FitState(PerTrainer):
         for name, value in saved.items():
             if name in parameters:
                 parameters[name].grad = gradient_like(parameters[name], value)
+        mark_used(self._trainer)
 
     def restore_gradient_placements(self, saved: State) -> None:
         """Have those that were not sharded as their parameters are be so again."""
@@ -596,8 +602,12 @@ class FitState(PerTrainer):
 
     def restore_unsynced_gradients(self, saved: State) -> None:
         """Have FSDP2 keep the gradients that it kept, and go on to do so."""
-        if saved:
-            have_wait(self.module, saved["waits"])
+        if not saved:
+            return
+        saved = {"sums": {}, "copies_wait": saved["waits"], **saved}  # earlier snapshots have none
+        have_wait(self.module, saved["waits"], saved["copies_wait"])
+        keep_partial_sums(self.module, saved["sums"])
+        if self._trainer.strategy.reduce_boolean_decision(bool(saved["gradients"]), all=False):
             keep_unsynced(self.module, saved["gradients"])
 
 

@@ -2,7 +2,7 @@
 
 A checkpoint has parameters and values as rank 0 has them; where ranks differ, that is named when a run goes on:
 parameters that DDP was told to leave alone, trained ones in no shards, what optimizers keep of parameters in shards
-that is in no shards itself, and what DDP's communication hooks keep.
+that is in no shards itself, and what DDP's communication hooks keep. So is an order of sums that cannot be had again.
 
 DDP notes the order in which gradients became ready in a run's first step, and rebuilds its buckets after it, once. They
 decide in which order ranks add each element up, so with more than two of them a resumed run would round its first step
@@ -55,6 +55,12 @@ def what_is_rank_0s(trainer: pl.Trainer) -> Iterator[str]:
         yield (
             "what DDP's communication hook keeps from step to step is in no checkpoint and begins anew:"
             f" {', '.join(kinds)}"
+        )
+    if trainer.world_size > 2 and _orders_anew(trainer.model):
+        yield (
+            "DDP adds the gradients of the first step up in another order than an undisturbed run does, with"
+            " static_graph=True or a communication hook on more than two ranks: last bits may differ. Leave that out if"
+            " they matter"
         )
 
 
@@ -181,13 +187,24 @@ def _rebuilds(ddp: DistributedDataParallel) -> bool:
     return not (ddp.find_unused_parameters or ddp.static_graph or compat.COMM_HOOKS.of(ddp))
 
 
+def _orders_anew(model: Any) -> bool:
+    """Whether DDP rebuilds buckets in a way that cannot be rehearsed."""
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return is_ddp and (model.static_graph or not model.find_unused_parameters) and not _rebuilds(model)
+
+
 def _rehearse(ddp: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> None:
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
     reducer = compat.REDUCER.of(ddp)
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
+    _pass_without_values(parameters)
+    logger.debug("the order in which %d gradients become ready was rehearsed", len(parameters))
+
+
+def _pass_without_values(parameters: list[torch.nn.Parameter]) -> None:
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
     with torch.enable_grad():
         total = torch.zeros((), device=parameters[0].device)
         for parameter in reversed(parameters):  # autograd runs what was made last first
@@ -195,7 +212,17 @@ def _rehearse(ddp: DistributedDataParallel, parameters: list[torch.nn.Parameter]
     total.backward()  # type: ignore[no-untyped-call]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    logger.debug("the order in which %d gradients become ready was rehearsed", len(parameters))
+
+
+def mark_used(trainer: pl.Trainer) -> None:
+    """In mid-accumulation, have DDP average all gradients there are, where it looks for those of unused parameters.
+
+    It leaves alone what no batch of the window has used, and a DDP that is made again for a resume has seen none.
+    """
+    trained = (parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)
+    used = [parameter for parameter in trained if parameter.grad is not None]
+    if used and isinstance(ddp := trainer.model, DistributedDataParallel) and ddp.find_unused_parameters:
+        _pass_without_values(used)  # of which it notes what has a gradient, and no more before the next forward pass
 
 
 def shares_buffers(trainer: pl.Trainer) -> bool | None:

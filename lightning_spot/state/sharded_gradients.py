@@ -2,7 +2,8 @@
 
 A gradient may be sharded in another way than its parameter: of one that all ranks of tensor parallelism have, it may be
 a sum that is still to be taken over them. FSDP2 keeps whole gradients beside its parameters where it was told not to
-add them up yet (``set_requires_gradient_sync(False)``).
+add them up yet (``set_requires_gradient_sync(False)``); where ranks have copies of each other's shards, sums over some
+of them (``set_requires_all_reduce(False)``).
 """
 
 from __future__ import annotations
@@ -84,25 +85,45 @@ def gradient_like(parameter: torch.Tensor, local: torch.Tensor, placements: Plai
 # -- what FSDP2 keeps ------------------------------------------------------------------------------------------------
 
 
-def _of_fsdp(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
-    """Name of each parameter that FSDP2 shards, the module that gathers it, and what FSDP2 keeps of it."""
+def _of_fsdp(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name of each parameter that FSDP2 shards, and what FSDP2 keeps of it."""
     names = names_of(module)
-    for _, owner, group in compat.fsdp_groups(module):
+    for *_, group in compat.fsdp_groups(module):
         for kept in group.fsdp_params:
             if (name := names.get(id(kept.sharded_param))) is not None:
-                yield name, owner, kept
+                yield name, kept
 
 
-def which_wait(module: torch.nn.Module) -> list[str]:
-    """Names of the modules that FSDP2 was told not to add gradients up of."""
-    return [name for name, _, group in compat.fsdp_groups(module) if not compat.SYNCS.of(group)]
+def which_wait(module: torch.nn.Module, flag: compat.Name = compat.SYNCS) -> list[str]:
+    """Names of the modules that FSDP2 was told not to add gradients up of; by another flag, not over copies."""
+    return [name for name, _, group in compat.fsdp_groups(module) if not flag.of(group)]
 
 
-def have_wait(module: torch.nn.Module, names: Collection[str]) -> None:
-    """Have gradients of these modules not be added up, and those of all others."""
+def have_wait(module: torch.nn.Module, names: Collection[str], copies: Collection[str]) -> None:
+    """Have gradients of these modules not be added up, and those of all others; of the latter ones, not over copies."""
     for name, owner, group in compat.fsdp_groups(module):
         if compat.SYNCS.of(group) == (name in names):
             owner.set_requires_gradient_sync(name not in names, recurse=False)  # type: ignore[operator] # FSDP2's
+        if compat.ALL_REDUCES.of(group) == (name in copies):
+            owner.set_requires_all_reduce(name not in copies, recurse=False)  # type: ignore[operator] # likewise
+
+
+def partial_sums_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients that are not added up over copies of a shard yet, by the number of what FSDP2 gathers together."""
+    sums = ((number, compat.PARTIAL_SUM.of(group)) for number, (*_, group) in enumerate(compat.fsdp_groups(module)))
+    return {str(number): each for number, each in sums if each is not None}
+
+
+def keep_partial_sums(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Have FSDP2 add the next gradients to what :func:`partial_sums_of` found."""
+    for number, (*_, group) in enumerate(compat.fsdp_groups(module)):
+        if (value := saved.get(str(number))) is not None:
+            # FSDP2 drops it while a stream of its own may still read it: no other stream may be given its memory then.
+            is_on_gpu = group.device.type == "cuda"
+            stream = torch.cuda.Stream(group.device) if is_on_gpu else None  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                kept = torch.empty_like(value, device=group.device)
+            compat.PARTIAL_SUM.set(group, kept.copy_(value))
 
 
 def unsynced_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -112,7 +133,7 @@ def unsynced_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         module: whose own parameters are in place, as they are once it was asked for its state.
     """
     found: dict[str, torch.Tensor] = {}
-    for name, _, kept in _of_fsdp(module):
+    for name, kept in _of_fsdp(module):
         gradient = compat.ACCUMULATED.of(kept)
         if gradient is None and hasattr(kept, compat.UNSHARDED.name):
             gradient = compat.UNSHARDED.of(kept).grad
@@ -122,29 +143,17 @@ def unsynced_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def keep_unsynced(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Have FSDP2 add the next gradients to those that :func:`unsynced_of` found, as soon as it has gathered them.
+    """Have FSDP2 add the next gradients to those that :func:`unsynced_of` found. Every rank calls it.
 
     Args:
         module: whose gradients they are.
         saved: what this rank has of each, and its placements.
     """
-    for name, owner, kept in _of_fsdp(module) if saved else ():
-        if name not in saved:
-            continue
-        if hasattr(kept, compat.UNSHARDED.name):
-            _keep(kept, saved[name])
-        else:  # it looks at whole parameters then, and makes them in the next pass only
-            _keep_after_forward(owner, kept, saved[name])
-
-
-def _keep_after_forward(owner: torch.nn.Module, kept: Any, value: Mapping[str, Any]) -> None:
-    def gathered(*_: Any) -> None:
-        handle.remove()
-        _keep(kept, value)
-
-    handle = owner.register_forward_hook(gathered)
-
-
-def _keep(kept: Any, value: Mapping[str, Any]) -> None:
-    whole = compat.UNSHARDED.of(kept)
-    compat.ACCUMULATED.set(kept, gradient_like(whole, value["local"], value["placements"]))
+    for _, owner, _ in compat.fsdp_groups(module):
+        # It looks at whole parameters then, also in steps that have no use for them, and makes them as it gathers them.
+        owner.unshard()  # type: ignore[operator] # FSDP2's
+        owner.reshard()  # type: ignore[operator] # likewise
+    for name, kept in _of_fsdp(module):
+        if name in saved:
+            whole = compat.UNSHARDED.of(kept)
+            compat.ACCUMULATED.set(kept, gradient_like(whole, saved[name]["local"], saved[name]["placements"]))

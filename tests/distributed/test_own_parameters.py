@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,12 +14,16 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_spot import EverySteps, SpotCheckpoint
+from lightning_spot.state.replicas import what_is_rank_0s
 from tests.support.exact_cases import loader
 from tests.support.exact_models import ByParameter
 from tests.support.program import launch
+from tests.support.ranks import as_rank
 from tests.support.trainer import Stop, StopAfter
 from tests.support.trainer import trainer as quiet
 from tests.support.waiting import new_process
@@ -141,3 +146,27 @@ def test_what_is_of_each_rank_is_named_and_buffers_come_back(tmp_path: Path, war
             assert all(same.values()), kind
             assert ({"norm.running_mean", "norm.running_var"} <= same.keys()) == (kind == "manual")
         assert said.count(says) == 1, kind
+
+
+ORDERS = {
+    "static graph": ({"static_graph": True}, False, 4, True),
+    "static graph of two": ({"static_graph": True}, False, 2, False),
+    "hook": ({}, True, 4, True),
+    "hook, never rebuilt": ({"find_unused_parameters": True}, True, 4, False),
+    "rehearsed": ({}, False, 4, False),
+}
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_an_order_of_sums_that_cannot_be_had_again_is_named(kind: str) -> None:
+    """Of four ranks with a static graph, the first step after a resume was rounded in another way, without a word."""
+    settings, has_hook, ranks, is_named = ORDERS[kind]
+    with as_rank(0, (ranks,)):
+        ddp = DistributedDataParallel(nn.Linear(1, 1), **settings)
+        if has_hook:
+            ddp.register_comm_hook(None, fp16_compress_hook)
+        strategy, module = SimpleNamespace(model=ddp), ddp.module
+        trainer: Any = SimpleNamespace(
+            world_size=ranks, model=ddp, strategy=strategy, lightning_module=module, optimizers=[]
+        )
+        assert any("another order" in sentence for sentence in what_is_rank_0s(trainer)) == is_named

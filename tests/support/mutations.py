@@ -78,14 +78,23 @@ gradients | state.fit_state | exact_table::equal_or_warned_of[manual]
 -None, FitState.gradients,
 +None, lambda _: {},
 # a resumed run is another one: a step of a sharded model with the last of its micro-batches only
-unsynced gradients | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back
+unsynced gradients | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back[Fsdp]
 -            keep_unsynced(self.module, saved["gradients"])
 # ranks go on with rank 0's part of what a callback keeps in shards, without a word
 shards of callbacks | state.fit_state | sharded_gradients::tensors_in_shards_that_hooks_save_are_named
 -        self._findings += what_is_in_shards(checkpoint) if trainer.world_size > 1 else ()
 # a resumed run is another one: ranks add gradients up sooner
-unsynced modules | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back
--            have_wait(self.module, saved["waits"])
+unsynced modules | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back[Fsdp]
+-        have_wait(self.module, saved["waits"], saved["copies_wait"])
+# a resumed run is another one: a step of copied shards without the first of its micro-batches
+sums over copies | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back[Copies]
+-        keep_partial_sums(self.module, saved["sums"])
+# the first step after a resume is rounded in another way, without a word
+order of sums | state.replicas | own_parameters::an_order_of_sums_that_cannot_be_had_again_is_named
+-    if trainer.world_size > 2 and _orders_anew(trainer.model):
+# ranks of DDP drift apart: each steps with its own part of a gradient
+used parameters | state.fit_state | sharded_gradients::gradients_that_ddp_has_not_averaged_yet_are
+-        mark_used(self._trainer)
 # a resumed run is another one: each rank of tensor parallelism takes its part of a gradient for all of it
 gradient placements | state.fit_state | sharded_gradients::gradients_that_are_sums_over_ranks_come_back
 -        FitState.gradient_placements,
