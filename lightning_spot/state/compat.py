@@ -48,6 +48,7 @@ SHARING = "DDP's sharing of buffers"
 TUNERS = "the tuners"
 TOGGLES = "toggled optimizers"
 UNSYNCED = "gradients that FSDP2 has not added up"
+SHARED_RANDOM = "random numbers of DTensors on GPUs"
 
 WITHOUT = {
     RESUME: "no run is resumed by itself; name a snapshot in fit(ckpt_path=)",
@@ -278,6 +279,9 @@ ALL_REDUCES = Name(UNSYNCED, "all_reduce_grads", lambda _: None, bool)
 PARTIAL_SUM = Name(UNSYNCED, "_partial_reduce_output", lambda _: None)
 UNSHARDED = Name(UNSYNCED, "_unsharded_param", lambda _: None, torch.Tensor)  # only once it was gathered
 ACCUMULATED = Name(UNSYNCED, "unsharded_accumulated_grad", lambda _: None)
+
+RNG_TRACKER = Name(SHARED_RANDOM, "_random._rng_tracker", lambda _: torch.distributed.tensor)
+MAKE_TRACKER = Name(SHARED_RANDOM, "_random.OffsetBasedRNGTracker", lambda _: torch.distributed.tensor, type)
 
 COMPOSABLE = "__composable_api_state_key_"
 """How the names of attributes begin in which torch keeps, at a module, what FSDP2 and its like do with it."""

@@ -71,7 +71,13 @@ from lightning_spot.state.replicas import (
     what_is_in_shards,
     what_is_rank_0s,
 )
-from lightning_spot.state.sharded import checkpoint_of, checkpoint_through_save, is_sharded
+from lightning_spot.state.sharded import (
+    checkpoint_of,
+    checkpoint_through_save,
+    is_sharded,
+    restore_shared_random,
+    shares_random,
+)
 from lightning_spot.state.sharded_gradients import (
     gradient_like,
     have_wait,
@@ -678,6 +684,7 @@ _HOOKED: Mapping[Stage, Restore] = {
 
 PARTS = (
     StatePart("random", None, _of(_random)),  # set last of all: see _go_on_with_random
+    StatePart("shared_random", compat.SHARED_RANDOM, _of(shares_random), _to(restore_shared_random, Stage.FIRST_BATCH)),
     StatePart("loaders", compat.LOADERS, lambda fit: fit.loaders.positions(at_end=fit.at_end)),
     StatePart("around_loaders", compat.LOADERS, lambda fit: fit.loaders.capture(), _AROUND_LOADERS),
     StatePart("metrics", compat.METRICS, _metrics, _to(_restore_metrics, Stage.FIRST_BATCH)),

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed.tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn import Module
 
@@ -90,6 +91,19 @@ def holder_of(trainer: pl.Trainer) -> Dtensors:
     """How the strategy of a trainer holds its model, once that is set up."""
     module: Any = trainer.strategy.model
     return Dtensors(module)
+
+
+def shares_random(_: pl.Trainer) -> bool:
+    """Whether torch has given all ranks the random numbers of rank 0, as it does when DTensors on GPUs first draw."""
+    return compat.RNG_TRACKER.of(torch.distributed.tensor) is not None
+
+
+def restore_shared_random(trainer: pl.Trainer, saved: bool) -> None:
+    """Have it not do so again, if it had: ranks may have drawn other numbers since."""
+    home = torch.distributed.tensor
+    if saved and is_sharded(trainer) and compat.RNG_TRACKER.of(home) is None:
+        mesh = trainer.strategy.device_mesh  # type: ignore[attr-defined] # ModelParallelStrategy has it
+        compat.RNG_TRACKER.set(home, compat.MAKE_TRACKER.of(home)(mesh, run_state_sync=False))
 
 
 @contextlib.contextmanager

@@ -89,6 +89,9 @@ unsynced modules | state.fit_state | sharded_gradients::gradients_that_fsdp_has_
 # a resumed run is another one: a step of copied shards without the first of its micro-batches
 sums over copies | state.fit_state | sharded_gradients::gradients_that_fsdp_has_not_added_up_come_back[Copies]
 -        keep_partial_sums(self.module, saved["sums"])
+# ranks that drew apart are given the random numbers of rank 0
+random of DTensors | state.sharded | state_parts::ranks_are_not_given_the_numbers_of_rank_0_again
+-        compat.RNG_TRACKER.set(home, compat.MAKE_TRACKER.of(home)(mesh, run_state_sync=False))
 # the first step after a resume is rounded in another way, without a word
 order of sums | state.replicas | own_parameters::an_order_of_sums_that_cannot_be_had_again_is_named
 -    if trainer.world_size > 2 and _orders_anew(trainer.model):

@@ -279,7 +279,13 @@ def test_no_test_name_is_longer_than_60_characters() -> None:
     assert [name for name in names if len(name) > 60] == []
 
 
-PRIVATE_ELSEWHERE = {"_OMEGACONF_AVAILABLE", "_TENSORBOARDX_AVAILABLE", "_foreach_copy_", "_swap_models"}
+PRIVATE_ELSEWHERE = {
+    "_OMEGACONF_AVAILABLE",
+    "_TENSORBOARDX_AVAILABLE",
+    "_foreach_copy_",
+    "_rng_tracker",
+    "_swap_models",
+}
 
 
 def test_no_test_patches_a_private_name_of_ours() -> None:

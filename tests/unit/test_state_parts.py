@@ -14,6 +14,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed.tensor
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_spot.sharded.file_plan import state_file
 from lightning_spot.state import fit_state
@@ -147,6 +149,30 @@ def test_a_draw_shows_in_the_next_snapshot_and_in_no_former_one(draw: str) -> No
     assert [DRAWS[draw]() for _ in range(3)] == drawn
     restore_random(first)
     assert differences(capture_random(), before) == []
+
+
+def test_ranks_are_not_given_the_numbers_of_rank_0_again(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does when DTensors on GPUs first draw: once in a run, and once more in a resumed one."""
+    made: list[tuple[Any, bool]] = []
+    home = torch.distributed.tensor._random
+    monkeypatch.setattr(home, "_rng_tracker", None)
+
+    def make(mesh: Any, run_state_sync: bool = True) -> object:
+        made.append((mesh, run_state_sync))
+        return made
+
+    monkeypatch.setattr(home, "OffsetBasedRNGTracker", make)
+    trainer.strategy = ModelParallelStrategy()
+    trainer.strategy._device_mesh = "mesh"
+    fit, part = FitState(trainer), next(part for part in PARTS if part.name == "shared_random")
+    restore = part.restore[Stage.FIRST_BATCH]
+    assert part.capture(fit) is False
+    restore(fit, False)
+    assert made == []
+    restore(fit, True)
+    restore(fit, True)
+    assert made == [("mesh", False)]
+    assert part.capture(fit) is True
 
 
 def test_parts_that_were_off_are_none_in_an_earlier_form_too() -> None:
