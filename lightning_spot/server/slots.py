@@ -427,9 +427,8 @@ class Group:
             return is_orphan
         is_given_up = is_orphan and not self.is_here and all(slot.refused for slot in self.slots)
         is_safe = is_given_up or not self.manifest.exact or all(slot.is_safe for slot in self.slots)
-        if self.is_here and not self.has_newer:
-            return is_safe
-        return is_evictable(self.manifest.order, self.state, self.watermark, is_durable=is_safe)
+        watermark = None if self.is_here and not self.has_newer else self.watermark
+        return is_evictable(self.manifest.order, self.state, watermark, is_durable=is_safe)
 
 
 def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:

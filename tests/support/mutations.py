@@ -281,8 +281,8 @@ a claim made late | store.store | ownership::a_server_of_a_removed_run_leaves_th
 +    store.claim(standing.claim)
 # the one server with the newest is lost, and the other has given up the one before
 whole until something newer is whole | server.slots | groups::what_is_whole_stays_until_something_newer_is_here_too
--        if self.is_here and not self.has_newer:
-+        if False:
+-        watermark = None if self.is_here and not self.has_newer else self.watermark
++        watermark = self.watermark
 # older ones are deleted before the new one is seen whole
 seen as it was written before older ones go | store.retention | stores::retention_deletes_nothing_where_the_newest_is_missing[local]
 -    if not store.has(current):
