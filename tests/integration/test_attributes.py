@@ -273,7 +273,14 @@ def test_a_module_keeps_what_has_changed(change: str) -> None:
 
 def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
     root: Any = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
-    trainer: Any = SimpleNamespace(lightning_module=root, callbacks=[], datamodule=None, optimizers=[])
+    trainer: Any = SimpleNamespace(
+        lightning_module=root,
+        callbacks=[],
+        datamodule=None,
+        optimizers=[],
+        lr_scheduler_configs=[],
+        precision_plugin=None,
+    )
     state = ModuleState()
     state.begin(trainer)
     assert not state.capture(trainer, root.named_modules())["trains"]
