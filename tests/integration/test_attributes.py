@@ -290,6 +290,16 @@ def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
     assert (found["trains"], found["attributes"]) == ({"1.weight": False}, {"1": {"counter": 3}})
 
 
+def test_a_scaler_that_a_program_keeps_to_itself_is_seen_to_change() -> None:
+    module: Any = Own()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))  # makes what it keeps
+    before = detector(module).stamp(scaler)
+    assert detector(module).stamp(scaler) == before
+    scaler.update(4.0)
+    assert detector(module).stamp(scaler) != before
+
+
 def test_attributes_that_torch_adds_to_fsdp2_modules_are_ignored() -> None:
     module: Any = Own()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
