@@ -163,13 +163,9 @@ def prune(arguments: argparse.Namespace) -> int:
         if found and not store.has(line[0]):
             raise TierError(f"{line[0].name} is not whole: nothing older is deleted. Run verify {url}", tier=url)
         gone += found
-
-    def rewound() -> bool:  # it may go back to what is deleted here
-        return bool({*store.rewinds()} - {*held.rewinds})
-
+    known = set(held.rewinds)
     for manifest in gone[::-1] if not arguments.dry_run else ():  # the oldest first
-        store.delete(manifest, wanted=rewound)
-        if rewound():
+        if not store.delete(manifest, wanted=lambda: not known.issuperset(store.rewinds())):
             raise RunBusyError(f"{url} was rewound meanwhile: nothing more is deleted. Run prune again")
     _show(url, ((manifest, STORAGE) for manifest in gone), arguments)
     return 0

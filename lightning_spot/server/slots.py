@@ -415,7 +415,7 @@ class Group:
 
         ============================================  ===================================================
         superseded, or aborted                        yes
-        … all of it here, of what supersedes it not   as the newest: the one server with that may be lost
+        … but only this one is whole here             as the newest: the server that has the other may be lost
         committed, the newest of its lineage          if each slot is safe at a tier, or what is newer is
         … of which a tier will never have the rest    after :data:`ORPHANED_S`
         … which is an approximation                   yes: it keeps no memory from exact ones
@@ -443,7 +443,7 @@ def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
         if first.shard is None or status(shards_in(shards), first.order) is Status.COMMITTED:
             here[name] = first.order
             marks.setdefault(first.lineage, []).append(first.order)
-    groups = []
+    groups, whole = [], set(here.values())
     for name, shards in found.items():
         first = shards[0].content
         orders, state, why = marks.get(first.lineage, []), Status.COMMITTED, ""
@@ -452,7 +452,7 @@ def grouped(slots: Iterable[Slot], known: Known = _NOTHING) -> list[Group]:
             state, why = status_of(known, name, first.lineage, first.order, shards_in(shards), newest)
         by_writer = tuple(sorted(shards, key=lambda slot: slot.writer))
         superseding = [order for order in orders if order[2] or not first.exact]  # [2] is 0 of an approximation
-        has_newer = any(first.order < order and order in here.values() for order in superseding)
+        has_newer = any(first.order < order and order in whole for order in superseding)
         groups.append(Group(by_writer, state, why, name in here, max(superseding, default=None), has_newer))
     return groups
 

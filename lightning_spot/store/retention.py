@@ -185,15 +185,9 @@ def retain(store: Store, keep: Keep, current: Manifest) -> str:
         return f"what is written to {store.url} is not listed there at once: nothing older is deleted until it is"
     if not store.has(current):
         return f"what is written to {store.url} is not seen there as it was written: nothing older is deleted"
-    now_unix_s = time.time()
-    gone = expired(held, current, keep, now_unix_s)
-
-    def wanted() -> bool:
-        """Whether a rewind was asked for meanwhile that goes back to one of them."""
-        held.rewinds = store.rewinds()
-        return expired(held, current, keep, now_unix_s) != gone
-
-    for manifest in gone:
-        store.delete(manifest, wanted=wanted)
+    known = set(held.rewinds)
+    for manifest in expired(held, current, keep, time.time()):
+        if not store.delete(manifest, wanted=lambda: set(store.rewinds()) != known):
+            break  # a rewind was asked for meanwhile, which may go back to one of them
     store.sweep(current, held)
     return ""

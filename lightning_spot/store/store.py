@@ -701,7 +701,7 @@ class Store(ABC):
         self._remove(folder, [name])
         self._settle(manifest.manifest_path)
 
-    def delete(self, manifest: Manifest, *, wanted: Callable[[], bool] = lambda: False) -> None:
+    def delete(self, manifest: Manifest, *, wanted: Callable[[], bool] = lambda: False) -> bool:
         """Remove a snapshot: first its manifest, then its bytes, and no other file. Nothing happens if it is gone.
 
         Nor if another snapshot of its name is there, such as that of a trainer on another machine; nor if a later
@@ -712,6 +712,9 @@ class Store(ABC):
             wanted: asked without the manifest there: whether it is to stay after all. Who wants it says so first, and
                 looks for the manifest then, so that one of the two sees the other.
 
+        Returns:
+            whether nobody wanted it.
+
         Raises:
             FencedError: if :attr:`owner` does not hold the run any more.
         """
@@ -720,12 +723,13 @@ class Store(ABC):
             if not self._is_meant(manifest, noted):
                 why = "it is another one, or not ours"
                 say(logging.INFO, "not-deleted", "{about} stays: {why}", about=f"{self.url}/{manifest.name}", why=why)
-                return
+                return True
             self._unnote(manifest)  # never at once with the others: not without its bytes
             if wanted():
                 self._write_manifest(manifest, (manifest.attempt, manifest.run_id))
-                return
+                return False
             self._remove("" if manifest.is_file else manifest.name, [span.name for span in manifest.spans])
+        return True
 
     def _is_meant(self, manifest: Manifest, noted: object) -> bool:
         """Whether a manifest may delete what is noted at its place: another trainer may have written it."""

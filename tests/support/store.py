@@ -113,9 +113,9 @@ class GatedStore(LocalStore):
         assert self.open.wait(120)
         return super().put_parts(manifest, parts, attempt=attempt)
 
-    def delete(self, manifest: Manifest, **more: Any) -> None:
+    def delete(self, manifest: Manifest, **more: Any) -> bool:
         self._note("delete", manifest)
-        super().delete(manifest, **more)
+        return super().delete(manifest, **more)
 
     def puts(self) -> list[int]:
         """Steps of the snapshots that were tried, in order."""
