@@ -290,7 +290,7 @@ def test_what_hooks_change_beside_scripted_modules_is_found() -> None:
     assert (found["trains"], found["attributes"]) == ({"1.weight": False}, {"1": {"counter": 3}})
 
 
-def test_a_scaler_that_a_program_keeps_to_itself_is_seen_to_change() -> None:
+def test_a_scaler_that_a_program_keeps_is_seen_to_change() -> None:
     module: Any = Own()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(1))  # makes what it keeps
